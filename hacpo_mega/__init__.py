@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
 
         return train
     if name == "Trainer":
-        from hacpo_mega.cluster.environment import prepare_environment
+        from hacpo_mega.cluster.machine.environment import prepare_environment
 
         prepare_environment()  # vLLM and transformers read theirs when they are imported, which is now
         from hacpo_mega.trainer.trainer import Trainer

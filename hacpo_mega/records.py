@@ -336,7 +336,7 @@ class ExpertLoad:
     fullest_share   of the pairs of a token and one of its experts, those of the expert that has the most
     entropy         of these shares over all experts, as a share of the most that it can be: 1 where all have as many
     changed         of the pairs that were replayed, those that the router had not chosen; None: none was replayed
-    aux_loss, z_loss    the auxiliary losses, also a mean over tokens (megatron/router.py); None: switched off
+    aux_loss, z_loss    the auxiliary losses, also a mean over tokens (megatron/model/router.py); None: switched off
     """
 
     fullest_share: float

@@ -1,6 +1,6 @@
 # Source this before Python starts: in a job script before srun (launch/slurm.sbatch does), or in every process.
-# What is set already stays. hacpo-mega sets the same values itself (hacpo_mega/cluster/environment.py; tests/jobs/test_failure.py compares
-# them), so they matter to whoever imports the package without its command line.
+# What is set already stays. hacpo-mega sets the same values itself (hacpo_mega/cluster/machine/environment.py;
+# tests/jobs/test_failure.py compares them), so they matter to whoever imports the package without its command line.
 
 keep() { export "$1=${!1-$2}"; }  # keep NAME DEFAULT
 

@@ -16,7 +16,7 @@ from budgets import Part, file_of, order, over_budget, read_budgets, scope_of, t
 from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
-    # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/device.py).
+    # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/machine/device.py).
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"

@@ -5,12 +5,13 @@ itself may be is in test_code_rules.py.
 """
 
 import ast
+import collections
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
-from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_sources
+from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
 
 # A folder of hacpo_mega is a room; these are the two files of the lobby.
 LOBBY = {"records.py": "records", "__init__.py": "cli"}
@@ -29,9 +30,10 @@ FLOORS = (
     ("cli",),
 )
 MAX_ROOMS, MAX_FLOORS = 26, 10
+MAX_FILES = 14  # of Python in a folder of the product
 CLI = "hacpo_mega/cli/"
 # What several files of the command line share; beside it only app.py, which registers them, imports another.
-SHARED_BY_COMMANDS = ("hacpo_mega/cli/ranks.py", "hacpo_mega/cli/start.py")
+SHARED_BY_COMMANDS = ("hacpo_mega/cli/lab/ranks.py", "hacpo_mega/cli/start.py")
 # Where a heavy library may be named at all.
 DOORS = {
     "megatron": ("hacpo_mega/megatron/", "hacpo_mega/lab/memory_trace.py"),
@@ -39,10 +41,10 @@ DOORS = {
     # and where an experiment's server imports it for the ranks that it forks
     "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/lab/experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
-    "tensorboard": ("hacpo_mega/logbook/metrics.py",),
+    "tensorboard": ("hacpo_mega/logbook/files/metrics.py",),
     "matplotlib": ("hacpo_mega/report/",),
-    "wandb": ("hacpo_mega/logbook/trackers.py",),
-    "trackio": ("hacpo_mega/logbook/trackers.py",),
+    "wandb": ("hacpo_mega/logbook/files/trackers.py",),
+    "trackio": ("hacpo_mega/logbook/files/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),
     "typer": (CLI,),
 }
@@ -58,7 +60,11 @@ COLLECTIVES = (
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
-    *("hacpo_mega/grading/grader_calls.py", "hacpo_mega/logbook/trackers.py", "hacpo_mega/data/hub_sets.py"),
+    *(
+        "hacpo_mega/grading/workers/grader_calls.py",
+        "hacpo_mega/logbook/files/trackers.py",
+        "hacpo_mega/data/reading/hub_sets.py",
+    ),
     "hacpo_mega/config/named_function.py",
 )
 
@@ -109,6 +115,72 @@ def imports_have_no_circle(sources: Sources) -> Complaints:
             del graph[module]
     if graph:
         yield f"import circle among {', '.join(sorted(graph))}"
+
+
+def parts_of_a_room_have_no_circle(sources: Sources) -> Complaints:
+    """The parts are a room's folders and the files beside them: a reader takes one after the other."""
+    graph: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for source, _, _, target in own_imports(sources):
+        here, there = part_of(source.path), part_of(target.path)
+        if here and there and here[0] == there[0] and here != there:
+            graph.setdefault(here, set()).add(there)
+            graph.setdefault(there, set())
+    while leaves := [part for part, needs in graph.items() if not needs & graph.keys()]:
+        for part in leaves:
+            del graph[part]
+    if graph:
+        yield f"import circle among {', '.join(sorted('/'.join(part) for part in graph))}"
+
+
+def part_of(path: str) -> tuple[str, str] | None:
+    """(room, its folder or file) of a file; None of a room's __init__.py, which names what the room offers."""
+    room, _, rest = path.removeprefix("hacpo_mega/").partition("/")
+    inner = rest.partition("/")[0]
+    return (room, inner) if path.startswith("hacpo_mega/") and inner not in ("", "__init__.py") else None
+
+
+def folders_are_small(sources: Sources) -> Complaints:
+    folders = collections.Counter(
+        source.path.rpartition("/")[0] for source in sources if source.path.startswith("hacpo_mega/")
+    )
+    for folder, count in folders.items():
+        if count > MAX_FILES:
+            yield f"{folder}: {count} files, more than {MAX_FILES}; give it folders of its own"
+
+
+def rooms_keep_their_net_lines(sources: Sources) -> Complaints:
+    """A room grows only where its number in tests/limits.toml is raised in the same commit."""
+    net: collections.Counter[str] = collections.Counter()
+    for source in sources:
+        net[room_of(source.path) or source.path.split("/")[1]] += source.net_lines()
+    beside_lab = net.total() - net["lab"] - net["hacpo_kernels"]
+    for room, lines in net.items():
+        if lines > (most := read_limits().net_lines.get(room, 0)):
+            yield f"room {room!r}: {lines} net lines, more than {most}; hacpo_mega beside the lab has {beside_lab}"
+
+
+def a_file_has_more_than_one_importer(sources: Sources) -> Complaints:
+    """A part of one thought stands in the file that has the thought. A module read by nobody else is no door."""
+    for path, importer in sorted(with_one_importer(sources).items()):
+        if path not in read_limits().one_importer:
+            yield f"{path}: only {importer}, of its own room, imports it; it belongs into that file"
+
+
+def with_one_importer(sources: Sources) -> dict[str, str]:
+    """By file of the product, the file that alone imports it, where that is a file of the same room.
+
+    A room's __init__.py says what others may have of it, and cli/app.py only registers the commands.
+    """
+    importers: dict[str, set[str]] = {}
+    for source, _, _, target in own_imports(sources):
+        if source.path != target.path and target.path.startswith("hacpo_mega/"):
+            importers.setdefault(target.path, set()).add(source.path)
+    found = {}
+    for path, (importer, *others) in importers.items():
+        is_face = path.endswith("__init__.py") or importer.endswith("__init__.py") or importer == f"{CLI}app.py"
+        if not others and not is_face and room_of(path) == room_of(importer):
+            found[path] = importer
+    return found
 
 
 def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
@@ -165,6 +237,10 @@ RULES: tuple[Rule, ...] = (
     imports_go_down,
     commands_are_strangers,
     imports_have_no_circle,
+    parts_of_a_room_have_no_circle,
+    folders_are_small,
+    rooms_keep_their_net_lines,
+    a_file_has_more_than_one_importer,
     kernels_know_nothing_of_us,
     one_door_per_library,
     collectives_have_few_suspects,
@@ -191,6 +267,21 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (imports_go_down, {"hacpo_mega/data/x.py": "PRELOAD = 'hacpo_mega.agent.agent'", A: ""}),
     (commands_are_strangers, {f"{CLI}x.py": "from hacpo_mega.cli.y import run", f"{CLI}y.py": ""}),
     (imports_have_no_circle, {"hacpo_mega/data/x.py": "from .y import b", "hacpo_mega/data/y.py": "from .x import a"}),
+    (
+        parts_of_a_room_have_no_circle,
+        {
+            "hacpo_mega/data/a/x.py": "from hacpo_mega.data.b import y",
+            "hacpo_mega/data/b/y.py": "",
+            "hacpo_mega/data/b/z.py": "from hacpo_mega.data.a import w",
+            "hacpo_mega/data/a/w.py": "",
+        },
+    ),
+    (rooms_keep_their_net_lines, {"hacpo_mega/records.py": "x = 1\n" * 999}),
+    (
+        a_file_has_more_than_one_importer,
+        {"hacpo_mega/data/x.py": "from hacpo_mega.data.y import z", "hacpo_mega/data/y.py": "z = 1"},
+    ),
+    (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
     (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
@@ -221,6 +312,20 @@ def test_every_rule_is_shown_to_catch_something() -> None:
     assert {rule for rule, _ in BAD} == set(RULES)
 
 
+def test_every_exception_is_still_needed() -> None:
+    limits, alone = read_limits(), with_one_importer(read_sources())
+    assert sorted(set(limits.one_importer) - alone.keys()) == []
+    assert limits.one_importer == sorted(set(limits.one_importer))
+    assert limits.net_lines.keys() == {room_of(s.path) or s.path.split("/")[1] for s in read_sources()}
+
+
+def test_net_lines_are_those_that_compute() -> None:
+    text = '"""Of\n\nk."""\n\nimport json\nfrom a import (\n    b,\n)\n\n# why\n'
+    text += "x = (\n    1,  # one\n\n    # two\n    2,\n)\n"
+    text += 'def f():\n    """Of j."""\n    return """a\n\n    # b"""\n'
+    assert Source("hacpo_mega/data/x.py", text).net_lines() == 4 + 3
+
+
 def test_rules_accept_a_file_that_keeps_them() -> None:
     good = (
         '"""What it is."""\n\nimport torch\n\nfrom hacpo_mega.config import AlgorithmConfig\n\n\n'
@@ -232,8 +337,9 @@ def test_rules_accept_a_file_that_keeps_them() -> None:
 
 def test_light_rooms_load_no_heavy_library() -> None:
     """One after the other in one process: the first that is not light is named with what it loads."""
-    modules = ["hacpo_mega.cluster.rank_map", "hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.logbook.metrics"]
-    modules += sorted(f"hacpo_mega.models.{file.stem}" for file in (ROOT / "hacpo_mega" / "models").glob("[a-z]*.py"))
+    modules = ["hacpo_mega.cluster.rank_map", "hacpo_mega.config", "hacpo_mega.cli", "hacpo_mega.logbook.files.metrics"]
+    files = (ROOT / "hacpo_mega" / "models").rglob("[a-z]*.py")
+    modules += sorted(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
     heavy = {"torch", "vllm", "megatron", "transformers", "triton", "matplotlib", "tensorflow"}
     code = f"""
 import importlib, sys

@@ -5,42 +5,47 @@ import whom is in test_architecture.py.
 """
 
 import ast
+import collections
 import re
 from pathlib import PurePosixPath
 
 import pytest
-from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_sources
+from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
 
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
-    "hacpo_mega/cluster/device.py",
-    "hacpo_mega/cluster/environment.py",
-    "hacpo_mega/grading/model_judge.py",  # the key of a server, by the name that the configuration gives
+    "hacpo_mega/cluster/machine/device.py",
+    "hacpo_mega/cluster/machine/environment.py",
+    "hacpo_mega/grading/graders/model_judge.py",  # the key of a server, by the name that the configuration gives
     "hacpo_mega/jobs/forked.py",
     "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
     "hacpo_mega/jobs/slurm_held.py",
-    "hacpo_mega/cluster/machine_limits.py",  # what Slurm gave to the job
+    "hacpo_mega/cluster/machine/machine_limits.py",  # what Slurm gave to the job
     "hacpo_mega/cluster/place.py",
-    "hacpo_mega/cluster/private_folder.py",
+    "hacpo_mega/cluster/security/private_folder.py",
     "hacpo_mega/cluster/rank_map.py",
     "hacpo_mega/cluster/rendezvous.py",
     "hacpo_mega/cluster/seat.py",
-    "hacpo_mega/cluster/secret.py",
+    "hacpo_mega/cluster/security/secret.py",
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",
     "hacpo_mega/rollout/engine.py",
-    "hacpo_mega/rollout/host_process.py",
+    "hacpo_mega/rollout/vllm/host_process.py",
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
 # Where `say` is, and what speaks to the process that started it alone.
 PRINTS = (
-    *("hacpo_mega/models/visible.py", "hacpo_mega/models/chat_template.py", "hacpo_mega/grading/sandbox.py"),
+    *(
+        "hacpo_mega/models/files/visible.py",
+        "hacpo_mega/models/files/chat_template.py",
+        "hacpo_mega/grading/workers/sandbox.py",
+    ),
     "kernels/hacpo_kernels/",
 )
 # The one place that is given pickles, and reads them without calling anything.
-READS_PICKLES = ("hacpo_mega/cluster/plain_pickle.py",)
+READS_PICKLES = ("hacpo_mega/cluster/security/plain_pickle.py",)
 # Modules that run what they read, or say pickles to others. Of torch's checkpoints only `save` and `load` do.
 RUNS_WHAT_IT_READS = (
     *("pickle.", "_pickle.", "pickletools.", "cloudpickle.", "dill.", "joblib.", "marshal.", "shelve.", "copyreg."),
@@ -99,7 +104,7 @@ def text_is_made_visible(sources: Sources) -> Complaints:
         for node in ast.walk(source.tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("print", "typer.echo") and not source.lies_in(PRINTS):
-                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/visible.py has say()"
+                yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/files/visible.py has say()"
 
 
 def environment_is_read_at_the_start(sources: Sources) -> Complaints:
@@ -150,6 +155,23 @@ def names_say_something(sources: Sources) -> Complaints:
                 yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
 
 
+def class_names_are_unique(sources: Sources) -> Complaints:
+    """One word, one meaning: whoever searches for a class finds one."""
+    for name, places in class_places(sources).items():
+        if len(places) > read_limits().class_names.get(name, 1):
+            yield f"{', '.join(places)}: class {name} stands {len(places)} times; give each its own name"
+
+
+def class_places(sources: Sources) -> dict[str, list[str]]:
+    """By name of a public class of the product, the files that define one."""
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(source.path)
+    return places
+
+
 def files_say_what_they_are(sources: Sources) -> Complaints:
     for source in sources:
         if source.text.strip() and not ast.get_docstring(source.tree):
@@ -179,6 +201,7 @@ RULES: tuple[Rule, ...] = (
     files_and_functions_are_small,
     functions_take_records,
     names_say_something,
+    class_names_are_unique,
     files_say_what_they_are,
     public_things_are_described,
 )
@@ -245,6 +268,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (names_say_something, {"hacpo_mega/data/utils.py": ""}),
     (names_say_something, {A: "class WeightManager:\n    pass"}),
     (names_say_something, {A: "def load_helper():\n    pass"}),
+    (class_names_are_unique, {A: "class X:\n    pass", "hacpo_mega/data/x.py": "class X:\n    pass"}),
     (files_say_what_they_are, {A: "x = 1"}),
     (public_things_are_described, {A: "def roll_out():\n    pass"}),
 )
@@ -257,6 +281,11 @@ def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> Non
 
 def test_every_rule_is_shown_to_catch_something() -> None:
     assert {rule for rule, _ in BAD} == set(RULES)
+
+
+def test_every_exception_is_still_needed() -> None:
+    counts = {name: len(places) for name, places in class_places(read_sources()).items()}
+    assert {name: counts.get(name, 0) for name in read_limits().class_names} == read_limits().class_names
 
 
 def test_rules_accept_a_file_that_keeps_them() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import typer
 
 from hacpo_mega.cli.app import app
-from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.config.describe import FieldDescription, describe_fields
-from hacpo_mega.models.families import FAMILIES, Family
+from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.models.families.families import FAMILIES, Family
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -46,8 +46,8 @@ def commands() -> str:
 
 
 def metrics() -> str:
-    """The docstring of logbook/metrics.py, which lists every name."""
-    source = (ROOT / "hacpo_mega" / "logbook" / "metrics.py").read_text(encoding="utf-8")
+    """The docstring of logbook/files/metrics.py, which lists every name."""
+    source = (ROOT / "hacpo_mega" / "logbook" / "files" / "metrics.py").read_text(encoding="utf-8")
     text = ast.get_docstring(ast.parse(source)) or ""
     more = "[Monitoring](../guide/monitoring.md) says which to watch."
     blocks = [f"```\n{block}\n```" if block.startswith("    ") else block for block in text.split("\n\n")]
@@ -55,7 +55,7 @@ def metrics() -> str:
 
 
 def models() -> str:
-    """The records of hacpo_mega/models/families.py: what a folder may ask for, and which layouts it can have."""
+    """The records of models/families/families.py: what a folder may ask for, and which layouts it can have."""
     more = (
         "A folder is read by its `config.json`: a field that its family does not know, or a value that is not "
         "supported, is a refusal that names it."
@@ -105,8 +105,8 @@ API = {
     "hacpo_mega": {"config/load.py": ["load_config"], "jobs/from_python.py": ["train", "TrainedRun", "RunFailed"]},
     "hacpo_mega, under torchrun or srun": {"trainer/trainer.py": ["Trainer"]},
     "hacpo_mega.grading": {
-        "grading/grader_calls.py": ["Unjudged"],
-        "grading/graders.py": ["length_penalised", "requiring_format"],
+        "grading/workers/grader_calls.py": ["Unjudged"],
+        "grading/graders/graders.py": ["length_penalised", "requiring_format"],
         "grading/judge.py": ["Judge"],
     },
 }

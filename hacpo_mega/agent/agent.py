@@ -32,13 +32,13 @@ from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.config.device_memory import agent_budget
-from hacpo_mega.logbook.rollout_log import AnswerNotes, AnswerTokens
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.config.checks.device_memory import agent_budget
+from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.actor_offload import ActorOffload
-from hacpo_mega.megatron.fused_optimizer import SAID
-from hacpo_mega.megatron.optimizer import Leaves
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.fused_optimizer import SAID
+from hacpo_mega.megatron.train.optimizer import Leaves
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Prompt,

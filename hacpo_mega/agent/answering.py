@@ -16,13 +16,13 @@ from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.device_memory import engine_options
-from hacpo_mega.config.pass_through import RETURNS_ROUTING
+from hacpo_mega.config.checks.device_memory import engine_options
+from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.answer_ends import AnswerEnds
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_thread import EngineThread, Generate
 from hacpo_mega.rollout.exchange import share_completions
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 

@@ -10,7 +10,7 @@
                 to learn, to hand out its weights      when the actor has left
 
 Under both the same numbers meet the same kernels, so that no bit depends on it.
-Not here: how a tensor leaves (megatron/offload.py), what is computed in a turn (agent.py).
+Not here: how a tensor leaves (megatron/train/offload.py), what is computed in a turn (agent.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from functools import partial
 from hacpo_mega.agent.publication import Publication
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
-from hacpo_mega.logbook.step_metrics import held_bytes
+from hacpo_mega.logbook.steps.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.rollout.engine import Engine
 
 

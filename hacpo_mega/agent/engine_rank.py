@@ -12,8 +12,8 @@ from hacpo_mega.agent.answering import Answering, load_engine
 from hacpo_mega.agent.devices import ApartDevices
 from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.cluster.device import actor_dtype
 from hacpo_mega.cluster.host_memory import require_host_memory
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.config import AgentConfig, Config

@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hacpo_mega.cluster.groups.tree import broadcast
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.tree import broadcast
-from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.logbook.run.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.hf_reader import dtype_of
-from hacpo_mega.megatron.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.publish_plan import Piece, PublishPlan, publish_plan
-from hacpo_mega.models.shards import Shard, stacked_shapes
+from hacpo_mega.megatron.weights.hf_reader import dtype_of
+from hacpo_mega.megatron.weights.publish import ActorShards, Exchange, NoShards
+from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, publish_plan
+from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_weights import Receiver
-from hacpo_mega.rollout.held_weights import HeldPart
-from hacpo_mega.rollout.parts import loaders_said
+from hacpo_mega.rollout.weights.engine_weights import Receiver
+from hacpo_mega.rollout.weights.held_weights import HeldPart
+from hacpo_mega.rollout.weights.parts import loaders_said
 
 BLOCK = 1 << 22
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,8 +12,8 @@ from typing import Any
 from hacpo_mega.config import Config
 from hacpo_mega.records import Completion, Prompt, Rollout, Stop
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_thread import Generate
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.engine_thread import Generate
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec
 
 AnswerPlace = tuple[Prompt, int]  # prompt, rollout index

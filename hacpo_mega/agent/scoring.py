@@ -59,7 +59,7 @@ class Scoring:
             for b in batches.pop(0):
                 if self._num_trained(rollouts[b]) == 0:  # nor does the update compute anything of it
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
-            if len(rollouts) == self._answers_per_update:  # nobody else wants any (config/checks.py)
+            if len(rollouts) == self._answers_per_update:  # nobody else wants any (config/checks/checks.py)
                 return scores  # so nobody needs the device for it
         with self._devices.scoring():
             for batch in batches:

@@ -10,7 +10,7 @@ by sequence   w   = min(exp(sum_t d_t), cap)    scales the answer's advantage, f
 The weight of a sequence on the advantage is exact: own losses -min(s A, clip(s) A) and cross losses -c sg[c]^alpha A
 are both linear in |A|, so loss and gradient are multiplied by w. Weights by token exist for own answers only: another
 agent's answer has other tokens in the learner's tokenizer, and keeps weight 1. A KL to the initial policy is not
-weighted. Not here: how far apart the two are (logbook/step_metrics.py).
+weighted. Not here: how far apart the two are (logbook/steps/step_metrics.py).
 """
 
 from typing import Literal

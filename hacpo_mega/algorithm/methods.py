@@ -1,4 +1,4 @@
-"""One door to the advantages of every method (`algorithm.method`; config/methods.py lists what each is)."""
+"""One door to the advantages of every method (`algorithm.method`; config/tables/methods.py lists what each is)."""
 
 from torch import Tensor
 

@@ -1,7 +1,8 @@
 """Whether a disk has room for what a run puts on it: asked before its first step, before a checkpoint and at its end.
 
 Sizes are estimates from parameter counts until there is a checkpoint to measure. Imports no torch, so that a run that
-can never be kept is refused at once. Not here: what is written (checkpoint/files.py) and logs (logbook/backlog.py).
+can never be kept is refused at once. Not here: what is written (checkpoint/files.py) and logs
+(logbook/files/backlog.py).
 """
 
 import math
@@ -11,9 +12,9 @@ from pathlib import Path
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.models.lora import adapter_numbers
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.models.sharding.lora import adapter_numbers
+from hacpo_mega.models.sharding.segments import all_sources
 
 # Main weight and both moments in float32, and the index.
 CHECKPOINT_BYTES_PER_PARAMETER = 13

@@ -2,7 +2,7 @@
 
     checkpoints/step_000012/step.json      what belongs to the run: capability, bands, counts, configuration; size and
                                            SHA-256 of every file below
-    checkpoints/step_000012/<agent>/       main weights and moments of Adam (megatron/sharded_state.py)
+    checkpoints/step_000012/<agent>/       main weights and moments of Adam (megatron/checkpoint/sharded_state.py)
     checkpoints/step_000012.writing/       the same before its commit, which is the one rename that takes `.writing` off
     checkpoints/step_000012.removing/      the same while it is being removed
 
@@ -26,11 +26,11 @@ from pydantic import ValidationError
 
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
+from hacpo_mega.config.checks.run_dirs import require_displaceable
 from hacpo_mega.config.run import of_today
-from hacpo_mega.config.run_dirs import require_displaceable
 from hacpo_mega.config.template_time import with_times_of
-from hacpo_mega.models.documents import parse_json, require_file
-from hacpo_mega.models.links import require_inside
+from hacpo_mega.models.files.documents import parse_json, require_file
+from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.weight_files import weights_fingerprint
 
 FORMAT = 2
@@ -74,7 +74,7 @@ class Checkpoint:
     capability  CapabilityTracker's state
     accuracy    mean reward on held-out prompts, over the agents; None where this step had no evaluation
     files       every file below `folder`, by its path there
-    inputs      digests of what the run has read (logbook/run_inputs.py); none in a step of an older version
+    inputs      digests of what the run has read (logbook/run/run_inputs.py); none in a step of an older version
     """
 
     folder: Path

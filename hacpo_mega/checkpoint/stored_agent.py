@@ -4,7 +4,7 @@
 
 The step holds the weights; architecture, tokenizer and chat template are those of the model folder that the run began
 with, as the run's own export takes them. The run may remove the step at any time (checkpoint.keep_last).
-Not here: the weights themselves (megatron/stored_state.py). Imports no torch.
+Not here: the weights themselves (megatron/checkpoint/stored_state.py). Imports no torch.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from hacpo_mega.checkpoint.files import (
     require_own_step,
 )
 from hacpo_mega.config import AgentConfig, Config, config_of_table
-from hacpo_mega.models.links import require_own_model
+from hacpo_mega.models.files.links import require_own_model
 
 
 @dataclass(frozen=True)

@@ -24,33 +24,33 @@ from click import HelpFormatter
 from hacpo_mega import __version__
 from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
-from hacpo_mega.cli.bench import bench
-from hacpo_mega.cli.chaos import chaos
 from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
 from hacpo_mega.cli.evaluation import evaluate_model
-from hacpo_mega.cli.experiment import experiment
 from hacpo_mega.cli.export import export
-from hacpo_mega.cli.plan import plan
+from hacpo_mega.cli.lab.bench import bench
+from hacpo_mega.cli.lab.chaos import chaos
+from hacpo_mega.cli.lab.experiment import experiment
+from hacpo_mega.cli.lab.plan import plan
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
-from hacpo_mega.cluster.environment import (
+from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
+from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
     is_first_of_its_node,
     is_first_of_the_job,
     prepare_environment,
 )
-from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
-from hacpo_mega.cluster.machine_limits import require_processes
+from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config import Config
 from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
 from hacpo_mega.jobs.attempts import record_told
-from hacpo_mega.logbook.provenance import installed_versions, what_is_finished
-from hacpo_mega.models.visible import say
+from hacpo_mega.logbook.run.provenance import installed_versions, what_is_finished
+from hacpo_mega.models.files.visible import say
 
 # Options by which other trainers are given their configuration.
 CONFIGURATION = ("config", "config_file", "config_path", "config_name", "file")
@@ -196,8 +196,8 @@ def _require_inputs(config: Config, how: StartOptions) -> int:
     ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes.
     """
     from hacpo_mega.data.prompt_files import require_good_files
-    from hacpo_mega.logbook.metrics import require_readable_metrics
-    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+    from hacpo_mega.logbook.files.metrics import require_readable_metrics
+    from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 
     if start_with_same_inputs(config, **how) is not None and committed_steps(config.run_dir) and not how["fresh"]:
         require_readable_metrics(config.run_dir)

@@ -15,22 +15,22 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.cli.start import load_checked
-from hacpo_mega.cluster.environment import has_tracker_login, prepare_environment, reads_first
+from hacpo_mega.cluster.machine.environment import has_tracker_login, prepare_environment, reads_first
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
-from hacpo_mega.config.checks import architecture_of
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.config.checks.device_memory import agent_budgets, memory_summary, memory_table, model_size
+from hacpo_mega.config.checks.grader_checks import shown_grader
+from hacpo_mega.config.checks.input_checks import missing_models
+from hacpo_mega.config.checks.quantization import suggestions
+from hacpo_mega.config.checks.tokenizer_checks import template_notes
+from hacpo_mega.config.checks.unused_fields import unused_fields
 from hacpo_mega.config.describe import batch_arithmetic, differing
-from hacpo_mega.config.device_memory import agent_budgets, memory_summary, memory_table, model_size
-from hacpo_mega.config.grader_checks import shown_grader
-from hacpo_mega.config.input_checks import missing_models
-from hacpo_mega.config.quantization import suggestions
-from hacpo_mega.config.slurm import SlurmConfig, time_note
 from hacpo_mega.config.success import unsaid_success
-from hacpo_mega.config.tokenizer_checks import template_notes
-from hacpo_mega.config.unused_fields import unused_fields
+from hacpo_mega.config.tables.slurm import SlurmConfig, time_note
 from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.memory.budget import Budget
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.files.visible import say
 
 WIDTH = 80
 MOST_OF_A_VALUE = 50  # characters; --resolved has all of them

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hacpo_mega.config.grader_checks import parse_options
-from hacpo_mega.models.visible import say
+from hacpo_mega.config.checks.grader_checks import parse_options
+from hacpo_mega.models.files.visible import say
 
 if TYPE_CHECKING:
     from hacpo_mega.commands.inspect_data import Findings

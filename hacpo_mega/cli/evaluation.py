@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
-from hacpo_mega.cluster.environment import inside_a_job, prepare_environment, reads_first
-from hacpo_mega.config.choices import REWARD_KINDS
-from hacpo_mega.models.hub import given_path, model_folder
+from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
+from hacpo_mega.config.tables.choices import REWARD_KINDS
+from hacpo_mega.models.files.hub import given_path, model_folder
 
 
 def evaluate_model(

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.cli.start import Trust
-from hacpo_mega.cluster.environment import prepare_environment
-from hacpo_mega.config.named_code import code_of_model, require_trust
-from hacpo_mega.models.visible import say
+from hacpo_mega.cluster.machine.environment import prepare_environment
+from hacpo_mega.config.checks.named_code import code_of_model, require_trust
+from hacpo_mega.models.files.visible import say
 
 
 def export(

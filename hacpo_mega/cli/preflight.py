@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cluster.environment import end_with_launcher, inside_a_job, prepare_environment
+from hacpo_mega.cluster.machine.environment import end_with_launcher, inside_a_job, prepare_environment
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.secret import forget_secret, share_secret
+from hacpo_mega.cluster.security.secret import forget_secret, share_secret
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.input_checks import missing_models
-from hacpo_mega.logbook.provenance import installed_versions
+from hacpo_mega.config.checks.input_checks import missing_models
+from hacpo_mega.logbook.run.provenance import installed_versions
 from hacpo_mega.preflight.node_report import NodeReport, report_of
 
 

@@ -13,14 +13,14 @@ import typer
 
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.start import fetch_agents
-from hacpo_mega.cluster.environment import attempt_of_job, is_first_of_the_job, shown_environment
+from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.checks import batch_problems, find_problems
-from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.checks.checks import batch_problems, find_problems
+from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.slurm import time_note
+from hacpo_mega.config.tables.slurm import time_note
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.files.visible import say
 
 
 def slurm(
@@ -86,7 +86,7 @@ def slurm(
 def _require_inputs(config: Config, how: StartOptions) -> None:
     """ValueError for a run that cannot go on as asked, and for rows that are no prompts."""
     from hacpo_mega.data.prompt_files import require_good_files
-    from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+    from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 
     start_with_same_inputs(config, **how)
     require_good_files(config)

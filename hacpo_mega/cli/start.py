@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cluster.environment import (
+from hacpo_mega.cluster.machine.environment import (
     compiles,
     end_with_launcher,
     inside_a_job,
@@ -26,12 +26,12 @@ from hacpo_mega.cluster.environment import (
 )
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat, num_local, require_srun
-from hacpo_mega.cluster.secret import share_secret
+from hacpo_mega.cluster.security.secret import share_secret
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.checks import find_problems
-from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.checks.checks import find_problems
+from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.models.hub import not_cached
+from hacpo_mega.models.files.hub import not_cached
 
 ENGINE = "hacpo_mega.rollout.engine"
 # What vLLM and transformers import where it is installed, for sounds and for boxes in pictures; and what vLLM corrects
@@ -154,7 +154,7 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
 
 def _import_for_good(door: str, work: str) -> None:
     with objects_that_stay():
-        from hacpo_mega.cluster.device import require_fitting_environment
+        from hacpo_mega.cluster.machine.device import require_fitting_environment
     with one_voice_per_node():
         require_fitting_environment()
     with objects_that_stay():

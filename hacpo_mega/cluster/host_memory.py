@@ -8,7 +8,7 @@ import json
 import socket
 from collections import defaultdict
 
-from hacpo_mega.cluster.machine_limits import free_memory
+from hacpo_mega.cluster.machine.machine_limits import free_memory
 from hacpo_mega.cluster.place import Place
 
 

@@ -34,17 +34,17 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
-from hacpo_mega.cluster.device import device_identity, rank_device
-from hacpo_mega.cluster.environment import one_queue, own_caches
-from hacpo_mega.cluster.lone_groups import Gloo, one_group_for_lone_ranks
-from hacpo_mega.cluster.peer_objects import plain_objects_only
-from hacpo_mega.cluster.private_folder import SocketFolder
+from hacpo_mega.cluster.groups.lone_groups import Gloo, one_group_for_lone_ranks
+from hacpo_mega.cluster.groups.spans import Spans, WatchedGroup
+from hacpo_mega.cluster.groups.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
+from hacpo_mega.cluster.machine.device import device_identity, rank_device
+from hacpo_mega.cluster.machine.environment import one_queue, own_caches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.secret import Secret, forget_secret
-from hacpo_mega.cluster.spans import Spans, WatchedGroup
-from hacpo_mega.cluster.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
+from hacpo_mega.cluster.security.peer_objects import plain_objects_only
+from hacpo_mega.cluster.security.private_folder import SocketFolder
+from hacpo_mega.cluster.security.secret import Secret, forget_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 
 

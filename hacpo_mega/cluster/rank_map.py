@@ -22,7 +22,7 @@ from itertools import accumulate
 
 from hacpo_mega.cluster.seat import size_variable
 from hacpo_mega.config import Config
-from hacpo_mega.models.layout import block_cells
+from hacpo_mega.models.sharding.layout import block_cells
 
 TABLE_WIDTH, NAME_WIDTH = 80, 20  # columns of the table, of a name in it
 

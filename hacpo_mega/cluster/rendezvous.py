@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.secret import AnotherSecret, Gate, Secret, introduce
-from hacpo_mega.models.visible import say
+from hacpo_mega.cluster.security.secret import AnotherSecret, Gate, Secret, introduce
+from hacpo_mega.models.files.visible import say
 
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2

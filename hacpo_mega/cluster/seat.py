@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from hacpo_mega.models.documents import short
+from hacpo_mega.models.files.documents import short
 
 # torchrun sets the left names; under srun every task has the right ones.
 RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hacpo_mega.cluster.device import device_identity
+from hacpo_mega.cluster.machine.device import device_identity
 from hacpo_mega.cluster.place import Place
 
 

@@ -41,8 +41,8 @@ from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, say_another_secret
 from hacpo_mega.cluster.seat import Unreachable
-from hacpo_mega.cluster.secret import AnotherSecret, Gate, Secret, introduce
-from hacpo_mega.models.visible import visible
+from hacpo_mega.cluster.security.secret import AnotherSecret, Gate, Secret, introduce
+from hacpo_mega.models.files.visible import visible
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")

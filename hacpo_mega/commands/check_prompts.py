@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from hacpo_mega.config import Config
-from hacpo_mega.config.input_checks import missing_models
-from hacpo_mega.config.schema import RewardPartConfig
-from hacpo_mega.data.files import PromptRow
+from hacpo_mega.config.checks.input_checks import missing_models
+from hacpo_mega.config.tables.schema import RewardPartConfig
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
+from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.weighted_judge import judge_of
-from hacpo_mega.models.visible import one_line
+from hacpo_mega.models.files.visible import one_line
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 

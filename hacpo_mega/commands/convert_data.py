@@ -9,7 +9,7 @@ from pathlib import Path
 from hacpo_mega.commands.inspect_data import Findings, read_all, read_evaluation
 from hacpo_mega.data.dataset_checks import contradictions, deduplicated, without_overlap
 from hacpo_mega.data.datasets import LAYOUTS, layouts_of, write_dataset
-from hacpo_mega.data.files import describe, refuse_overwriting
+from hacpo_mega.data.reading.files import describe, refuse_overwriting
 
 NUM_SHOWN = 20
 

@@ -22,9 +22,9 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import TokenSequence
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 NUM_ANSWERS = 8
 PROMPT_TOKENS = 16

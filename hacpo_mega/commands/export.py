@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, chosen_agent, is_checkpoint, stored_agent
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config, config_of_run
-from hacpo_mega.config.tokenizer_checks import folder_ends
-from hacpo_mega.logbook.held_out import HeldOut, are_accuracies, held_out
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.run_lock import is_gone, signature
-from hacpo_mega.megatron.hf_writer import (
+from hacpo_mega.config.checks.tokenizer_checks import folder_ends
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.provenance import read_starts
+from hacpo_mega.logbook.run.run_lock import is_gone, signature
+from hacpo_mega.logbook.steps.held_out import HeldOut, are_accuracies, held_out
+from hacpo_mega.megatron.checkpoint.stored_model import model_weights
+from hacpo_mega.megatron.checkpoint.stored_state import stored_weights
+from hacpo_mega.megatron.weights.hf_writer import (
     ADAPTER,
     copy_beside_weights,
     copy_files,
@@ -36,15 +38,13 @@ from hacpo_mega.megatron.hf_writer import (
     write_adapter,
     write_weights,
 )
-from hacpo_mega.megatron.stored_model import model_weights
-from hacpo_mega.megatron.stored_state import stored_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.folder import copied_files
-from hacpo_mega.models.hub import HubModel
-from hacpo_mega.models.links import require_inside, run_above
-from hacpo_mega.models.lora import adapter_sources
-from hacpo_mega.models.segments import all_sources
-from hacpo_mega.models.visible import one_line, visible
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.folder import copied_files
+from hacpo_mega.models.files.hub import HubModel
+from hacpo_mega.models.files.links import require_inside, run_above
+from hacpo_mega.models.files.visible import one_line, visible
+from hacpo_mega.models.sharding.lora import adapter_sources
+from hacpo_mega.models.sharding.segments import all_sources
 from hacpo_mega.models.weight_files import INDEX, require_one_reading, stored_tensors
 
 CARD = "README.md"

@@ -1,7 +1,7 @@
 """Downloads models that a configuration or a command names by their name on the Hugging Face Hub.
 
 It is called once per job, outside of its ranks, and takes what `from_pretrained` would and no weights as pickles. Not
-here: where the cache keeps them (models/hub.py).
+here: where the cache keeps them (models/files/hub.py).
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 from huggingface_hub import constants, errors, snapshot_download
 
-from hacpo_mega.models.documents import one_line
-from hacpo_mega.models.hub import CACHE, HubModel, not_cached
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.files.documents import one_line
+from hacpo_mega.models.files.hub import CACHE, HubModel, not_cached
+from hacpo_mega.models.files.visible import say
 
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", "*.py")
 SECOND = ("consolidated*.safetensors", "original/*")  # the same weights again, in another format

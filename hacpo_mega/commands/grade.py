@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.commands.inspect_data import Findings
-from hacpo_mega.data.files import (
+from hacpo_mega.data.reading.files import (
     DataProblem,
     absence,
     describe,
@@ -22,9 +22,9 @@ from hacpo_mega.data.files import (
     refuse_overwriting,
     replacing,
 )
-from hacpo_mega.data.row_values import GOLD_TYPES, gold_text, quoted, value_problem
+from hacpo_mega.data.reading.row_values import GOLD_TYPES, gold_text, quoted, value_problem
 from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
-from hacpo_mega.models.links import require_inside_its_run
+from hacpo_mega.models.files.links import require_inside_its_run
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 ROWS_AT_A_TIME = 2048

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.commands.export import CARD, TrainedAgent, draft_of, model_card
-from hacpo_mega.logbook.rollout_log import logged_steps, prompt_text, read_rollouts
-from hacpo_mega.megatron.hf_writer import copy_files
-from hacpo_mega.models.folder import copied_files
+from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read_rollouts
+from hacpo_mega.megatron.weights.hf_writer import copy_files
+from hacpo_mega.models.files.folder import copied_files
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 try:

@@ -19,8 +19,8 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.models.families import FAMILIES
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 

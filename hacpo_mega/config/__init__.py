@@ -1,11 +1,17 @@
 """The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
 
-from hacpo_mega.config.agents import AgentConfig, DataParallelConfig, InitConfig, OptimizerConfig, WarmStartConfig
-from hacpo_mega.config.algorithm import AlgorithmConfig
 from hacpo_mega.config.load import load_config
-from hacpo_mega.config.prompting import Prompting
 from hacpo_mega.config.run import config_of_run, config_of_table
-from hacpo_mega.config.schema import (
+from hacpo_mega.config.tables.agents import (
+    AgentConfig,
+    DataParallelConfig,
+    InitConfig,
+    OptimizerConfig,
+    WarmStartConfig,
+)
+from hacpo_mega.config.tables.algorithm import AlgorithmConfig
+from hacpo_mega.config.tables.prompting import Prompting
+from hacpo_mega.config.tables.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
@@ -15,7 +21,7 @@ from hacpo_mega.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
-from hacpo_mega.config.slurm import SlurmConfig
+from hacpo_mega.config.tables.slurm import SlurmConfig
 
 __all__ = [
     "AgentConfig",

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from hacpo_mega.config.describe import in_a_run, keys_of, nearest_key, said
-from hacpo_mega.config.effects import covers, effect_of, flat
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.documents import one_line, short
+from hacpo_mega.config.tables.effects import covers, effect_of, flat
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.documents import one_line, short
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")

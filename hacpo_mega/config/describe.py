@@ -17,11 +17,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from hacpo_mega.config.algorithm import PRESETS, AlgorithmConfig
-from hacpo_mega.config.choices import SYNONYMS
-from hacpo_mega.config.effects import flat
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.documents import SHOWN
+from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.config.tables.choices import SYNONYMS
+from hacpo_mega.config.tables.effects import flat
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.documents import SHOWN
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}

@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hacpo_mega.config.algorithm import AlgorithmConfig
-from hacpo_mega.config.checks import find_problems
+from hacpo_mega.config.checks.checks import find_problems
 from hacpo_mega.config.describe import in_a_run, nearest_key
-from hacpo_mega.config.methods import METHODS, unread_options
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
-from hacpo_mega.models.links import require_inside_its_run
+from hacpo_mega.config.tables.algorithm import AlgorithmConfig
+from hacpo_mega.config.tables.methods import METHODS, unread_options
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
+from hacpo_mega.models.files.links import require_inside_its_run
 
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {

@@ -1,6 +1,6 @@
 """Executes a Python file of the user's as a module. Imported by worker processes: the standard library alone.
 
-Not here: which functions of it a run calls (named_function.py, grading/grader_calls.py).
+Not here: which functions of it a run calls (named_function.py, grading/workers/grader_calls.py).
 """
 
 import importlib.util

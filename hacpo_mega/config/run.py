@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from hacpo_mega.config.load import readable_problems
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.documents import toml_file
-from hacpo_mega.models.links import require_inside
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.documents import toml_file
+from hacpo_mega.models.files.links import require_inside
 
 
 def config_of_run(run_dir: Path) -> Config:

@@ -5,7 +5,7 @@ Not here: the judge, whose verdict "correct" is a success (grading/judge.py).
 
 from collections.abc import Iterator
 
-from hacpo_mega.config.schema import Config
+from hacpo_mega.config.tables.schema import Config
 
 
 def unsaid_success(config: Config) -> Iterator[str]:

@@ -2,16 +2,16 @@
 
 It is that of the run's first start, in UTC, unless agents.chat_template_time says another: rank 0 reads it once, and
 from then on it is a key of the run's configuration, in config.toml and in every step, where resume and evaluation find
-it. What a template draws follows from the messages (models/chat_template.py).
+it. What a template draws follows from the messages (models/files/chat_template.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hacpo_mega.config.agents import AgentConfig
-from hacpo_mega.config.schema import Config
-from hacpo_mega.models.chat_template import DRAWS, draws, reads_clock
-from hacpo_mega.models.tokenizer_files import chat_template, other_templates
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.chat_template import DRAWS, draws, reads_clock
+from hacpo_mega.models.files.tokenizer_files import chat_template, other_templates
 
 
 def steadiness_notes(agent: AgentConfig) -> Iterator[str]:

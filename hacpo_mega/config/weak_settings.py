@@ -5,7 +5,7 @@ Not here: settings with which nothing can be learnt at all, which are refused (c
 
 from collections.abc import Iterator
 
-from hacpo_mega.config.schema import Config
+from hacpo_mega.config.tables.schema import Config
 
 # Below it a model that has been trained gives nearly one answer to a prompt.
 COLD = 0.2

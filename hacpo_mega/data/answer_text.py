@@ -1,12 +1,12 @@
 """Where the answer is in a text, and what of it is only typesetting. Text only, no parser.
 
-Not here: whether two answers are equal (grading/math_grader.py).
+Not here: whether two answers are equal (grading/graders/math_grader.py).
 """
 
 import re
 import unicodedata
 
-from hacpo_mega.config.prompting import CLOSES, OPENS
+from hacpo_mega.config.tables.prompting import CLOSES, OPENS
 
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # \{ and \} are signs, not groups
 BARE = re.compile(r"[^\s$]+")

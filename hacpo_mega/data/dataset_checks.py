@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hacpo_mega.data.datasets import Problem
-from hacpo_mega.data.row_values import quoted
+from hacpo_mega.data.reading.row_values import quoted
 
 Kind = Literal["same text", "same normalised", "contained"]
 

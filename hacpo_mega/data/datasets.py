@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from hacpo_mega.config.chat_messages import messages_of
+from hacpo_mega.config.tables.chat_messages import messages_of
 from hacpo_mega.data.answer_text import gold_answer, last_boxed
-from hacpo_mega.data.containers import Record, Row, rows_of
-from hacpo_mega.data.files import (
+from hacpo_mega.data.reading.containers import Record, Row, rows_of
+from hacpo_mega.data.reading.files import (
     MAX_BAD_ROWS,
     TOO_MANY,
     DataProblem,
@@ -27,7 +27,7 @@ from hacpo_mega.data.files import (
     fields_text,
     replacing,
 )
-from hacpo_mega.data.row_values import (
+from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
     gold_problem,
     gold_text,

@@ -4,9 +4,9 @@ Not here: how many of the prompts every agent can read (prompt_sets.py).
 """
 
 from hacpo_mega.config import Config
-from hacpo_mega.config.checks import largest_step
-from hacpo_mega.data.files import describe, read_prompts
-from hacpo_mega.data.repeated_rows import PromptsMet
+from hacpo_mega.config.checks.checks import largest_step
+from hacpo_mega.data.reading.files import describe, read_prompts
+from hacpo_mega.data.reading.repeated_rows import PromptsMet
 
 
 def require_good_files(config: Config) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hacpo_mega.config import Config
-from hacpo_mega.data.files import PromptRow, load_prompts, read_prompts
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
-from hacpo_mega.data.repeated_rows import PromptsMet
+from hacpo_mega.data.reading.files import PromptRow, load_prompts, read_prompts
+from hacpo_mega.data.reading.repeated_rows import PromptsMet
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.data.tasks import Example
 from hacpo_mega.records import Prompt
 

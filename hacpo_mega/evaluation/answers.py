@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.logbook.json_lines import COUNT, NUMBER, TEXT, wrong_field
-from hacpo_mega.models.documents import json_file, parse_json
-from hacpo_mega.models.links import require_inside, require_inside_its_run
+from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, wrong_field
+from hacpo_mega.models.files.documents import json_file, parse_json
+from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 
 SETTINGS = "settings.json"
 CORRECT = "correct"  # the verdict on a success

@@ -1,6 +1,6 @@
 """What is asked: benchmarks, the paper's seven of them as data, and the files they are found in.
 
-Not here: what rows look like in a file (data/), how a model is asked (config/prompting.py).
+Not here: what rows look like in a file (data/), how a model is asked (config/tables/prompting.py).
 """
 
 import hashlib
@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from hacpo_mega.data.dataset_checks import Repetition, contradictions
 from hacpo_mega.data.datasets import LAYOUTS, Layout, Problem, read_dataset
-from hacpo_mega.data.files import DataProblem, PromptRow, describe
-from hacpo_mega.data.row_values import quoted
+from hacpo_mega.data.reading.files import DataProblem, PromptRow, describe
+from hacpo_mega.data.reading.row_values import quoted
 
 Headline = Literal["avg", "best", "maj"]
 

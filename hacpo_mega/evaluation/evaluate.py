@@ -19,8 +19,8 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device
 from hacpo_mega.data.answer_text import after_thinking, last_boxed
-from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import prompt_lengths
+from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation.answers import (
     Answer,
     AnswerFile,
@@ -33,17 +33,17 @@ from hacpo_mega.evaluation.answers import (
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
-from hacpo_mega.grading.math_grader import plain
+from hacpo_mega.grading.graders.math_grader import plain
 from hacpo_mega.grading.weighted_judge import AnyJudge, judge_of
-from hacpo_mega.logbook.provenance import installed_versions, source_commit
-from hacpo_mega.megatron.stored_index import read_index
-from hacpo_mega.megatron.stored_model import model_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.folder import check_positions
-from hacpo_mega.models.visible import say
+from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
+from hacpo_mega.megatron.checkpoint.stored_index import read_index
+from hacpo_mega.megatron.checkpoint.stored_model import model_weights
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.folder import check_positions
+from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.

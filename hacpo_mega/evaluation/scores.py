@@ -19,7 +19,7 @@ from statistics import fmean
 import numpy as np
 from scipy.stats import bootstrap
 
-from hacpo_mega.logbook.held_out import is_graded
+from hacpo_mega.logbook.steps.held_out import is_graded
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95

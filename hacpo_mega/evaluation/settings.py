@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
-from hacpo_mega.config.grader_checks import grader_problem, option_problem, parse_options
-from hacpo_mega.config.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
-from hacpo_mega.config.schema import DataConfig, WeightedPartConfig
+from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem, parse_options
+from hacpo_mega.config.checks.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
+from hacpo_mega.config.tables.schema import DataConfig, WeightedPartConfig
 from hacpo_mega.data.datasets import LAYOUTS, Layout, layouts_of
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,
@@ -27,9 +27,9 @@ from hacpo_mega.evaluation.benchmarks import (
     load_suite,
 )
 from hacpo_mega.grading.weighted_judge import judge_of
-from hacpo_mega.models.documents import parse_toml, short
-from hacpo_mega.models.folder import dtype_name
-from hacpo_mega.models.links import require_inside
+from hacpo_mega.models.files.documents import parse_toml, short
+from hacpo_mega.models.files.folder import dtype_name
+from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.weight_files import require_one_reading, weights_fingerprint
 
 

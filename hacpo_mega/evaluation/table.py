@@ -28,8 +28,8 @@ from hacpo_mega.evaluation.scores import (
     over_problems,
     pass_at,
 )
-from hacpo_mega.logbook.held_out import score_name
-from hacpo_mega.models.visible import one_line
+from hacpo_mega.logbook.steps.held_out import score_name
+from hacpo_mega.models.files.visible import one_line
 
 RESULT = "evaluation.json"
 LOG_WIDTH = 160  # of a table in a file

@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from hacpo_mega.grading.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
-from hacpo_mega.grading.grader_signature import Signature
-from hacpo_mega.grading.guarded_workers import (
+from hacpo_mega.grading.kinds import find_kind
+from hacpo_mega.grading.workers.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
+from hacpo_mega.grading.workers.grader_signature import Signature
+from hacpo_mega.grading.workers.guarded_workers import (
     MEMORY_BYTES,
     START_TIMEOUT_S,
     GraderSpec,
@@ -27,7 +28,6 @@ from hacpo_mega.grading.guarded_workers import (
     Outcome,
     Task,
 )
-from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 # How many answers a grader of the user's own is tried on before it is known to work at all.

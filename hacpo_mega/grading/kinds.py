@@ -8,7 +8,7 @@ error whatever the answer is.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-HERE = "hacpo_mega.grading"
+HERE = "hacpo_mega.grading.graders"
 
 
 @dataclass(frozen=True)

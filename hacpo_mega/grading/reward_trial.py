@@ -1,7 +1,7 @@
 """A reward tried before anything is trained: what it gives a gold that stands as the answer, and an empty answer.
 
 A function that returns no reward would otherwise be told of after whole steps, and one that gives a right answer no
-more than nothing would teach just that. Not here: whether there is such a function (config/grader_checks.py).
+more than nothing would teach just that. Not here: whether there is such a function (config/checks/grader_checks.py).
 """
 
 import math
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hacpo_mega.config import RewardConfig
-from hacpo_mega.data.files import PromptRow
-from hacpo_mega.data.row_values import quoted
-from hacpo_mega.grading.grader_calls import RETURNED
+from hacpo_mega.data.reading.files import PromptRow
+from hacpo_mega.data.reading.row_values import quoted
 from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.grading.weighted_judge import AnyJudge
+from hacpo_mega.grading.workers.grader_calls import RETURNED
 from hacpo_mega.records import Judgement, Stop
 
 # How people ask models to write an answer; a function of the user's may read any of them.

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hacpo_mega.config import RewardConfig
-from hacpo_mega.grading.grader_calls import UNIT
 from hacpo_mega.grading.judge import FULL, NO_OPTIONS, Explained, Judge, JudgeReport, is_success
+from hacpo_mega.grading.workers.grader_calls import UNIT
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.cluster.environment import attempt_of_job, ends_are_noted
-from hacpo_mega.models.documents import parse_json, short
+from hacpo_mega.cluster.machine.environment import attempt_of_job, ends_are_noted
+from hacpo_mega.models.files.documents import parse_json, short
 
 LATEST_S = 1e11  # later times have no date
 MOST_IN_VAIN = 3  # attempts that die after the same step

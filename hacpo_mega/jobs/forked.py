@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from hacpo_mega.cluster.machine_limits import num_cores
-from hacpo_mega.cluster.private_folder import job_folder
-from hacpo_mega.cluster.secret import new_secret
+from hacpo_mega.cluster.machine.machine_limits import num_cores
+from hacpo_mega.cluster.security.private_folder import job_folder
+from hacpo_mega.cluster.security.secret import new_secret
 from hacpo_mega.jobs.local import launcher_environment
 
 # The server's own. One thread: a pool of threads would not survive the fork. And torch would initialise CUDA to say

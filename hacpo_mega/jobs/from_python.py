@@ -13,17 +13,17 @@ from typing import Any, Unpack
 
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cluster.exit_status import REFUSED, RESUMABLE, SIGNALLED
-from hacpo_mega.cluster.private_folder import job_folder
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.cluster.security.private_folder import job_folder
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.jobs.local import run_on_this_machine
 from hacpo_mega.logbook.console import warn
-from hacpo_mega.logbook.held_out import held_out
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.rollout_log import logged_parts, read_rollouts
-from hacpo_mega.logbook.run_folder import resolved_toml
-from hacpo_mega.logbook.run_inputs import start_with_same_inputs
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_parts, read_rollouts
+from hacpo_mega.logbook.run.run_folder import resolved_toml
+from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
+from hacpo_mega.logbook.steps.held_out import held_out
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 OnAnswers = Callable[[int, list[dict[str, Any]]], None]

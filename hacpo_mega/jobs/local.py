@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hacpo_mega.cluster.environment import LAUNCHER_PID
 from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
-from hacpo_mega.cluster.machine_limits import num_cores, num_memory_kills
-from hacpo_mega.cluster.private_folder import FOLDER, job_folder
+from hacpo_mega.cluster.machine.environment import LAUNCHER_PID
+from hacpo_mega.cluster.machine.machine_limits import num_cores, num_memory_kills
 from hacpo_mega.cluster.seat import STORE_FILE
-from hacpo_mega.cluster.secret import SECRET, new_secret
+from hacpo_mega.cluster.security.private_folder import FOLDER, job_folder
+from hacpo_mega.cluster.security.secret import SECRET, new_secret
 from hacpo_mega.jobs.forked_rank import ForkedRank
-from hacpo_mega.models.visible import say
+from hacpo_mega.models.files.visible import say
 
 DEFERRED = (signal.SIGTERM, signal.SIGUSR1)  # the ranks end by themselves when the run is on disk
 AT_ONCE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

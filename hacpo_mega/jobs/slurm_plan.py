@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.config.slurm import SlurmAgentConfig, SlurmConfig
+from hacpo_mega.config.tables.slurm import SlurmAgentConfig, SlurmConfig
 
 SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 

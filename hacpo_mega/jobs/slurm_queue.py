@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacpo_mega.models.visible import one_line, say
+from hacpo_mega.models.files.visible import one_line, say
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
 # Who submits waits so long for one that is away (a restart, a failover), and asks again so often.

@@ -12,7 +12,7 @@ Slurm is asked what it has (slurm_queue.py).
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hacpo_mega.config.slurm import SlurmConfig
+from hacpo_mega.config.tables.slurm import SlurmConfig
 from hacpo_mega.jobs.slurm_plan import Component, Plan
 from hacpo_mega.jobs.slurm_queue import NodeGroup
 

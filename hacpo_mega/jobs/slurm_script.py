@@ -27,9 +27,9 @@ from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
 from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken
 from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
-from hacpo_mega.logbook.older_runs import move_aside
-from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.models.hub import CACHE, HubModel
+from hacpo_mega.logbook.run.older_runs import move_aside
+from hacpo_mega.logbook.run.run_lock import RunLock
+from hacpo_mega.models.files.hub import CACHE, HubModel
 
 LAUNCH = installed_files("launch")
 TEMPLATE = LAUNCH / "slurm.sbatch"

@@ -17,9 +17,9 @@ from statistics import median
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_queue import QueuedJob, jobs_of, spoken
-from hacpo_mega.logbook.provenance import exported_steps
-from hacpo_mega.models.documents import parse_json, toml_file
-from hacpo_mega.models.visible import one_line
+from hacpo_mega.logbook.run.provenance import exported_steps
+from hacpo_mega.models.files.documents import parse_json, toml_file
+from hacpo_mega.models.files.visible import one_line
 
 DONE_OR_ALIVE, NOBODY_WORKS, NO_RUN = 0, 1, 2  # exit codes
 END_BYTES = 1 << 20  # of a file that are looked at

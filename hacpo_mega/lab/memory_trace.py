@@ -25,19 +25,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron import layers, linear, moe
-from hacpo_mega.megatron.context_parallel import resize
-from hacpo_mega.megatron.lora import attach_adapters
-from hacpo_mega.megatron.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer
-from hacpo_mega.megatron.overlap import buffers_of
+from hacpo_mega.megatron.model import layers, linear, moe
+from hacpo_mega.megatron.model.context_parallel import resize
+from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
-from hacpo_mega.megatron.schedule import data_parallel
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer
+from hacpo_mega.megatron.train.overlap import buffers_of
+from hacpo_mega.megatron.train.schedule import data_parallel
+from hacpo_mega.megatron.weights.lora import attach_adapters
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import Lora
 
 # CUDA's caching allocator hands out multiples of this.
 ALLOCATION = 512

@@ -20,10 +20,10 @@ from typing import NamedTuple, Self, TextIO
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hacpo_mega.logbook.held_out import are_accuracies, held_out
-from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.sharing import fates_of_learner
-from hacpo_mega.models.visible import one_line, say
+from hacpo_mega.logbook.files.metrics import StepMetrics
+from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out
+from hacpo_mega.logbook.steps.sharing import fates_of_learner
+from hacpo_mega.models.files.visible import one_line, say
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120

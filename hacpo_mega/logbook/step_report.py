@@ -16,7 +16,12 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.alarms import (
+from hacpo_mega.logbook.console import Console, warn
+from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.files.rollout_log import AnswerNotes
+from hacpo_mega.logbook.files.trackers import Trackers
+from hacpo_mega.logbook.run.run_folder import RunFolder
+from hacpo_mega.logbook.steps.alarms import (
     AdvantageAlarm,
     EngineAlarm,
     GradNormAlarm,
@@ -27,11 +32,7 @@ from hacpo_mega.logbook.alarms import (
     SharingAlarm,
     UnjudgedLimit,
 )
-from hacpo_mega.logbook.console import Console, warn
-from hacpo_mega.logbook.metrics import Metrics, StepMetrics
-from hacpo_mega.logbook.rollout_log import AnswerNotes
-from hacpo_mega.logbook.run_folder import RunFolder
-from hacpo_mega.logbook.step_metrics import (
+from hacpo_mega.logbook.steps.step_metrics import (
     FirstRewards,
     add_advantages,
     add_answers,
@@ -44,7 +45,6 @@ from hacpo_mega.logbook.step_metrics import (
     add_update,
     add_view,
 )
-from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.records import Judgement, Pool, Rollout, Score, Trajectory, UpdateStats, ViewCounts
 
 Phase = Callable[[str], AbstractContextManager[None]]

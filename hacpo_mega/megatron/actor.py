@@ -2,7 +2,7 @@
 
 Every method is called by all ranks of a cell with the same samples, and `learn` by all cells of the agent together.
 Its heart is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: what scores an answer is,
-bit for bit, what the first update of a step sees again. The scaling of gradients is in schedule.py, Adam in
+bit for bit, what the first update of a step sees again. The scaling of gradients is in train/schedule.py, Adam in
 optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), and sampling (the engine).
 Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows that this rank of cp
 has of it.
@@ -23,21 +23,21 @@ from megatron.core import parallel_state
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import GradientProducts, mean_logprobs
-from hacpo_mega.cluster.device import actor_dtype
-from hacpo_mega.cluster.spans import Spans
-from hacpo_mega.cluster.tree import share_bytes
+from hacpo_mega.cluster.groups.spans import Spans
+from hacpo_mega.cluster.groups.tree import share_bytes
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
-from hacpo_mega.megatron.context_parallel import own_rows, own_tokens, sum_rows
-from hacpo_mega.megatron.expert_load import ExpertCounts
-from hacpo_mega.megatron.installed import VERSION
-from hacpo_mega.megatron.lora import adapters_off, attach_adapters
-from hacpo_mega.megatron.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.optimizer import ActorOptimizer, Leaves
-from hacpo_mega.megatron.overlap import finish_gather, start_gather
+from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, save_state
+from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
+from hacpo_mega.megatron.model.installed import VERSION
+from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
-from hacpo_mega.megatron.reshard import full_tensors, save_hf
-from hacpo_mega.megatron.schedule import (
+from hacpo_mega.megatron.train.expert_load import ExpertCounts
+from hacpo_mega.megatron.train.micro_batches import Told, on_device, places, update_stats
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer, Leaves
+from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
+from hacpo_mega.megatron.train.schedule import (
     DATA_PARALLEL,
     NO_TOKEN_COUNT,
     LastStage,
@@ -48,12 +48,12 @@ from hacpo_mega.megatron.schedule import (
     sum_over_cells,
     tensor_from_last_stage,
 )
-from hacpo_mega.megatron.sharded_state import load_state, not_finite, save_state
-from hacpo_mega.megatron.te_layers import chosen_transformer
-from hacpo_mega.megatron.weights import load_hf_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.megatron.weights.lora import adapters_off, attach_adapters
+from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
+from hacpo_mega.megatron.weights.weights import load_hf_weights
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import Lora
 from hacpo_mega.records import MicroBatch, Sample, Score, TokenSequence, UpdateStats
 from hacpo_mega.samples.packing import pack, pack_update
 
@@ -95,10 +95,11 @@ class Actor:
         `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1).
         `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
         `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
-        (optimizer.py), with `lora` adapters alone are trained (lora.py), `transformer` is whose layers it has (auto,
-        local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are fields of
-        Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every collective of its
-        groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss function reports.
+        (optimizer.py), with `lora` adapters alone are trained (weights/lora.py), `transformer` is whose layers it has
+        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
+        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
+        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
+        function reports.
         Weights are of `dtype`, else `actor_dtype`. Raises ValueError for a layout or a folder the model cannot have.
         """
         self.architecture = Architecture.from_folder(folder)
@@ -206,8 +207,8 @@ class Actor:
         """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
 
         `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
-        over micro-batches and cells and divided by nothing (schedule.py), so it must divide by a count of the whole
-        update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
+        over micro-batches and cells and divided by nothing (train/schedule.py), so it must divide by a count of the
+        whole update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
         micro-batches; by default own answers are packed apart from others', as `score` packs them; `pack` does not.
         """
         batches = (packing or self._pack_update)(samples)

@@ -16,10 +16,10 @@ from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes, replayed_bytes
 from hacpo_mega.memory.head_bytes import head_bytes, logit_rows
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, chunk_ranges, chunks_in_flight
-from hacpo_mega.models.lora import Lora
-from hacpo_mega.models.segments import padded_vocab_size
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout, chunk_ranges, chunks_in_flight
+from hacpo_mega.models.sharding.lora import Lora
+from hacpo_mega.models.sharding.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4

@@ -1,16 +1,16 @@
 """How many numbers the adapters of LoRA are on a device, and how many they keep for backward. Imports no torch.
 
-Not here: what else an actor holds (actor_bytes.py), how factors are cut (models/lora.py).
+Not here: what else an actor holds (actor_bytes.py), how factors are cut (models/sharding/lora.py).
 """
 
 import math
 from collections.abc import Iterator
 from functools import cache
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, stage_layers
-from hacpo_mega.models.lora import Adapter, Lora, adapter_slots, adapters, last_layer
-from hacpo_mega.models.segments import Cut, shard_shape
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout, stage_layers
+from hacpo_mega.models.sharding.lora import Adapter, Lora, adapter_slots, adapters, last_layer
+from hacpo_mega.models.sharding.segments import Cut, shard_shape
 
 
 @cache

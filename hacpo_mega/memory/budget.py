@@ -3,7 +3,7 @@
 An agent's device has an actor (actor_bytes.py) and a part of an engine; the phases are those of
 hacpo_mega/trainer/trainer.py, and who sleeps in which is decided in hacpo_mega/agent/devices.py. Everything is a sum
 of parts, so that a reader can add it up.
-Imports no torch. Not here: where the numbers come from in a configuration (config/device_memory.py).
+Imports no torch. Not here: where the numbers come from in a configuration (config/checks/device_memory.py).
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from hacpo_mega.memory.actor_bytes import ActorPlan, actor_memory
 from hacpo_mega.memory.expert_bytes import answer_routing_bytes
 from hacpo_mega.memory.quantized import largest_matrix, saved_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.publish_plan import BUCKET_BYTES
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.publish_plan import BUCKET_BYTES
 
 GIB = 1 << 30
 # Not in any tensor of ours and not measured here (docs/design/memory.md): context, libraries, the buffers of NCCL; the

@@ -1,18 +1,18 @@
 """How many bytes the experts of a layer take on one device beside their weights: a formula. Imports no torch.
 
-The terms are what megatron/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the experts
-and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's width f.
-Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them.
-Held to the real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
+The terms are what megatron/model/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the
+experts and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's
+width f. Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them. Held to the
+real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
 """
 
 from dataclasses import dataclass
 
 from hacpo_mega.memory.adapter_numbers import is_adapted
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.experts import expert_number_bytes
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.experts import expert_number_bytes
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import Lora
 
 INT16, FLOAT32, INT64 = 2, 4, 8
 

@@ -3,8 +3,8 @@
 Not here: what is there beside it (actor_bytes.py), and the kernels themselves (kernels/hacpo_kernels).
 """
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import padded_vocab_size
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import padded_vocab_size
 
 FLOAT32 = 4
 # Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once,

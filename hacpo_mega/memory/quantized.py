@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Cut, Slot, shard_shape, stage_slots
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import Cut, Slot, shard_shape, stage_slots
 
 FLOAT32 = 4
 # Rows and columns that share a scale of the kind by blocks.

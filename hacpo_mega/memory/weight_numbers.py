@@ -4,9 +4,9 @@ import functools
 import math
 from itertools import chain
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, chunk_ranges
-from hacpo_mega.models.segments import Cut, shard_shape, stage_slots
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout, chunk_ranges
+from hacpo_mega.models.sharding.segments import Cut, shard_shape, stage_slots
 
 
 def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:

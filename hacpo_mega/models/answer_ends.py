@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.folder import named_ends
+from hacpo_mega.models.files.folder import named_ends
 
 Chat = list[dict[str, Any]]
 

@@ -8,9 +8,9 @@ layer's experts those count to which a token goes.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.lora import Lora, adapter_slots
-from hacpo_mega.models.segments import Cut
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.lora import Lora, adapter_slots
+from hacpo_mega.models.sharding.segments import Cut
 
 # TFLOP/s of bf16 and fp16 without sparsity by the name that CUDA gives a device, from NVIDIA's data sheets. A part of a
 # device (MIG) has another name.

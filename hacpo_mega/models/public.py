@@ -11,9 +11,9 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
-from hacpo_mega.models.rope import Llama3Rope
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
+from hacpo_mega.models.families.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.models.documents import one_line, parse_json
-from hacpo_mega.models.families import FAMILIES
-from hacpo_mega.models.folder import MERGE, PREDICTS, adapter_files, of_base, read_config, read_json
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.documents import one_line, parse_json
+from hacpo_mega.models.files.folder import MERGE, PREDICTS, adapter_files, of_base, read_config, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")

@@ -24,8 +24,8 @@ from typing import Any
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
 from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.secret import Secret
-from hacpo_mega.models.visible import say
+from hacpo_mega.cluster.security.secret import Secret
+from hacpo_mega.models.files.visible import say
 from hacpo_mega.preflight.meeting import (
     Door,
     GroupTest,

@@ -32,7 +32,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import allow_connections, listen, listening_address, open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.secret import Gate, Secret, introduce
+from hacpo_mega.cluster.security.secret import Gate, Secret, introduce
 
 POLL_S = 0.05
 PROBE_S = 5.0  # for one connection between two nodes

@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
-from hacpo_mega.cluster.environment import compiler_problems, cores_of_a_process, num_threads_set, visible_devices
-from hacpo_mega.cluster.machine_limits import free_memory_bytes
+from hacpo_mega.cluster.machine.environment import (
+    compiler_problems,
+    cores_of_a_process,
+    num_threads_set,
+    visible_devices,
+)
+from hacpo_mega.cluster.machine.machine_limits import free_memory_bytes
+from hacpo_mega.cluster.machine.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.config import Config
-from hacpo_mega.models.folder import dtype_name
+from hacpo_mega.models.files.folder import dtype_name
 
 OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads

@@ -6,8 +6,8 @@
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.logbook.held_out import score_name
-from hacpo_mega.models.documents import json_file
+from hacpo_mega.logbook.steps.held_out import score_name
+from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.html import Html, join, table, tag
 
 HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]

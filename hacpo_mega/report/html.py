@@ -2,7 +2,7 @@
 
 import html
 
-from hacpo_mega.models.visible import visible
+from hacpo_mega.models.files.visible import visible
 
 
 class Html(str):

@@ -3,7 +3,7 @@
 import datetime
 from typing import Any
 
-from hacpo_mega.logbook.sharing import Fates
+from hacpo_mega.logbook.steps.sharing import Fates
 from hacpo_mega.report.benchmarks import render_benchmarks
 from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from hacpo_mega.logbook.console import in_step_order
-from hacpo_mega.logbook.sharing import WORDS, Fates
+from hacpo_mega.logbook.steps.sharing import WORDS, Fates
 from hacpo_mega.report.canvas import (
     FAINT,
     counts_below,

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.config.run_dirs import TRACES
+from hacpo_mega.config.checks.run_dirs import TRACES
 from hacpo_mega.logbook.console import agent_names
-from hacpo_mega.logbook.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
-from hacpo_mega.logbook.json_lines import COUNT, TABLE, TEXT, list_of, wrong_field
-from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.sharing import Fates, fates_of
-from hacpo_mega.models.documents import toml_file
-from hacpo_mega.models.links import require_inside
+from hacpo_mega.logbook.files.json_lines import COUNT, TABLE, TEXT, list_of, wrong_field
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.run.provenance import read_starts
+from hacpo_mega.logbook.steps.held_out import ROUNDING, HeldOut, are_accuracies, held_out, held_out_skills, is_graded
+from hacpo_mega.logbook.steps.sharing import Fates, fates_of
+from hacpo_mega.models.files.documents import toml_file
+from hacpo_mega.models.files.links import require_inside
 
 # What a report reads of a run, and writes into it.
 READ = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations")

@@ -4,9 +4,9 @@ import json
 import math
 from typing import Any
 
-from hacpo_mega.config.chat_messages import messages_of, tools_of
-from hacpo_mega.logbook.rollout_log import logged_steps, prompt_text, read_rollouts
-from hacpo_mega.logbook.sharing import WORDS
+from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
+from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read_rollouts
+from hacpo_mega.logbook.steps.sharing import WORDS
 from hacpo_mega.report.colours import agent_colour
 from hacpo_mega.report.html import Html, join, tag
 from hacpo_mega.report.run import Run

@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hacpo_mega.models.documents import json_file
+from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.canvas import FAINT, INK, dressed, to_png
 
 BLUE, ORANGE, GREEN = "#3b6fb6", "#d98032", "#1f9d6b"

@@ -12,9 +12,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hacpo_mega.config.run_dirs import TRACES
-from hacpo_mega.logbook.json_lines import is_number
-from hacpo_mega.models.documents import MAX_JSON_BYTES, parse_json, short
+from hacpo_mega.config.checks.run_dirs import TRACES
+from hacpo_mega.logbook.files.json_lines import is_number
+from hacpo_mega.models.files.documents import MAX_JSON_BYTES, parse_json, short
 from hacpo_mega.report.canvas import FAINT, PAPER, legend
 from hacpo_mega.report.colours import PHASE_COLOURS, agent_colour, phase_colour
 from hacpo_mega.report.run import Run

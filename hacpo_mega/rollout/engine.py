@@ -40,19 +40,16 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
-from hacpo_mega.rollout.cpu_runner import adapt_to_cpu
-from hacpo_mega.rollout.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.engine_door import EngineDoor, finish_steps, worker_of
-from hacpo_mega.rollout.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
-from hacpo_mega.rollout.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
-from hacpo_mega.rollout.expert_weights import converts_experts
-from hacpo_mega.rollout.flat_logprobs import written_at_once
-from hacpo_mega.rollout.held_weights import HeldPart, held_parts
-from hacpo_mega.rollout.host_process import (
+from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
+from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
+from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
+from hacpo_mega.rollout.vllm.engine_door import EngineDoor, finish_steps, worker_of
+from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.rollout.vllm.flat_logprobs import written_at_once
+from hacpo_mega.rollout.vllm.host_process import (
     free_memory_unmeasured,
     has_expandable_segments,
     joined_to_default_group,
@@ -62,9 +59,12 @@ from hacpo_mega.rollout.host_process import (
     starting_vllm,
     without_message_queue,
 )
-from hacpo_mega.rollout.quantized_weights import Quantizing
-from hacpo_mega.rollout.routing import on_every_rank, routing_of
-from hacpo_mega.rollout.running_answers import OnAnswer, RunningAnswers
+from hacpo_mega.rollout.vllm.routing import on_every_rank, routing_of
+from hacpo_mega.rollout.vllm.running_answers import OnAnswer, RunningAnswers
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
+from hacpo_mega.rollout.weights.expert_weights import converts_experts
+from hacpo_mega.rollout.weights.held_weights import HeldPart, held_parts
+from hacpo_mega.rollout.weights.quantized_weights import Quantizing
 
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
 BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
@@ -107,7 +107,7 @@ class Engine:
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
         options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration); with
-                         enable_return_routed_experts log-probs come with a routing (routing.py)
+                         enable_return_routed_experts log-probs come with a routing (vllm/routing.py)
         on_progress      told every step of the engine: a token of all running answers
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """

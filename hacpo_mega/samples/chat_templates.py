@@ -1,6 +1,6 @@
 """A task inside the chat template of a tokenizer: a program that came with the model, and is held against probes.
 
-Not here: which messages a prompt is made of (config/prompting.py), and their ids (tokenizers.py).
+Not here: which messages a prompt is made of (config/tables/prompting.py), and their ids (tokenizers.py).
 """
 
 from collections.abc import Collection, Mapping
@@ -11,11 +11,11 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from hacpo_mega.config import Prompting
-from hacpo_mega.config.chat_messages import tools_of
-from hacpo_mega.config.prompting import TRIALS
+from hacpo_mega.config.tables.chat_messages import tools_of
+from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
-from hacpo_mega.models.chat_template import CLOCK, clock_at, reads_clock, same_draws
-from hacpo_mega.models.folder import named_ends
+from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws
+from hacpo_mega.models.files.folder import named_ends
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:

@@ -186,7 +186,7 @@ def _answer_ids(
     if not trajectory.is_judged and not is_self:
         return "unjudged"
     # A source whose weights are broken must not block a sound learner. An own answer like that stays: its update is
-    # skipped, and too many of those end the run (logbook/skipped_updates.py).
+    # skipped, and too many of those end the run (logbook/steps/skipped_updates.py).
     if not is_self and not _is_finite(trajectory):
         tally["num_not_finite"] += 1
         return "not_finite"

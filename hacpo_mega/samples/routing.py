@@ -4,7 +4,7 @@ Engine and actor round differently, and where two experts are about as likely th
 models. So the actor takes the engine's choice for the agent's own answers, in every forward of them, and gives the
 chosen experts shares by its own router, which learns by these. Another agent's answers no engine of this one has read.
 Of a token that nobody can say it of (one that vLLM gave up before it had read it) the actor's router decides.
-Not here: who writes it down (rollout/routing.py) and who follows it (megatron/moe.py).
+Not here: who writes it down (rollout/vllm/routing.py) and who follows it (megatron/model/moe.py).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hacpo_mega.models.experts import expert_number_bytes
+from hacpo_mega.models.families.experts import expert_number_bytes
 from hacpo_mega.records import TokenSequence
 
 

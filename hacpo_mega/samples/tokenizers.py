@@ -20,10 +20,10 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.chat_messages import contents, lost_message
-from hacpo_mega.models.documents import one_line
-from hacpo_mega.models.folder import read_config, read_json
-from hacpo_mega.models.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
+from hacpo_mega.config.tables.chat_messages import contents, lost_message
+from hacpo_mega.models.files.documents import one_line
+from hacpo_mega.models.files.folder import read_config, read_json
+from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
 from hacpo_mega.samples.chat_templates import check_chat_template, ends_of, rendered, template_reads_clock
 from hacpo_mega.samples.many_texts import ids_of_all
 

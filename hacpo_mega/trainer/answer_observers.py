@@ -9,9 +9,9 @@ from typing import Any, SupportsFloat
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.config.named_function import named_function
 from hacpo_mega.logbook.console import warn
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.step_report import StepFindings
-from hacpo_mega.logbook.trackers import Trackers
 from hacpo_mega.records import Pool
 from hacpo_mega.trainer.observers import Observer
 

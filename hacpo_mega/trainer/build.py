@@ -23,26 +23,26 @@ from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions, unfinished_import
 from hacpo_mega.config.success import unsaid_success
 from hacpo_mega.config.template_time import lacks_time, steadiness_notes, with_times, with_times_of
-from hacpo_mega.data.files import PromptRow
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
+from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.grading.weighted_judge import judge_of
 from hacpo_mega.jobs.attempts import record_told
 from hacpo_mega.logbook.console import Console
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.provenance import other_threads
-from hacpo_mega.logbook.run_folder import RunFolder
-from hacpo_mega.logbook.run_inputs import input_changes
-from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.logbook.skipped_updates import SkippedUpdates
-from hacpo_mega.logbook.start_parts import StartParts
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.files.trace import StepTrace
+from hacpo_mega.logbook.files.trackers import Trackers
+from hacpo_mega.logbook.run.provenance import other_threads
+from hacpo_mega.logbook.run.run_folder import RunFolder
+from hacpo_mega.logbook.run.run_inputs import input_changes
+from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.logbook.step_report import StepReport
-from hacpo_mega.logbook.trace import StepTrace
-from hacpo_mega.logbook.trackers import Trackers
-from hacpo_mega.models.chat_template import utc_now
-from hacpo_mega.models.hub import model_name
+from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
+from hacpo_mega.logbook.steps.start_parts import StartParts
+from hacpo_mega.models.files.chat_template import utc_now
+from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
 from hacpo_mega.samples.learner_view import ViewRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings

@@ -7,7 +7,7 @@
 A job that dies before the rename has changed nothing; after it, every agent is at step N. Where the disk refuses a
 checkpoint, it is removed on all ranks and said, and training goes on to the next one. The thread speaks only in a
 group that training does not use, and changes nothing that training reads.
-Not here: what lies on disk (checkpoint/files.py), what an agent's state is (megatron/sharded_state.py).
+Not here: what lies on disk (checkpoint/files.py), what an agent's state is (megatron/checkpoint/sharded_state.py).
 """
 
 import json
@@ -43,11 +43,11 @@ from hacpo_mega.checkpoint.files import (
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.console import warn
-from hacpo_mega.logbook.metrics import require_readable_metrics
-from hacpo_mega.logbook.provenance import installed_versions
-from hacpo_mega.logbook.run_inputs import run_inputs, start_with_same_inputs
-from hacpo_mega.megatron.stored_index import read_index
-from hacpo_mega.megatron.stored_state import NotWritten
+from hacpo_mega.logbook.files.metrics import require_readable_metrics
+from hacpo_mega.logbook.run.provenance import installed_versions
+from hacpo_mega.logbook.run.run_inputs import run_inputs, start_with_same_inputs
+from hacpo_mega.megatron.checkpoint.stored_index import read_index
+from hacpo_mega.megatron.checkpoint.stored_state import NotWritten
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
 from hacpo_mega.trainer.joint_disk import JointDisk, disk_error
 

@@ -2,8 +2,8 @@
 
 What one rank finds must not end its part in a collective that the others are in: problems are agreed upon, then told.
 Waited for is what a person or the machine may mend meanwhile (MENDABLE); anything else, such as a name that is too
-long, ends the run at once.
-Not here: sizes (disk_space.py), logs that wait (logbook/backlog.py), and what a checkpoint is (joint_checkpoint.py).
+long, ends the run at once. Not here: sizes (disk_space.py), logs that wait (logbook/files/backlog.py), and what a
+checkpoint is (joint_checkpoint.py).
 """
 
 import errno
@@ -17,7 +17,7 @@ from hacpo_mega.checkpoint.files import RECORD, folder_of
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.run_folder import RunFolder
+from hacpo_mega.logbook.run.run_folder import RunFolder
 
 # Between two attempts at the end of a run.
 RETRY_S = 5.0

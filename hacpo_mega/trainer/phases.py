@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.files.metrics import Metrics
 
 # What else is to be done around a phase of this name.
 Around = Callable[[str], AbstractContextManager[None]]

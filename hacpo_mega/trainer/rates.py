@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.cluster.device import device_identity
+from hacpo_mega.cluster.machine.device import device_identity
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepFindings
 from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
 from hacpo_mega.records import Sample, UpdateStats

@@ -11,7 +11,7 @@ of a run has nobody before it, and neither has the first one that goes on from a
 are generated when it begins, and are not stale. Where checkpoints are kept the last step begins answers, too: with a
 larger num_steps the run goes on from them as if it had never ended, at the price of one rollout beside its last
 updates. Prompts and seeds are functions of the run's seed and the step, so which answers come does not depend on time.
-Not here: the thread (rollout/engine_thread.py) and the two ways of scoring (hacpo_mega/agent/scoring.py).
+Not here: the thread (rollout/vllm/engine_thread.py) and the two ways of scoring (hacpo_mega/agent/scoring.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from hacpo_mega.checkpoint.files import Checkpoint, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompts import PromptSampler
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.records import Prompt, Rollout, Score, UpdateStats
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers, read_answers
 from hacpo_mega.trainer.phases import Phases

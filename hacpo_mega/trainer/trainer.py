@@ -16,9 +16,9 @@ from hacpo_mega.algorithm import learning_of, reward_tally
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
 from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
-from hacpo_mega.logbook.held_out import mean_held_out
-from hacpo_mega.logbook.metrics import StepMetrics
+from hacpo_mega.logbook.files.metrics import StepMetrics
 from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.steps.held_out import mean_held_out
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer

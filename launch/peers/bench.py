@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from table import Turn, at_once, in_turns, read_turn, resident, to_markdown, whole
 
-from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.lab.throughput.schedules import STEPS_ONLY
 
@@ -90,7 +90,7 @@ class Machine:
     def ours(self, places: Sequence[int], folder: Path) -> Turn:
         """These agents, by hacpo_mega at once. RuntimeError when a rank fails."""
         from hacpo_mega.lab.throughput.measure import measured_steps
-        from hacpo_mega.logbook.run_folder import resolved_toml
+        from hacpo_mega.logbook.run.run_folder import resolved_toml
 
         folder.mkdir(parents=True)
         agents = tuple(self.config.agents[place] for place in places)
@@ -241,7 +241,7 @@ def main() -> None:
     peer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     prepare_environment()
     from hacpo_mega.lab.experiments.result import this_machine
-    from hacpo_mega.logbook.provenance import installed_versions, source_commit
+    from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 
     with tempfile.TemporaryDirectory(prefix="hacpo_peers_") as work:
         try:

@@ -39,8 +39,8 @@ from cells import (
 from paced import paced_job, say, wait
 from table import Turn, grid_markdown
 
-from hacpo_mega.cluster.environment import prepare_environment
-from hacpo_mega.cluster.machine_limits import num_cores
+from hacpo_mega.cluster.machine.environment import prepare_environment
+from hacpo_mega.cluster.machine.machine_limits import num_cores
 
 MOST_WORK = 1e12  # parameters times tokens of all steps
 # Of TRL where vocabularies are large: logits are mapped and returned in every update otherwise, half of its seconds.
@@ -152,7 +152,7 @@ def write_part(file: Path, made_with: dict[str, object], found: Measured) -> Non
 
 def run(asked: argparse.Namespace, peer: dict[str, str]) -> str:
     """Measures what is missing; the table of all that was asked for. RuntimeError when parts of it failed."""
-    from hacpo_mega.logbook.provenance import source_commit
+    from hacpo_mega.logbook.run.provenance import source_commit
 
     rows, failed = {}, []
     made_with = {"commit": source_commit() or "unknown", "rounds": asked.rounds, "cores": num_cores()}

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.engine_door import worker_of
-from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.samples.routing import unknown
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

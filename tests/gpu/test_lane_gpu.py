@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.cluster.secret import Secret
+from hacpo_mega.cluster.security.secret import Secret
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,8 +6,8 @@ from actor_cases import make_actor, objective, one_rank, random_samples
 from bf16_cases import make_folder
 from offload_cases import ADAM, kept, num_bytes
 
-from hacpo_mega.logbook.step_metrics import held_bytes
-from hacpo_mega.megatron.offload import Offload
+from hacpo_mega.logbook.steps.step_metrics import held_bytes
+from hacpo_mega.megatron.train.offload import Offload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

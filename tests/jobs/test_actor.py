@@ -26,7 +26,7 @@ from job import run_group
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.optimizer import learning_rate
+from hacpo_mega.megatron.train.optimizer import learning_rate
 from hacpo_mega.samples.packing import plan_updates
 
 ADAM = OptimizerConfig(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, warmup_updates=2, schedule="linear")

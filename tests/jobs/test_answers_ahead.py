@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.jobs.forked import wait_for_ranks
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.run.provenance import read_starts
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.ready_answers import ROW, SUFFIX
 from hacpo_mega.samples.tokenizers import load_tokenizer

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.jobs.forked import wait_for_ranks
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.provenance import read_starts
 
 pytestmark = pytest.mark.nightly
 

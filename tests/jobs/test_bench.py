@@ -9,8 +9,8 @@ import pytest
 from job import start_command
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import all_sources
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import ROW
 

@@ -26,9 +26,9 @@ from told_job import told_at_call
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.jobs.forked import wait_for_ranks
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.run.provenance import read_starts
 
 pytestmark = pytest.mark.nightly
 

@@ -21,7 +21,7 @@ from job import run_ranks, start_ranks
 from run_cases import CHARACTERS, write_config
 from tiny_models import make_model
 
-import hacpo_mega.megatron.sharded_state
+import hacpo_mega.megatron.checkpoint.sharded_state
 import hacpo_mega.trainer.joint_checkpoint
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint, remove_unfinished
 from hacpo_mega.cluster.place import Place
@@ -54,10 +54,10 @@ IS_NEW, IS_OLD = (lambda path, end=end: str(path).endswith(end) for end in (".wr
 IS_NO_PROBE = lambda path: not str(path).endswith(".probe")  # noqa: E731
 STAGES = {
     "before an agent writes": Stage(
-        hacpo_mega.megatron.sharded_state, "write_parts", ANY, False, False, rank_1_writes=False
+        hacpo_mega.megatron.checkpoint.sharded_state, "write_parts", ANY, False, False, rank_1_writes=False
     ),
     "between the agents": Stage(
-        hacpo_mega.megatron.sharded_state, "write_parts", ANY, True, False, rank_1_writes=False
+        hacpo_mega.megatron.checkpoint.sharded_state, "write_parts", ANY, True, False, rank_1_writes=False
     ),
     "when all have written": Stage(hacpo_mega.trainer.joint_checkpoint, "commit", ANY, False, False),
     "before the rename": Stage(pathlib.Path, "rename", IS_NEW, False, False, asynchronous=False),
@@ -131,7 +131,7 @@ def arm(stage: Stage, rank: int, processes: list[int]) -> None:
     if rank == 0:
         setattr(stage.owner, stage.name, fatal)
     elif not stage.rank_1_writes:
-        hacpo_mega.megatron.sharded_state._write = lambda *_: time.sleep(FOREVER_S)
+        hacpo_mega.megatron.checkpoint.sharded_state._write = lambda *_: time.sleep(FOREVER_S)
 
 
 @pytest.fixture(scope="module")

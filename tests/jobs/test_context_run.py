@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.megatron.hf_writer import ADAPTER
-from hacpo_mega.megatron.merging import merged
-from hacpo_mega.models.lora import factor_names
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.megatron.weights.hf_writer import ADAPTER
+from hacpo_mega.megatron.weights.merging import merged
+from hacpo_mega.models.sharding.lora import factor_names
 
 pytestmark = pytest.mark.nightly
 

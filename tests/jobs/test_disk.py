@@ -20,9 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hacpo_mega.checkpoint.disk_space import checkpoint_bytes, free_bytes
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.config import load_config
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
-from hacpo_mega.megatron.stored_state import NotWritten, Part, write_parts
+from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.run.provenance import read_starts
+from hacpo_mega.megatron.checkpoint.stored_state import NotWritten, Part, write_parts
 
 pytestmark = pytest.mark.nightly
 

@@ -1,6 +1,7 @@
 """A live vLLM with experts, given new weights in every way there is, against Hugging Face in float64.
 
-vLLM's own second load of experts on the CPU is wrong, silently or with a RuntimeError (rollout/expert_weights.py).
+vLLM's own second load of experts on the CPU is wrong, silently or with a RuntimeError
+(rollout/weights/expert_weights.py).
 """
 
 import functools

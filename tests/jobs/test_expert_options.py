@@ -13,11 +13,11 @@ from job import run_group
 from test_relayout import ADAM, save, state_of, update
 from tiny_models import make_model
 
-from hacpo_mega.cluster.peer_objects import plain_objects_only
+from hacpo_mega.cluster.security.peer_objects import plain_objects_only
 from hacpo_mega.config import DataParallelConfig
-from hacpo_mega.megatron.actor_offload import ActorOffload
-from hacpo_mega.megatron.overlap import buffers_of
-from hacpo_mega.megatron.stored_state import KINDS
+from hacpo_mega.megatron.checkpoint.stored_state import KINDS
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.overlap import buffers_of
 
 pytestmark = pytest.mark.nightly
 

@@ -22,7 +22,7 @@ from run_cases import (
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import read_metrics
 
 pytestmark = pytest.mark.nightly
 

@@ -25,8 +25,8 @@ from processes import descendants, is_running, listening
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.cluster.environment import library_settings
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.cluster.machine.environment import library_settings
+from hacpo_mega.logbook.files.metrics import read_metrics
 
 # Of a hang, not of a slow machine: the collectives of the job wait even longer, so that they do not end it.
 DEADLINE_S = 600.0

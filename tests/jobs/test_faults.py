@@ -18,7 +18,7 @@ from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import read_metrics
 
 pytestmark = pytest.mark.nightly
 

@@ -19,7 +19,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega import load_config, train
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import read_metrics
 
 pytestmark = pytest.mark.nightly
 

@@ -30,7 +30,7 @@ from tiny_models import make_model
 import hacpo_mega.megatron.actor as actor_module
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import lm_head_weight, vocab_start
+from hacpo_mega.megatron.model.model import lm_head_weight, vocab_start
 from hacpo_mega.megatron.platform import megatron_platform
 
 # Roundings that a gradient may differ by: sums over the hidden size and over the vocabulary, and a few in between.

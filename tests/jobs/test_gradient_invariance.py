@@ -1,4 +1,4 @@
-"""The scaling law of megatron/schedule.py: one gradient, whatever the packing, the layout and the number of cells.
+"""The scaling law of megatron/train/schedule.py: one gradient for every packing, layout and number of cells.
 
 Every gradient is held against a Hugging Face model in float64 that never saw a micro-batch.
 """

@@ -8,7 +8,7 @@ from graders import fate_of
 from repository import ROOT
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, train, write_config
 
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.nightly
 VERDICTS = {"sleeps": "timeout", "spins": "timeout", "ends": "error", "raises": "error", "forks": "correct"}

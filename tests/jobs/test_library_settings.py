@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from job import run_ranks
 
-from hacpo_mega.cluster.environment import CACHES, ON_CUDA, library_settings, own_caches, prepare_environment
+from hacpo_mega.cluster.machine.environment import CACHES, ON_CUDA, library_settings, own_caches, prepare_environment
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
@@ -133,7 +133,7 @@ NAMES_OF_OTHERS = (
     "triton",
 )
 IMPORTS = (
-    "from hacpo_mega.cluster.environment import prepare_environment; prepare_environment()",
+    "from hacpo_mega.cluster.machine.environment import prepare_environment; prepare_environment()",
     "from hacpo_mega import Trainer",
     "import hacpo_mega.lab.experiments.preloaded",
 )

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from tiny_models import make_model, reference_model
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.actor_offload import ActorOffload
-from hacpo_mega.megatron.hf_writer import ADAPTER
-from hacpo_mega.megatron.merging import merged
-from hacpo_mega.megatron.publish import ActorShards
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import VIRTUAL
-from hacpo_mega.models.lora import ALL_LINEAR, Lora, chosen_targets, factor_names
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.weights.hf_writer import ADAPTER
+from hacpo_mega.megatron.weights.merging import merged
+from hacpo_mega.megatron.weights.publish import ActorShards
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import VIRTUAL
+from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets, factor_names
 
 MODELS = {
     "qwen3": {"family": "qwen3", "tied": True},

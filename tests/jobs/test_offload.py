@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.megatron.actor_offload import ActorOffload
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.memory.weight_numbers import num_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 pytestmark = pytest.mark.nightly
 

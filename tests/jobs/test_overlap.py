@@ -12,7 +12,7 @@ from job import run_group
 from tiny_models import make_model
 
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
-from hacpo_mega.megatron.overlap import finish_gather, start_gather
+from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 
 pytestmark = pytest.mark.nightly
 

@@ -14,12 +14,12 @@ from job import TIMEOUT_S, free_port, new_job, run_job, run_ranks, start_ranks
 from megatron.core import parallel_state
 
 import hacpo_mega.cluster.place
+from hacpo_mega.cluster.groups.spans import WatchedGroup
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.secret import SECRET, Secret, new_secret
-from hacpo_mega.cluster.spans import WatchedGroup
+from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.platform import initialize_parallel
 from hacpo_mega.preflight.meeting import GroupTest

@@ -13,9 +13,9 @@ import torch
 from job import run_script
 from tiny_models import YARN_ROPE, make_model
 
-from hacpo_mega.logbook.alarms import EngineAlarm
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_engine_gap
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.alarms import EngineAlarm
+from hacpo_mega.logbook.steps.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Score, Stop
 
 MODELS = {

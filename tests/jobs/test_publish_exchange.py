@@ -15,18 +15,18 @@ from job import TIMEOUT_S, run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
-from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.lab.planning.publish_bytes import least_received
-from hacpo_mega.megatron.model import build_model
+from hacpo_mega.megatron.model.model import build_model
 from hacpo_mega.megatron.platform import initialize_parallel
-from hacpo_mega.megatron.publish import ActorShards, Exchange
-from hacpo_mega.megatron.reshard import full_tensors
-from hacpo_mega.megatron.weights import load_hf_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import VIRTUAL, Layout
-from hacpo_mega.models.publish_plan import engine_shards, publish_plan
-from hacpo_mega.models.segments import stage_slots
-from hacpo_mega.models.shards import Shard, stack_name
+from hacpo_mega.megatron.weights.publish import ActorShards, Exchange
+from hacpo_mega.megatron.weights.reshard import full_tensors
+from hacpo_mega.megatron.weights.weights import load_hf_weights
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import VIRTUAL, Layout
+from hacpo_mega.models.sharding.publish_plan import engine_shards, publish_plan
+from hacpo_mega.models.sharding.segments import stage_slots
+from hacpo_mega.models.sharding.shards import Shard, stack_name
 
 MODELS = {
     "dense tied": {"family": "qwen3", "tied": True},

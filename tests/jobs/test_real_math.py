@@ -14,7 +14,7 @@ from run_cases import train
 from tiny_models import make_model
 
 from hacpo_mega.data.datasets import read_dataset, write_dataset
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 MATH = SHARED / "data" / "math" / "MATH_original_train.tar.gz"

@@ -17,12 +17,12 @@ from tiny_models import make_model
 
 from hacpo_mega.lab.planning.traffic import Spread, messages_of
 from hacpo_mega.lab.planning.work import Work
-from hacpo_mega.megatron.context_parallel import FromHeads
+from hacpo_mega.megatron.model.context_parallel import FromHeads
 from hacpo_mega.memory.actor_bytes import ActorPlan
 from hacpo_mega.memory.budget import Budget, EnginePlan
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import Lora
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import Lora
 
 pytestmark = pytest.mark.nightly
 

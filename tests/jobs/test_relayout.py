@@ -16,13 +16,13 @@ from job import run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
-from hacpo_mega.cluster.peer_objects import plain_objects_only
+from hacpo_mega.cluster.security.peer_objects import plain_objects_only
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.checkpoint.stored_state import KINDS, WEIGHT, Part, StateReader, stored_name, stored_weights
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.stored_state import KINDS, WEIGHT, Part, StateReader, stored_name, stored_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Source, all_sources
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import Source, all_sources
 
 pytestmark = pytest.mark.nightly
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from job import run_script
 
-from hacpo_mega.rollout.row_noise import row_keys
+from hacpo_mega.rollout.vllm.row_noise import row_keys
 
 WEIGHTS = np.array([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005])
 SEEDS = ["answers", "numbered"]

@@ -22,12 +22,12 @@ from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpo
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
+from hacpo_mega.config.checks.run_dirs import LOCK
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.run_dirs import LOCK
 from hacpo_mega.jobs.forked import wait_for_ranks
-from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
-from hacpo_mega.logbook.run_folder import RunFolder
-from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.run.run_folder import RunFolder
+from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.samples.tokenizers import make_tokenizer
 from hacpo_mega.trainer.build import _say_begin
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, agree_on_start

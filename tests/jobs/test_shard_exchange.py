@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from job import run_group
 
-from hacpo_mega.megatron import shard_exchange
+from hacpo_mega.megatron.train import shard_exchange
 
 RANKS, SHARD, PIECE = 3, 1001, 300  # the last piece is shorter
 

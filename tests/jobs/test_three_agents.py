@@ -13,8 +13,8 @@ from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.nightly
 

@@ -13,7 +13,7 @@ from run_cases import CHARACTERS, PAIRS, agent_table, train, train_as_a_user, wr
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.nightly

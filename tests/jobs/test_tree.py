@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job import TIMEOUT_S, run_group
 
-from hacpo_mega.cluster.tree import Tree, join, split
-from hacpo_mega.cluster.tree_levels import tree_levels
+from hacpo_mega.cluster.groups.tree import Tree, join, split
+from hacpo_mega.cluster.groups.tree_levels import tree_levels
 
 FANOUTS = (2, 3, 8)
 PAYLOADS = [b"", b"a", b"\0" * 100_003, b"bcd", b"", b"\0", b"ef\0", b"\xff" * 17]

@@ -21,8 +21,8 @@ from job import run_group
 from tiny_models import make_model
 
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
-from hacpo_mega.megatron.publish import ActorShards
-from hacpo_mega.models.layout import VIRTUAL
+from hacpo_mega.megatron.weights.publish import ActorShards
+from hacpo_mega.models.sharding.layout import VIRTUAL
 from hacpo_mega.samples.packing import microbatch
 
 pytestmark = pytest.mark.nightly

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nightly
 # What a process finds: the processors that it may use, those that Slurm names, the threads that hacpo-mega sets.
 LOOKS = """
 import os, pathlib
-from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.machine.environment import prepare_environment
 if "preflight" not in os.sys.argv:
     os.environ.pop("OMP_NUM_THREADS", None)
     prepare_environment()

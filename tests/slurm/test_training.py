@@ -20,9 +20,9 @@ from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.jobs.attempts import read_attempts
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import exported_steps, read_starts
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.run.provenance import exported_steps, read_starts
 
 pytestmark = pytest.mark.nightly
 

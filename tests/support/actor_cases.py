@@ -20,7 +20,7 @@ from tiny_models import reference_model
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import MicroBatch, Sample
 
 VOCAB = 131

@@ -17,7 +17,7 @@ from job import play_command, run_ranks
 from run_cases import CHARACTERS, write_config
 from tiny_models import make_model
 
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 SIZES = {

@@ -9,7 +9,7 @@ from job import play_command
 
 from hacpo_mega.agent.publication import Publication
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_weights import EngineWeights
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights
 
 
 def fated(fate: str, step: int, folder: Path, *arguments: str) -> None:

@@ -58,7 +58,7 @@ REWARDS = [
     one("a relative module", "reward.kind='.rewards:f'", "reward.kind: there is no module '.rewards'"),
     one(
         "not in the module",
-        "reward.kind='hacpo_mega.grading.math_grader:boxd'",
+        "reward.kind='hacpo_mega.grading.graders.math_grader:boxd'",
         "no function 'boxd'; did you mean 'boxed'",
     ),
 ]

@@ -18,7 +18,7 @@ from hacpo_mega.checkpoint.files import (
     plain,
 )
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.logbook.run_inputs import run_inputs
+from hacpo_mega.logbook.run.run_inputs import run_inputs
 
 NAMES = ("qwen", "llama")
 

@@ -39,12 +39,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_defaults import engine_defaults
-from hacpo_mega.rollout.engine_door import finish_steps, worker_of
-from hacpo_mega.rollout.engine_memory import take_memory
-from hacpo_mega.rollout.engine_thread import EngineThread
-from hacpo_mega.rollout.engine_weights import EngineWeights, noted
-from hacpo_mega.rollout.host_process import free_memory_unmeasured
+from hacpo_mega.rollout.vllm.engine_defaults import engine_defaults
+from hacpo_mega.rollout.vllm.engine_door import finish_steps, worker_of
+from hacpo_mega.rollout.vllm.engine_memory import take_memory
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread
+from hacpo_mega.rollout.vllm.host_process import free_memory_unmeasured
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights, noted
 
 GIB = 2**30
 TOTAL, ACTOR = 80 * GIB, 3 * GIB

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hacpo_mega.data.datasets import Problem
-from hacpo_mega.data.files import DataProblem, content_id, read_prompts
+from hacpo_mega.data.reading.files import DataProblem, content_id, read_prompts
 
 
 def write_lines(path: Path, *records: object) -> Path:

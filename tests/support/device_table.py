@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hacpo_mega.cluster import device
+from hacpo_mega.cluster.machine import device
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor import diagnose
 from hacpo_mega.commands.doctor_findings import worst_of
 from hacpo_mega.config import load_config
-from hacpo_mega.rollout import engine_weights
-from hacpo_mega.rollout.held_weights import EMBEDDING
+from hacpo_mega.rollout.weights import engine_weights
+from hacpo_mega.rollout.weights.held_weights import EMBEDDING
 
 
 def forget_the_tied_copy(packed_by_weight):

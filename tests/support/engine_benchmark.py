@@ -11,7 +11,7 @@ import statistics
 import time
 from pathlib import Path
 
-from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.machine.environment import prepare_environment
 
 prepare_environment()
 

@@ -19,10 +19,10 @@ from vllm.distributed import parallel_state
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.rollout.engine import Completion, Engine
-from hacpo_mega.rollout.engine_thread import EngineThread
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 EOS = 7
 MAX_MODEL_LEN = 256

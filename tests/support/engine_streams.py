@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_door import EngineDoor
-from hacpo_mega.rollout.engine_thread import EngineThread
+from hacpo_mega.rollout.vllm.engine_door import EngineDoor
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 
 
 class Runner:

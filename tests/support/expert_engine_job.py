@@ -18,9 +18,9 @@ from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnecto
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.models.shards import Shard, stacked_shapes
+from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_door import worker_of
 
 Weights = dict[str, torch.Tensor]
 # A cache that does not hold all of the six answers of `routed` to their ends.

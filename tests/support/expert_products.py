@@ -2,7 +2,7 @@
 
 import torch
 
-from hacpo_mega.megatron.moe import grouped_product, looped_product
+from hacpo_mega.megatron.model.moe import grouped_product, looped_product
 
 COUNTS = {"uneven": [7, 0, 12, 1], "one has all": [0, 0, 20, 0], "none": [0, 0, 0, 0]}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.run.run_lock import RunLock
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
 

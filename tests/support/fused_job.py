@@ -8,8 +8,8 @@ import torch
 from actor_cases import full_weights, make_actor, one_rank, random_samples
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron import optimizer
-from hacpo_mega.megatron.fused_optimizer import SAID, THERE, chosen_kernels
+from hacpo_mega.megatron.train import optimizer
+from hacpo_mega.megatron.train.fused_optimizer import SAID, THERE, chosen_kernels
 
 NAMES = ("torch", "apex", "te")
 CLIPPED = 1e-3  # far below the norm of these gradients

@@ -35,7 +35,7 @@ from math_verify import parse, verify
 
 from hacpo_mega.data.answer_text import last_boxed
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.grading import math_grader
+from hacpo_mega.grading.graders import math_grader
 from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
@@ -47,7 +47,7 @@ GOLD_FILES = (
     "minerva_math/qwen_test.jsonl",
 )  # fmt: skip
 # a rule and what stands in its place when it is switched off
-GRADER, TEXT = "hacpo_mega.grading.math_grader.", "hacpo_mega.data.answer_text."
+GRADER, TEXT = "hacpo_mega.grading.graders.math_grader.", "hacpo_mega.data.answer_text."
 RULES: dict[str, dict[str, Callable]] = {
     "typesetting is removed": {GRADER + "tidy": str.strip, TEXT + "tidy": str.strip},
     "the same text": {GRADER + "is_same_text": lambda gold, answer: False},

@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import all_sources
 
 
 def write_hollow_weights(folder: Path, architecture: Architecture) -> None:

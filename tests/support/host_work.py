@@ -30,9 +30,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.megatron import actor as actors
-from hacpo_mega.megatron import layers, schedule
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import unwrapped
+from hacpo_mega.megatron.model import layers
+from hacpo_mega.megatron.model.model import unwrapped
+from hacpo_mega.megatron.train import schedule
 
 # Their results' sizes or values are the host's to know.
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero")

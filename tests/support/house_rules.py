@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -12,6 +13,7 @@ from repository import ROOT
 # The program itself, which is started by its name and not imported.
 PROGRAM = "hacpo_mega.cli"
 MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
+DESCRIBED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @functools.cache
@@ -58,6 +60,42 @@ class Source:
                 yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
             elif isinstance(node, ast.Constant) and MODULE_NAME.fullmatch(str(node.value)) and node.value != PROGRAM:
                 yield node.lineno, node.value
+
+    def net_lines(self) -> int:
+        """Lines of code: no blank line, comment, docstring or import."""
+        left_out: set[int] = set()
+        texts: set[int] = set()  # of several lines, where a line that begins with "#" is no comment
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                left_out.update(range(node.lineno, node.end_lineno + 1))
+            elif isinstance(node, DESCRIBED) and ast.get_docstring(node, clean=False) is not None:
+                left_out.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            elif isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno > node.lineno:
+                texts.update(range(node.lineno + 1, node.end_lineno + 1))
+        lines = ((number, line.strip()) for number, line in enumerate(self.text.splitlines(), start=1))
+        return sum(
+            bool(line) and number not in left_out and (number in texts or not line.startswith("#"))
+            for number, line in lines
+        )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Today's numbers and exceptions of tests/limits.toml, which shrink only.
+
+    net_lines      by room, the most lines of code
+    one_importer   files of the product that one file of their own room imports, and no other
+    class_names    public classes whose name stands more than once, with how often
+    """
+
+    net_lines: dict[str, int]
+    one_importer: list[str]
+    class_names: dict[str, int]
+
+
+@functools.cache
+def read_limits() -> Limits:
+    return Limits(**tomllib.loads((ROOT / "tests" / "limits.toml").read_text(encoding="utf-8")))
 
 
 Sources = list[Source]

@@ -3,7 +3,7 @@
 import json
 
 from hacpo_mega.data.answer_text import after_thinking
-from hacpo_mega.grading.math_grader import EXPRESSION, LATEX, MatchRules, decide_anywhere
+from hacpo_mega.grading.graders.math_grader import EXPRESSION, LATEX, MatchRules, decide_anywhere
 
 TARGETS = {"latex": LATEX, "expr": EXPRESSION}
 

@@ -12,8 +12,8 @@ from actor_cases import Oracle
 from megatron.core import parallel_state
 
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import unwrapped
-from hacpo_mega.megatron.reshard import full_adapters
+from hacpo_mega.megatron.model.model import unwrapped
+from hacpo_mega.megatron.weights.reshard import full_adapters
 
 Factors = Mapping[str, torch.Tensor]
 PREFIX = "base_model.model."

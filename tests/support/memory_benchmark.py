@@ -16,13 +16,13 @@ from paper_models import make_paper_workplace
 from repository import ROOT
 
 from hacpo_mega.config import load_config
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.lab.memory_trace import TracedMemory, trace_actor
 from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan, actor_memory
 from hacpo_mega.memory.budget import GIB
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 TRACEABLE = replace(CUDA, triton_head=False)
 # Models of a size that a test traces in a second.

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
-from hacpo_mega.rollout.row_noise import RowNoise, answer_seed
+from hacpo_mega.rollout.vllm.row_noise import RowNoise, answer_seed
 
 WEIGHTS = (0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.015, 0.005)
 ANSWERS, PLACES = 2000, 500

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hollow_models import write_hollow_weights, write_smallest_tokenizer
 
-from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families.architecture import Architecture
 
 # From the config.json of Qwen/<name> and meta-llama/<name> on the Hugging Face Hub:
 # architecture, layers, hidden, heads, key-value heads, feed-forward, positions, tied embeddings.

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "launch" / "peers"))
 
 from grid import WARM_UP, Cell, workload_of, write_inputs  # noqa: E402
 
-from hacpo_mega.cluster.environment import prepare_environment  # noqa: E402
+from hacpo_mega.cluster.machine.environment import prepare_environment  # noqa: E402
 from hacpo_mega.config import load_config  # noqa: E402
 
 STEPS, RATE = 6, 25  # a second: one that is too much for py-spy falls behind where stacks are deep
@@ -57,7 +57,7 @@ def inputs(name: str, folder: Path) -> tuple[str, Any]:
     """The configuration of one agent, and the workload that says how long its answers are."""
     from hacpo_mega.lab.throughput.schedules import STEPS_ONLY
     from hacpo_mega.lab.throughput.workload import Workload
-    from hacpo_mega.logbook.run_folder import resolved_toml
+    from hacpo_mega.logbook.run.run_folder import resolved_toml
 
     file, workload = ROOT / "configs/quickstart.toml", Workload(15)
     if name != "quickstart":

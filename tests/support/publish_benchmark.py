@@ -34,11 +34,11 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.lab.throughput.memory_peak import take_peak
-from hacpo_mega.megatron import publish
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.megatron.weights import publish
+from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_weights import EngineWeights
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights
 
 # Name -> family and sizes, and layouts: tp, pp, ranks of an engine.
 MODELS = {

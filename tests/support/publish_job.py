@@ -20,14 +20,14 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.publish_plan import engine_shards
-from hacpo_mega.models.segments import stage_slots
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.publish_plan import engine_shards
+from hacpo_mega.models.sharding.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_door import worker_of
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 NUM_UPDATES = 3
 MAX_MODEL_LEN = 192

@@ -21,10 +21,10 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.publish_plan import publish_plan
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.publish_plan import publish_plan
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_door import worker_of
 
 LARGEST = 448.0
 LEARNT = [as_sequence([5, 6, 7], np.arange(8, 108, dtype=np.int32))]

@@ -18,8 +18,8 @@ from tiny_models import make_model
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_engine_gap
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Sample, Stop, TokenSequence
 from hacpo_mega.rollout.engine import Engine
 

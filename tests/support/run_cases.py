@@ -12,7 +12,7 @@ from tiny_models import make_model
 from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import load_config
-from hacpo_mega.logbook.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 CHARACTERS = tuple("0123456789+-*=,;s")

@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.row_noise import answer_seed
+from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 EOS, MAX_MODEL_LEN, NUM_BLOCKS = 7, 256, 80
 VLLMS = "vllm.v1.core.sched.scheduler.Scheduler"

@@ -18,7 +18,7 @@ from gold_mutations import kind_of
 from grading_benchmark import golds_of, in_half, limited, plain_math_verify
 
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.grading import math_grader
+from hacpo_mega.grading.graders import math_grader
 
 
 @dataclass

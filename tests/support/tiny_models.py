@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.weight_files import CORRECTION
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.

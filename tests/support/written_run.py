@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hacpo_mega.logbook.console import PHASES
-from hacpo_mega.logbook.metrics import Metrics, MetricsWriter
-from hacpo_mega.logbook.rollout_log import AnswerNotes, RolloutLog
+from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter
+from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
 
 NUM_EVALUATED = 600

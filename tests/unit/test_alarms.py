@@ -10,7 +10,7 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.grading.judge import JudgeReport
-from hacpo_mega.logbook.alarms import (
+from hacpo_mega.logbook.steps.alarms import (
     AdvantageAlarm,
     EngineAlarm,
     GradNormAlarm,

@@ -9,9 +9,9 @@ from run_cases import CHARACTERS
 from view_cases import PAIRS, constant, learner_view, one_prompt, rules_of, trajectory
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.tokenizer_checks import folder_ends
-from hacpo_mega.megatron.hf_writer import name_end
-from hacpo_mega.models.folder import eos_token_ids
+from hacpo_mega.config.checks.tokenizer_checks import folder_ends
+from hacpo_mega.megatron.weights.hf_writer import name_end
+from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 LETTERS = ("\n", *map(chr, range(32, 127)))

@@ -15,11 +15,11 @@ from repository import ROOT
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import SlurmConfig, load_config
-from hacpo_mega.config.checks import architecture_of
-from hacpo_mega.config.device_memory import agent_budgets, engine_options, memory_table
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.config.checks.device_memory import agent_budgets, engine_options, memory_table
 from hacpo_mega.jobs.slurm_plan import Plan
-from hacpo_mega.logbook.trace import Track, chrome_trace
-from hacpo_mega.megatron.publish import send_and_receive
+from hacpo_mega.logbook.files.trace import Track, chrome_trace
+from hacpo_mega.megatron.weights.publish import send_and_receive
 from hacpo_mega.memory.budget import CONTEXT, GIB, PHASES
 
 PAIR = ROOT / "configs" / "paper" / "qwen-1b7-base_qwen-4b-base.toml"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.config.run_dirs import LOCK
-from hacpo_mega.logbook.backlog import Backlog
-from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics, read_metrics
-from hacpo_mega.logbook.run_lock import RunLock, not_the_folder
+from hacpo_mega.config.checks.run_dirs import LOCK
+from hacpo_mega.logbook.files.backlog import Backlog
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 
 
 @contextmanager

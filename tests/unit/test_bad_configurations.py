@@ -27,11 +27,11 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from hacpo_mega.cli import app as cli
 from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config
-from hacpo_mega.config.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.config.tables.choices import REWARD_KINDS, SKILLS
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
-from hacpo_mega.grading.grader_calls import load_by_name
 from hacpo_mega.grading.kinds import KINDS
+from hacpo_mega.grading.workers.grader_calls import load_by_name
 
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
 

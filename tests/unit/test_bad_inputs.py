@@ -23,7 +23,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import read_checkpoint
 from hacpo_mega.cli import app as cli
-from hacpo_mega.cluster.environment import (
+from hacpo_mega.cluster.machine.environment import (
     from_slurm,
     is_first_of_its_node,
     is_first_of_the_job,
@@ -34,11 +34,11 @@ from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.data.files import MAX_LINE_BYTES
+from hacpo_mega.data.reading.files import MAX_LINE_BYTES
 from hacpo_mega.evaluation.answers import SETTINGS, check_folder, read_answers
 from hacpo_mega.jobs.attempts import read_attempts
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.provenance import read_starts
 
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
 SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")

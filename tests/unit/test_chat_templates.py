@@ -8,9 +8,9 @@ import pytest
 from run_cases import CHARACTERS
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.chat_messages import messages_text
-from hacpo_mega.config.tokenizer_checks import template_notes
-from hacpo_mega.models.chat_template import render
+from hacpo_mega.config.checks.tokenizer_checks import template_notes
+from hacpo_mega.config.tables.chat_messages import messages_text
+from hacpo_mega.models.files.chat_template import render
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
     agent_codecs,
@@ -195,7 +195,7 @@ def test_a_templates_clock_stands_at_the_time_of_its_run(tmp_path, monkeypatch):
     monkeypatch.undo()
     time.tzset()
     assert TextCodec(tokenizer, prompting).reads_clock
-    monkeypatch.setattr("hacpo_mega.config.prompting.utc_now", lambda: TIME)
+    monkeypatch.setattr("hacpo_mega.config.tables.prompting.utc_now", lambda: TIME)
     assert TextCodec(tokenizer, Prompting(True)).shown_prompt("1+2") == expected, "once, where nobody says"
 
 

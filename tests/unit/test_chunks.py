@@ -10,8 +10,8 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from memory_benchmark import LLAMA, plan_of
 
 from hacpo_mega.memory.actor_bytes import actor_memory, num_weights
-from hacpo_mega.models.layout import VIRTUAL, Layout, chunk_layers, chunks_in_flight, layout_problems
-from hacpo_mega.models.segments import all_sources, rank_slots, shard_shape
+from hacpo_mega.models.sharding.layout import VIRTUAL, Layout, chunk_layers, chunks_in_flight, layout_problems
+from hacpo_mega.models.sharding.segments import all_sources, rank_slots, shard_shape
 from hacpo_mega.samples.packing import empty_microbatch
 
 MODEL = replace(LLAMA, num_layers=12, tied=False)

@@ -15,13 +15,13 @@ from repository import ROOT
 
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
-from hacpo_mega.config.algorithm import PRESETS
-from hacpo_mega.config.effects import NONE, ROUNDING, covers, effect_of, flat
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.methods import METHODS
 from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.tables.algorithm import PRESETS
+from hacpo_mega.config.tables.effects import NONE, ROUNDING, covers, effect_of, flat
+from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.config.weak_settings import weak_settings
-from hacpo_mega.logbook.run_folder import resolved_toml
+from hacpo_mega.logbook.run.run_folder import resolved_toml
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 

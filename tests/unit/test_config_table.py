@@ -9,9 +9,9 @@ from repository import ROOT
 from rich.console import Console
 
 from hacpo_mega.config import AlgorithmConfig, Config
-from hacpo_mega.config.choices import SYNONYMS
 from hacpo_mega.config.describe import describe, describe_fields, keys_of, nearest_key
-from hacpo_mega.config.section import Section
+from hacpo_mega.config.tables.choices import SYNONYMS
+from hacpo_mega.config.tables.section import Section
 
 FIELDS = {field.key: field for field in describe_fields()}
 

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 from dataset_rows import check_data
 
-from hacpo_mega.data import files
 from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.reading import files
 
 pytestmark = pytest.mark.nightly
 

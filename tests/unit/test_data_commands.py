@@ -5,7 +5,7 @@ from pathlib import Path
 
 from job import run_here
 
-from hacpo_mega.data.files import load_prompts
+from hacpo_mega.data.reading.files import load_prompts
 
 ROWS = [
     {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},

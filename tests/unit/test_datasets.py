@@ -14,7 +14,7 @@ from hacpo_mega.data.dataset_checks import (
     overlap,
 )
 from hacpo_mega.data.datasets import read_dataset, write_dataset
-from hacpo_mega.data.files import content_id, load_prompts
+from hacpo_mega.data.reading.files import content_id, load_prompts
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from device_table import DeviceTable
 
-from hacpo_mega.cluster.device import rank_device
-from hacpo_mega.cluster.environment import compiler_problems
-from hacpo_mega.cluster.visible_gpus import visible_gpus
+from hacpo_mega.cluster.machine.device import rank_device
+from hacpo_mega.cluster.machine.environment import compiler_problems
+from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
 from hacpo_mega.jobs.forked import SERVER_ONLY, changed_environment
 from hacpo_mega.preflight.node_report import _device_facts
 

@@ -8,8 +8,8 @@ import torch
 
 from hacpo_mega.algorithm import engine_weights, scale_gradient, sequence_objective
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.step_metrics import add_engine_gap, add_engine_weights
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.step_metrics import add_engine_gap, add_engine_weights
 from hacpo_mega.records import Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 
 U32, U64 = 2.0**-24, 2.0**-53

@@ -14,8 +14,8 @@ import torch
 from recorded_cuda import Memory, RecordedCuda, told
 
 from hacpo_mega.records import Completion, Prompt, Stop
-from hacpo_mega.rollout.engine_thread import EngineThread
 from hacpo_mega.rollout.ready_answers import ReadyAnswers, read_answers
+from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 
 
 def completion(number: int) -> Completion:

@@ -12,7 +12,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.cli.start import objects_that_stay
-from hacpo_mega.cluster.environment import library_settings, one_queue
+from hacpo_mega.cluster.machine.environment import library_settings, one_queue
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 

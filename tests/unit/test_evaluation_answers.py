@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_models import make_model
 
-from hacpo_mega.data.files import PromptRow
+from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, read_answers
 from hacpo_mega.evaluation.benchmarks import (
     Benchmark,
@@ -17,7 +17,7 @@ from hacpo_mega.evaluation.scores import (
 )
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import judged, summarize, warnings_of
-from hacpo_mega.models.folder import check_positions
+from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.weight_files import weights_fingerprint
 
 

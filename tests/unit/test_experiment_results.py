@@ -21,8 +21,8 @@ from hacpo_mega.lab.experiments.trust import (
     require_same,
     seeds_begun_elsewhere,
 )
-from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics
-from hacpo_mega.logbook.run_lock import RunLock
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics
+from hacpo_mega.logbook.run.run_lock import RunLock
 
 CELL = Cell("skills", "alone", 2e-4, 11, "tuning")
 OTHER = Cell("skills", "shared", 2e-4, 11, "tuning")

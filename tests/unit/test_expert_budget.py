@@ -14,8 +14,8 @@ from hacpo_mega.memory.budget import Budget, EnginePlan, engine_weights
 from hacpo_mega.memory.expert_bytes import expert_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.flops import feed_forward_parameters, matrix_parameters, touched_experts
-from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 MODEL = public_architecture("Qwen/Qwen3-30B-A3B")
 LAYERS, HIDDEN, WIDTH, EXPERTS, TO = 48, 2048, 768, 128, 8

@@ -24,12 +24,12 @@ from tiny_models import make_model
 from hacpo_mega.checkpoint.files import FORMAT, RECORD, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
 from hacpo_mega.commands.export import export_copy, trained_agent
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.megatron.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.run.run_lock import RunLock
+from hacpo_mega.megatron.checkpoint.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import all_sources
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 GRADER = ROOT / "tests/support/graders.py"

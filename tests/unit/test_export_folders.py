@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from hacpo_mega.commands.export import OURS, TrainedAgent, draft_of, model_card
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.run_lock import signature
-from hacpo_mega.megatron.hf_writer import copy_beside_weights, write_adapter, write_weights
-from hacpo_mega.models.lora import Lora
-from hacpo_mega.models.segments import Source
+from hacpo_mega.logbook.run.run_lock import signature
+from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_adapter, write_weights
+from hacpo_mega.models.sharding.lora import Lora
+from hacpo_mega.models.sharding.segments import Source
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 KEPT = ("LICENSE.txt", "USE_POLICY.md", "chat_template.jinja", "generation_config.json", "merges.txt", "qwen.tiktoken")

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.lab.memory_trace import _even, _fake_world, _NumbersThatAreKnown
-from hacpo_mega.megatron import layers, moe
-from hacpo_mega.megatron.model import HiddenStateModel, build_model, forward_packed
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.megatron.model import layers, moe
+from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real device says more (tests/gpu)")
 

@@ -8,8 +8,8 @@ import pytest
 from repository import ROOT
 from transformers import AutoConfig
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import FAMILIES
 
 # As published, less the sizes of the vocabulary's special tokens: what a user's folder says word for word.
 QWEN25 = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,

@@ -31,10 +31,10 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.evaluation.answers import require_place
 from hacpo_mega.evaluation.settings import require_weights, settings_for
-from hacpo_mega.logbook.metrics import read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.megatron.stored_state import WEIGHT, Part, stored_name, write_parts
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.run.provenance import read_starts
+from hacpo_mega.megatron.checkpoint.stored_state import WEIGHT, Part, stored_name, write_parts
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 READERS = {

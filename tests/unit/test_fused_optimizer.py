@@ -13,7 +13,7 @@ import torch
 from repository import ROOT
 from tiny_models import make_model
 
-from hacpo_mega.megatron.fused_optimizer import chosen_kernels
+from hacpo_mega.megatron.train.fused_optimizer import chosen_kernels
 
 EVERY = ("te", "apex", "torch")
 
@@ -97,5 +97,5 @@ def test_an_apex_of_another_torch_is_one_line(monkeypatch):
 
     monkeypatch.setattr(sys, "meta_path", [type("Broken", (), {"find_spec": find_spec})(), *sys.meta_path])
     with pytest.raises(ValueError, match=r"apex is installed in part: ImportError: amp_C.so: undefined symbol") as said:
-        runpy.run_path(str(ROOT / "hacpo_mega" / "megatron" / "installed.py"))
+        runpy.run_path(str(ROOT / "hacpo_mega" / "megatron" / "model" / "installed.py"))
     assert "\n" not in str(said.value)

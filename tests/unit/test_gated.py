@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import gelu, silu
 
-from hacpo_mega.megatron.gated import ACTIVATIONS, GatedActivation
+from hacpo_mega.megatron.model.gated import ACTIVATIONS, GatedActivation
 
 REFERENCES = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 

@@ -22,8 +22,8 @@ from labelled_pairs import same
 from repository import SHARED
 
 from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.grading.graders.math_grader import anywhere, boxed
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.math_grader import anywhere, boxed
 from hacpo_mega.records import Stop, Verdict
 
 REAL = SHARED / "data"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from hacpo_mega.logbook.held_out import are_accuracies, held_out, held_out_skills, mean_held_out
-from hacpo_mega.logbook.metrics import Metrics, MetricsWriter
-from hacpo_mega.logbook.step_metrics import FirstRewards, add_held_out
+from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter
+from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills, mean_held_out
+from hacpo_mega.logbook.steps.step_metrics import FirstRewards, add_held_out
 from hacpo_mega.records import Judgement, Prompt, Verdict
 from hacpo_mega.report.run import Accuracy, accuracies, load_run
 

@@ -7,8 +7,8 @@ import typer
 from typer.testing import CliRunner
 
 from hacpo_mega.cli.app import app
-from hacpo_mega.config.choices import REWARD_KINDS
 from hacpo_mega.config.describe import describe_fields
+from hacpo_mega.config.tables.choices import REWARD_KINDS
 
 FIRST = typer.main.get_command(app).commands
 OF_GROUPS = {name: getattr(group, "commands", {}) for name, group in FIRST.items()}

@@ -17,7 +17,7 @@ from repository import ROOT
 
 from hacpo_mega.cluster import host_memory
 from hacpo_mega.cluster.host_memory import require_host_memory
-from hacpo_mega.cluster.machine_limits import free_memory, num_memory_kills
+from hacpo_mega.cluster.machine.machine_limits import free_memory, num_memory_kills
 
 MIB = 1 << 20
 V1 = "12:devices:/a\n4:cpu,memory:/slurm/uid_0/job_5/step_0\n0::/\n"
@@ -203,7 +203,7 @@ def test_a_rank_that_the_kernel_killed_is_said_to_have_had_no_memory(narrow, tmp
         *inside,
         sys.executable,
         "-c",
-        "from hacpo_mega.cluster import machine_limits as m; print(*m.free_memory())",
+        "from hacpo_mega.cluster.machine import machine_limits as m; print(*m.free_memory())",
     ]
     left, _, who = subprocess.run(shown, capture_output=True, text=True, cwd=ROOT, check=True).stdout.partition(" ")
     assert 0 < int(left) < 200 * MIB and str(narrow) in who

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.rollout import host_process
+from hacpo_mega.rollout.vllm import host_process
 
 
 class Launcher:

@@ -22,8 +22,8 @@ from run_cases import CHARACTERS, TRAINING, agent_table, write_config
 
 from hacpo_mega.commands import fetch_models
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.models import hub
-from hacpo_mega.models.hub import HubModel, model_folder, model_name, not_cached
+from hacpo_mega.models.files import hub
+from hacpo_mega.models.files.hub import HubModel, model_folder, model_name, not_cached
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -265,7 +265,7 @@ def fetch(home: Path, name: str, **environment: str) -> subprocess.CompletedProc
     """What `train` does before it starts its ranks, in a process that reads HF_HOME and HF_ENDPOINT when it starts."""
     program = (
         "from pathlib import Path; from hacpo_mega.commands.fetch_models import fetch_models; "
-        "from hacpo_mega.models.hub import model_folder, model_name; "
+        "from hacpo_mega.models.files.hub import model_folder, model_name; "
         f"fetch_models([Path({name!r})]); print(model_name(model_folder(Path({name!r}))))"
     )
     settings = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **environment}

@@ -11,7 +11,7 @@ import pytest
 from dockerfile import HASHED, instructions, problems, requirements
 from repository import ROOT
 
-from hacpo_mega.megatron.installed import version_problem
+from hacpo_mega.megatron.model.installed import version_problem
 
 IMAGE = ROOT / "launch" / "image"
 TEXT = (IMAGE / "Dockerfile").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import pytest
 from judged import CASES, FILE, verdicts
 
 from hacpo_mega.data.tasks import SKILLS, training_examples
-from hacpo_mega.grading import math_grader
-from hacpo_mega.grading.guarded_workers import Outcome
+from hacpo_mega.grading.graders import math_grader
 from hacpo_mega.grading.judge import Judge, judgement_of
+from hacpo_mega.grading.workers.guarded_workers import Outcome
 from hacpo_mega.records import Judgement, Stop, Verdict
 
 
@@ -184,7 +184,7 @@ def test_it_works_in_a_thread():
         (f"{FILE}:two_arguments", r"takes \(text, gold\), and is called with \(prompt, answer, gold\)"),
         (f"{FILE}:KEPT", "it is a list, and a grader is a function"),
         ("no_such_module:reward", "cannot be loaded: ModuleNotFoundError"),
-        ("hacpo_mega.grading.graders:no_such", "cannot be loaded: AttributeError"),
+        ("hacpo_mega.grading.graders.graders:no_such", "cannot be loaded: AttributeError"),
         ("absent.py:reward", "cannot be loaded: FileNotFoundError"),
         (":reward", "is no grader; write module:function"),
     ],
@@ -246,5 +246,5 @@ def test_closing_twice_and_nothing_to_judge():
 @pytest.mark.parametrize("module", ["math_grader", "graders"])
 def test_built_in_graders_import_no_model_library(module):
     heavy = {"torch", "transformers", "vllm", "numpy"}
-    code = f"import hacpo_mega.grading.{module}, sys; print({heavy} & set(sys.modules))"
+    code = f"import hacpo_mega.grading.graders.{module}, sys; print({heavy} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hacpo_mega.grading import choice, graders, json_equality
+from hacpo_mega.grading.graders import choice, graders, json_equality
+from hacpo_mega.grading.graders.number import Number, last_number
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.number import Number, last_number
 from hacpo_mega.records import Stop, Verdict
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from judged import CASES, FILE, verdicts
 
-from hacpo_mega.grading import guarded_workers
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.worker_process import SHOWN_BYTES
+from hacpo_mega.grading.workers import guarded_workers
+from hacpo_mega.grading.workers.worker_process import SHOWN_BYTES
 from hacpo_mega.records import Stop, Verdict
 
 

@@ -7,9 +7,9 @@ from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hacpo_mega.megatron import layers, shared_prompts
-from hacpo_mega.megatron.layers import PackedAttention
-from hacpo_mega.megatron.shared_prompts import packed_segments, similar_lengths
+from hacpo_mega.megatron.model import layers, shared_prompts
+from hacpo_mega.megatron.model.layers import PackedAttention
+from hacpo_mega.megatron.model.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 # What float32 may be off, relative to the largest value: four standard deviations of the roundings of three sums, over

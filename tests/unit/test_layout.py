@@ -21,12 +21,12 @@ from megatron.core.transformer import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hacpo_mega.config import load_config
-from hacpo_mega.config.pass_through import DECIDED_VLLM, installed_fields, table_problems
-from hacpo_mega.megatron.model import build_model, stage_model, transformer_config
+from hacpo_mega.config.checks.pass_through import DECIDED_VLLM, installed_fields, table_problems
+from hacpo_mega.megatron.model.model import build_model, stage_model, transformer_config
 from hacpo_mega.megatron.platform import initialize_parallel
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL, Layout, layout_problems
-from hacpo_mega.models.megatron_fields import (
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL, Layout, layout_problems
+from hacpo_mega.models.sharding.megatron_fields import (
     BALANCING,
     DECIDED,
     FREE,
@@ -38,7 +38,7 @@ from hacpo_mega.models.megatron_fields import (
     WORKS,
     field_problems,
 )
-from hacpo_mega.models.segments import shard_shape, stage_slots
+from hacpo_mega.models.sharding.segments import shard_shape, stage_slots
 
 NUM_CASES = 500
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

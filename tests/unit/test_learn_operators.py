@@ -17,8 +17,8 @@ from hacpo_kernels import add_product, product, products
 from tiny_models import make_model
 from torch.nn.functional import rms_norm
 
-from hacpo_mega.megatron import linear
-from hacpo_mega.megatron.norms import _normed
+from hacpo_mega.megatron.model import linear
+from hacpo_mega.megatron.model.norms import _normed
 
 EPS = 1e-6
 HEAD = 96

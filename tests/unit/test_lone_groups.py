@@ -11,7 +11,7 @@ PROGRAM = f"""
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from hacpo_mega.cluster.lone_groups import one_group_for_lone_ranks
+    from hacpo_mega.cluster.groups.lone_groups import one_group_for_lone_ranks
 
     def num_threads():
         return len(os.listdir("/proc/self/task"))

@@ -6,17 +6,24 @@ from dataclasses import replace
 import pytest
 from memory_benchmark import EXPERTS
 
-from hacpo_mega.config.agents import AgentConfig, LoraConfig
 from hacpo_mega.config.changes import changes, refusals
+from hacpo_mega.config.tables.agents import AgentConfig, LoraConfig
 from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory, trained_parts
 from hacpo_mega.memory.adapter_numbers import num_merged
 from hacpo_mega.memory.weight_numbers import num_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.families import FAMILIES
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.flops import forward_flops, learning_flops, matrix_parameters
-from hacpo_mega.models.layout import Layout
-from hacpo_mega.models.lora import ALL_LINEAR, Lora, adapter_slots, adapter_sources, chosen_targets, lora_problems
-from hacpo_mega.models.segments import rectangles, shard_shape
+from hacpo_mega.models.sharding.layout import Layout
+from hacpo_mega.models.sharding.lora import (
+    ALL_LINEAR,
+    Lora,
+    adapter_slots,
+    adapter_sources,
+    chosen_targets,
+    lora_problems,
+)
+from hacpo_mega.models.sharding.segments import rectangles, shard_shape
 
 H, Q, K, D, F, LAYERS = 64, 8, 2, 16, 96, 3
 

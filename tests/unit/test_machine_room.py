@@ -10,8 +10,8 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint import disk_space
-from hacpo_mega.cluster import machine_limits
-from hacpo_mega.cluster.machine_limits import require_processes
+from hacpo_mega.cluster.machine import machine_limits
+from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import load_config
 

@@ -14,9 +14,9 @@ from sympy.physics.units.systems.si import SI
 from written_answers import written_pairs
 
 from hacpo_mega.data.answer_text import plain, tidy
-from hacpo_mega.grading.answer_limits import powers, too_large
-from hacpo_mega.grading.math_grader import MatchRules, anywhere, boxed, decide, explain
-from hacpo_mega.grading.number_text import read_decimal_comma, read_number, read_numeral
+from hacpo_mega.grading.graders.answer_limits import powers, too_large
+from hacpo_mega.grading.graders.math_grader import MatchRules, anywhere, boxed, decide, explain
+from hacpo_mega.grading.graders.number_text import read_decimal_comma, read_number, read_numeral
 from hacpo_mega.grading.units import find_unit
 
 COLUMN = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
@@ -321,7 +321,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("answer", ENDLESS)
 def test_endless_answers_are_refused_unread(answer, monkeypatch):
-    monkeypatch.setattr("hacpo_mega.grading.math_grader.parse", lambda *_, **__: pytest.fail("it was parsed"))
+    monkeypatch.setattr("hacpo_mega.grading.graders.math_grader.parse", lambda *_, **__: pytest.fail("it was parsed"))
     decision = decide("7", answer)
     assert not decision.is_equal
     assert decision.rule.startswith(("refused: ", "numbers"))

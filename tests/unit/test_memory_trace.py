@@ -28,7 +28,7 @@ from paper_models import make_paper_workplace
 
 from hacpo_mega.lab.memory_trace import TracedMemory
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
-from hacpo_mega.models.lora import ALL_LINEAR, Lora, chosen_targets
+from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets
 
 # Of the six pairs, every model in every layout that it has there.
 PAPER = [

@@ -17,7 +17,7 @@ from hacpo_mega.algorithm import (
     sequence_objective,
     trained_answers,
 )
-from hacpo_mega.config.methods import METHODS
+from hacpo_mega.config.tables.methods import METHODS
 
 U64 = 2.0**-53
 SEQUENCE_METHODS = sorted(set(METHODS) - {"grpo"})

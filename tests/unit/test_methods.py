@@ -23,7 +23,7 @@ from hacpo_mega.algorithm import (
     token_objective,
 )
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.config.methods import METHODS
+from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.records import MicroBatch, Sample
 
 U64, U32 = 2.0**-53, 2.0**-24

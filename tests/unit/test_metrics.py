@@ -22,11 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from hacpo_mega.cluster.place import gather_bytes
 from hacpo_mega.config import load_config
-from hacpo_mega.config.chat_messages import messages_text
+from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.jobs import from_python
 from hacpo_mega.logbook.console import Console, StepLine, phase_seconds
-from hacpo_mega.logbook.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
-from hacpo_mega.logbook.rollout_log import (
+from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
+from hacpo_mega.logbook.files.rollout_log import (
     AnswerNotes,
     AnswerTokens,
     RolloutLog,
@@ -193,9 +193,8 @@ def test_tensorboard_has_every_number_when_write_returns(tmp_path: Path) -> None
 
 
 def test_importing_metrics_and_console_needs_neither_torch_nor_tensorflow() -> None:
-    code = (
-        "import sys\nfrom hacpo_mega.logbook import console, metrics\nprint({'torch', 'tensorflow'} & set(sys.modules))"
-    )
+    code = "import sys\nfrom hacpo_mega.logbook import console\nfrom hacpo_mega.logbook.files import metrics\n"
+    code += "print({'torch', 'tensorflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 
-from hacpo_mega.grading.grader_calls import Unjudged
+from hacpo_mega.grading.graders.model_judge import ModelJudge, score_of
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.model_judge import ModelJudge, score_of
+from hacpo_mega.grading.workers.grader_calls import Unjudged
 from hacpo_mega.records import Stop, Verdict
 
 

@@ -11,13 +11,13 @@ from expert_products import COUNTS, compare_products
 from tiny_models import make_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from hacpo_mega.megatron import moe, router
-from hacpo_mega.megatron.expert_load import expert_load
-from hacpo_mega.megatron.model import transformer_config
-from hacpo_mega.megatron.moe import expert_layer
+from hacpo_mega.megatron.model import moe, router
+from hacpo_mega.megatron.model.model import transformer_config
+from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.megatron.train.expert_load import expert_load
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import ExpertLoad
 
 CASES = {"normalised": (True, 2), "as they are": (False, 3), "one expert": (False, 1)}

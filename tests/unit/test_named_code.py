@@ -18,7 +18,10 @@ GRADER = "def grade(prompt, answer, gold):\n    return 1.0\nopen({!r}, 'w')\n"
 CODE = {
     "a grader in a file": ({"reward": {"kind": "GRADER:grade"}}, "reward.kind = "),
     "a grader in a module": ({"reward": {"kind": "os:system"}}, "reward.kind = 'os:system'"),
-    "a grader of ours, by its module": ({"reward": {"kind": "hacpo_mega.grading.graders:exact"}}, "reward.kind = "),
+    "a grader of ours, by its module": (
+        {"reward": {"kind": "hacpo_mega.grading.graders.graders:exact"}},
+        "reward.kind = ",
+    ),
     "terminal codes": ({"reward": {"kind": "x\x1b]0;y\x07:f"}}, r"reward.kind = 'x\x1b]0;y\x07:f'"),
     "answers as programs without a sandbox": (
         {"reward": {"kind": "program", "options": {"isolated": False}}},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hacpo_mega.megatron.offload import Offload, Where
+from hacpo_mega.megatron.train.offload import Offload, Where
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ def test_a_finished_part_is_read_and_another_commits_is_not(grid, tmp_path, monk
     names = grid["run"].__globals__
     monkeypatch.setitem(names, "measure", refuse)
     monkeypatch.setitem(names, "num_cores", lambda: 2)
-    monkeypatch.setattr("hacpo_mega.logbook.provenance.source_commit", lambda: "c1")
+    monkeypatch.setattr("hacpo_mega.logbook.run.provenance.source_commit", lambda: "c1")
     with pytest.raises(RuntimeError, match=r"1 parts failed; the others: .*grid.md"):
         grid["run"](asked, {})
     assert measured == ["1M_v300_p400"] and capsys.readouterr().err == "a trainer failed\n"
@@ -100,6 +100,6 @@ def test_a_finished_part_is_read_and_another_commits_is_not(grid, tmp_path, monk
     assert ["| 2 | 8 | 5 | 1.60 (1.60 to 1.60) |" in rows[0], "| 2 | 20 | 5 | 4.00 (4.00 to 4.00) |" in rows[1]] == [
         True
     ] * 2
-    monkeypatch.setattr("hacpo_mega.logbook.provenance.source_commit", lambda: "c2")
+    monkeypatch.setattr("hacpo_mega.logbook.run.provenance.source_commit", lambda: "c2")
     with pytest.raises(RuntimeError, match="2 parts failed"):
         grid["run"](asked, {})

@@ -16,9 +16,9 @@ from hostile_pickles import METADATA, Calls, broken, touching
 from hypothesis import strategies
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from hacpo_mega.cluster.peer_objects import _PlainUnpickler
-from hacpo_mega.cluster.plain_pickle import Record, read_plain
-from hacpo_mega.megatron.stored_index import NAMES
+from hacpo_mega.cluster.security.peer_objects import _PlainUnpickler
+from hacpo_mega.cluster.security.plain_pickle import Record, read_plain
+from hacpo_mega.megatron.checkpoint.stored_index import NAMES
 
 PLAIN = strategies.recursive(
     strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats(allow_nan=False)

@@ -24,7 +24,7 @@ from hacpo_mega.lab.planning.refusals import refusals
 from hacpo_mega.lab.planning.search import find_ways, lightest
 from hacpo_mega.lab.planning.work import Lengths, work_of
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.sharding.segments import all_sources
 
 SCALE, CLUSTERS = ROOT / "configs" / "scale", ROOT / "configs" / "clusters"
 PAIR, LARGE = SCALE / "qwen-8b_llama-8b.toml", SCALE / "qwen-32b_llama-70b.toml"

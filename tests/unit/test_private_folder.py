@@ -9,11 +9,11 @@ import tempfile
 
 import pytest
 
-from hacpo_mega.cluster.private_folder import job_folder
+from hacpo_mega.cluster.security.private_folder import job_folder
 
 LAUNCHER = """
 import sys
-from hacpo_mega.cluster.private_folder import job_folder
+from hacpo_mega.cluster.security.private_folder import job_folder
 with job_folder() as folder:
     (folder / "store").touch()
     print(folder, flush=True)

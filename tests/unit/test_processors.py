@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.cluster.processors import listed, near_shares
-from hacpo_mega.cluster.visible_gpus import visible_gpus
+from hacpo_mega.cluster.machine.processors import listed, near_shares
+from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
 from hacpo_mega.preflight.node_comparison import report_findings, warnings
 from hacpo_mega.preflight.node_report import NodeReport
 
@@ -87,7 +87,7 @@ def test_packages_that_differ_are_named():
 
 def test_a_process_moves_near_its_gpu(tmp_path, monkeypatch):
     """A node as the kernel shows it: two GPUs of the second socket, given to this job as numbers 2 and 3."""
-    from hacpo_mega.cluster import processors
+    from hacpo_mega.cluster.machine import processors
 
     for index in range(4):
         (tmp_path / f"proc/driver/nvidia/gpus/0000:{index}8:00.0").mkdir(parents=True)

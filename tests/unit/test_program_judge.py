@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hacpo_mega.grading import program
+from hacpo_mega.grading.graders import program
+from hacpo_mega.grading.graders.program import Case, Program
 from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.program import Case, Program
-from hacpo_mega.grading.system_calls import filter_program
+from hacpo_mega.grading.workers.system_calls import filter_program
 from hacpo_mega.records import Stop
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hacpo_mega.data.files import PromptRow, content_id
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
+from hacpo_mega.data.reading.files import PromptRow, content_id
 from hacpo_mega.data.tasks import SkillMix, WarmStartStream, training_examples
 
 

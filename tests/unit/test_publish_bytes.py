@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from hacpo_mega.cli.app import app
 from hacpo_mega.lab.planning.publication import published
 from hacpo_mega.lab.planning.publish_bytes import least_received, whole_tensors
-from hacpo_mega.models.layout import Layout, stage_layers
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.layout import Layout, stage_layers
 
 HIDDEN, FFN, KV, VOCAB, LAYERS = 4096, 14336, 1024, 128256, 32
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * FFN

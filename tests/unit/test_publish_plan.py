@@ -13,18 +13,18 @@ import pytest
 
 from hacpo_mega.lab.planning.publication import published
 from hacpo_mega.lab.planning.publish_bytes import least_received
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, block_cells
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.public import public_architecture
-from hacpo_mega.models.publish_plan import (
+from hacpo_mega.models.sharding.layout import Layout, block_cells
+from hacpo_mega.models.sharding.publish_plan import (
     PublishPlan,
     actor_stacks,
     engine_shards,
     publish_plan,
     stack_of,
 )
-from hacpo_mega.models.segments import all_sources, stage_slots
-from hacpo_mega.models.shards import Shard, stacked_shapes
+from hacpo_mega.models.sharding.segments import all_sources, stage_slots
+from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 
 BASE = Architecture(
     family="qwen3", num_layers=4, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=12, vocab_size=256,

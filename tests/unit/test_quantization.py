@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 from hacpo_mega.cli.app import app
 from hacpo_mega.memory.actor_bytes import ActorPlan
 from hacpo_mega.memory.budget import EnginePlan, bucket_bytes, engine_weights, waiting_bytes
-from hacpo_mega.models.layout import Layout
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 HIDDEN, FFN, KV, VOCAB, LAYERS = 4096, 14336, 1024, 128256, 32
 PLAIN = 2 * (2 * VOCAB * HIDDEN + (2 * LAYERS + 1) * HIDDEN)  # embedding, head and norms in bf16

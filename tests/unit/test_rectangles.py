@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from hacpo_mega.megatron.names import write_back
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.segments import Slot, rectangles, shard_shape, stage_slots
+from hacpo_mega.megatron.weights.names import write_back
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import Slot, rectangles, shard_shape, stage_slots
 
 # Every kind of parameter there is: biases of query, key and value and of the output, norms of query and key.
 ARCHITECTURE = Architecture(

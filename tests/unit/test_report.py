@@ -20,11 +20,11 @@ from matplotlib.colors import to_hex, to_rgb
 from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
-from hacpo_mega.cluster.spans import Span
+from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.logbook.console import PHASES
-from hacpo_mega.logbook.metrics import MetricsWriter, StepMetrics, read_metrics
-from hacpo_mega.logbook.rollout_log import read_rollouts
-from hacpo_mega.logbook.trace import Track, chrome_trace, write_trace
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
 from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS
 from hacpo_mega.report.page import render_page

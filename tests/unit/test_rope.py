@@ -13,10 +13,10 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from hacpo_mega.megatron.model import transformer_config
-from hacpo_mega.megatron.rope import cosines_and_sines, rope_frequencies, rope_magnitude
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.megatron.model.model import transformer_config
+from hacpo_mega.megatron.model.rope import cosines_and_sines, rope_frequencies, rope_magnitude
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 
 # Three of the kinds are in jobs/test_megatron_layout.py, too, and a refusal in unit/test_model_folders.py.
 pytestmark = pytest.mark.nightly

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-from hacpo_mega.megatron.rope import cosines_and_sines, rotate
+from hacpo_mega.megatron.model.rope import cosines_and_sines, rotate
 
 LENGTHS, HEADS, SIZE = (17, 1, 46), 3, 32
 WHOLE = torch.tensor([0, sum(LENGTHS)], dtype=torch.int32)

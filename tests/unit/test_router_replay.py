@@ -12,18 +12,18 @@ from run_cases import CHARACTERS, agent_table, write_config
 from tiny_models import make_model
 
 from hacpo_mega.config import load_config
-from hacpo_mega.config.device_memory import agent_budget
-from hacpo_mega.megatron.expert_load import expert_load
-from hacpo_mega.megatron.model import transformer_config
+from hacpo_mega.config.checks.device_memory import agent_budget
+from hacpo_mega.megatron.model.model import transformer_config
+from hacpo_mega.megatron.model.router import Router
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
-from hacpo_mega.megatron.router import Router
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.megatron.train.expert_load import expert_load
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import Completion, Stop, TokenSequence
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import COMPLETION_ROW
-from hacpo_mega.rollout.routing import ReturnedRouting
-from hacpo_mega.rollout.running_answers import RunningAnswers
+from hacpo_mega.rollout.vllm.routing import ReturnedRouting
+from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 from hacpo_mega.samples.packing import microbatch
 
 NOBODY = 255
@@ -165,7 +165,7 @@ def test_what_cannot_replay_is_refused(tmp_path, monkeypatch):
     assert problems(tmp_path, *on_cuda) == []
     (line,) = problems(tmp_path, *on_cuda, "agents.sparse.vllm.enable_prefix_caching=false")
     assert line.endswith("keeps the routing of a prefix beside its cache. Nearest: without it")
-    monkeypatch.setattr("hacpo_mega.config.routing_checks.installed_fields", lambda table: {})
+    monkeypatch.setattr("hacpo_mega.config.checks.routing_checks.installed_fields", lambda table: {})
     (line,) = problems(tmp_path, *on_cuda)
     assert "the vLLM that is installed has no enable_return_routed_experts: it returns no routing" in line
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from hacpo_mega.checkpoint.files import RECORD, Checkpoint
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.logbook.run_inputs import input_changes, start_with_same_inputs
+from hacpo_mega.logbook.run.run_inputs import input_changes, start_with_same_inputs
 
 ROWS = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8)]
 FUNCTION = "def count(answers, golds):\n    return [float(len(answer)) for answer in answers]\n"

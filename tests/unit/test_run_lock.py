@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.config.run_dirs import LOCK
-from hacpo_mega.logbook import run_lock
-from hacpo_mega.logbook.older_runs import move_aside
-from hacpo_mega.logbook.run_lock import RunLock, not_the_folder
+from hacpo_mega.config.checks.run_dirs import LOCK
+from hacpo_mega.logbook.run import run_lock
+from hacpo_mega.logbook.run.older_runs import move_aside
+from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 
 HOLD = """
 import errno, fcntl, os, sys, pathlib
-from hacpo_mega.logbook import run_lock
+from hacpo_mega.logbook.run import run_lock
 def refuse(*_):
     raise OSError(getattr(errno, sys.argv[2]), "no locks here")
 if sys.argv[2]:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.engine_door import finish_steps
-from hacpo_mega.rollout.running_answers import RunningAnswers
+from hacpo_mega.rollout.vllm.engine_door import finish_steps
+from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 
 
 def ended(request_id: int, reason: str) -> SimpleNamespace:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.cluster import secret as secrets_of_jobs
-from hacpo_mega.cluster.private_folder import folder_on_node, job_folder, own_folder
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.cluster.secret import (
+from hacpo_mega.cluster.security import secret as secrets_of_jobs
+from hacpo_mega.cluster.security.private_folder import folder_on_node, job_folder, own_folder
+from hacpo_mega.cluster.security.secret import (
     MAX_CALLERS,
     SECRET,
     AnotherSecret,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hacpo_mega.models.publish_plan import publish_plan
-from hacpo_mega.models.shards import Shard, runs, stack_name, stacked, stacked_shapes
+from hacpo_mega.models.sharding.publish_plan import publish_plan
+from hacpo_mega.models.sharding.shards import Shard, runs, stack_name, stacked, stacked_shapes
 
 GATE = "model.layers.3.mlp.experts.{}.gate_proj.weight"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from device_table import DeviceTable
 
-from hacpo_mega.cluster.device import rank_device
+from hacpo_mega.cluster.machine.device import rank_device
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
-from hacpo_mega.rollout.engine_defaults import engine_defaults
+from hacpo_mega.rollout.vllm.engine_defaults import engine_defaults
 
 RANKS = RankMap(1, (AgentShape("a", tp=2), AgentShape("b")))
 

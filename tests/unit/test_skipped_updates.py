@@ -13,7 +13,7 @@ from hacpo_mega.agent.policy_loss import BatchReport
 from hacpo_mega.algorithm import objective_bounds
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.logbook.skipped_updates import SkippedUpdates
+from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.records import Sample, UpdateStats
 
 

@@ -13,13 +13,13 @@ from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli.slurm import begin_attempt
-from hacpo_mega.cluster.environment import attempt_of_job, from_slurm
+from hacpo_mega.cluster.machine.environment import attempt_of_job, from_slurm
 from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
 from hacpo_mega.jobs import slurm_queue
 from hacpo_mega.jobs.attempts import goes_in_circles, read_attempts, record_attempt, record_told
-from hacpo_mega.logbook.older_runs import move_aside
-from hacpo_mega.logbook.provenance import read_starts, record_start
+from hacpo_mega.logbook.run.older_runs import move_aside
+from hacpo_mega.logbook.run.provenance import read_starts, record_start
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 import pytest
 
 from hacpo_mega.cli.start import UNUSED, absent
-from hacpo_mega.cluster.environment import LAUNCHER_PID, used_since_begin
-from hacpo_mega.cluster.spans import Spans
+from hacpo_mega.cluster.groups.spans import Spans
+from hacpo_mega.cluster.machine.environment import LAUNCHER_PID, used_since_begin
 from hacpo_mega.jobs.forked_rank import ForkedRank
 from hacpo_mega.jobs.local import AT_ONCE, DEFERRED, run_on_this_machine
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.start_parts import StartParts
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.start_parts import StartParts
 
 SIGNALS = (*DEFERRED, *AT_ONCE)
 # What a process finds when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from hacpo_mega.megatron.stored_state import Part, StateReader, write_parts
+from hacpo_mega.megatron.checkpoint.stored_state import Part, StateReader, write_parts
 
 WHOLE = torch.arange(24.0).reshape(6, 4)
 # As two ranks of another layout hold it: three rows, and of the others the columns apart.

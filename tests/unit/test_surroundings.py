@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.models.chat_template import MEMORY_BYTES
+from hacpo_mega.models.files.chat_template import MEMORY_BYTES
 
 pytestmark = pytest.mark.nightly
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 
 from hacpo_mega.lab.memory_trace import TracedMemory
-from hacpo_mega.megatron.te_layers import chosen_transformer
+from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hacpo_mega.cli import bench as cli_bench
 from hacpo_mega.cli.app import app
+from hacpo_mega.cli.lab import bench as cli_bench
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.lab.throughput import memory_peak
@@ -27,8 +27,8 @@ from hacpo_mega.lab.throughput.schedules import load_schedule, schedules_of, wit
 from hacpo_mega.lab.throughput.summary import summarize
 from hacpo_mega.lab.throughput.table import to_csv, to_markdown
 from hacpo_mega.lab.throughput.workload import fixed, replayed
-from hacpo_mega.logbook.metrics import Metrics, StepMetrics
-from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.trainer.rates import Rates, peak_flops

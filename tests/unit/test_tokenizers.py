@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 from view_cases import PAIRS
 
 from hacpo_mega.config import AgentConfig, Prompting, RolloutConfig
-from hacpo_mega.config.schema import DataConfig, EvaluationConfig
+from hacpo_mega.config.tables.schema import DataConfig, EvaluationConfig
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.tasks import SKILLS
-from hacpo_mega.models.tokenizer_files import CLASS_TOKENS, token_problems
+from hacpo_mega.models.files.tokenizer_files import CLASS_TOKENS, token_problems
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
     agent_codecs,

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import measure_offset
-from hacpo_mega.cluster.spans import Span, Spans, WatchedGroup
-from hacpo_mega.logbook.trace import Track, chrome_trace, find_waits, write_trace
+from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup
+from hacpo_mega.logbook.files.trace import Track, chrome_trace, find_waits, write_trace
 
 
 def track(rank: int, *spans: Span, offset_s: float = 0.0, accuracy_s: float = 0.0) -> Track:

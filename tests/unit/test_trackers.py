@@ -17,8 +17,8 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.trackers import Trackers, identifier
+from hacpo_mega.logbook.files.metrics import StepMetrics
+from hacpo_mega.logbook.files.trackers import Trackers, identifier
 
 STEPS = {1: StepMetrics({"agent/a/reward_mean": 0.25}, {"agent/a/phase/learn_s": 1.5}), 2: StepMetrics({"x": 2.0}, {})}
 
@@ -168,7 +168,7 @@ def test_a_run_of_one_step_traces_it(config, tmp_path) -> None:
 WITH_A_PACKAGE = """
 import sys
 from pathlib import Path
-from hacpo_mega.logbook.trackers import TrackedRun, Trackers, _begun
+from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _begun
 
 here, package = Path(sys.argv[1]), sys.argv[2]
 for goes_on in (False, True):
@@ -211,8 +211,8 @@ def _names(path: Path) -> list[str]:
 WITH_TRACKIO = """
 import sys
 from hacpo_mega.config import load_config
-from hacpo_mega.logbook.metrics import StepMetrics
-from hacpo_mega.logbook.trackers import Trackers, identifier
+from hacpo_mega.logbook.files.metrics import StepMetrics
+from hacpo_mega.logbook.files.trackers import Trackers, identifier
 from trackio.sqlite_storage import SQLiteStorage
 
 config = load_config(sys.argv[1])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from hacpo_mega.megatron.installed import version_problem
+from hacpo_mega.megatron.model.installed import version_problem
 
-INSTALLED = ROOT / "hacpo_mega" / "megatron" / "installed.py"
+INSTALLED = ROOT / "hacpo_mega" / "megatron" / "model" / "installed.py"
 
 
 def install(folder: Path, body: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ from hacpo_kernels import objective_from_mean
 from hacpo_mega.agent.policy_loss import BatchReport, ratios_by_key
 from hacpo_mega.algorithm import GradientProducts, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.logbook.metrics import Metrics
-from hacpo_mega.logbook.sharing import fates_of
-from hacpo_mega.logbook.step_metrics import add_answers, add_diagnosis, add_update, add_view
+from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.sharing import fates_of
+from hacpo_mega.logbook.steps.step_metrics import add_answers, add_diagnosis, add_update, add_view
 from hacpo_mega.records import DroppedAnswer, Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
 
 NAMES = ("a", "b", "c")

@@ -18,7 +18,7 @@ from hacpo_mega.cli import app as cli
 from hacpo_mega.evaluation.scores import Estimate
 from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, print_table
 from hacpo_mega.logbook.console import Console, warn
-from hacpo_mega.models.visible import one_line, say, visible
+from hacpo_mega.models.files.visible import one_line, say, visible
 from hacpo_mega.report.html import tag
 
 # Clears the screen, sets the title, writes the clipboard, opens a link, 8-bit codes, overwrites, turns round, hides.

@@ -10,7 +10,7 @@ import torch
 from repository import ROOT
 from torch import nn
 
-from hacpo_mega.rollout.parts import LOCKED, Recording, loaders_said, record
+from hacpo_mega.rollout.weights.parts import LOCKED, Recording, loaders_said, record
 
 SHAPES = {f"layers.{number}.{half}.weight": (4, 6) for number in (0, 1) for half in ("gate", "up")}
 ANOTHER = f"vLLM 0.99.1 is installed, and the locks have {LOCKED}: "

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.jobs.forked import wait_for_ranks
-from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
-from hacpo_mega.logbook.provenance import read_starts
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
-from hacpo_mega.logbook.start_parts import PARTS
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.run.provenance import read_starts
+from hacpo_mega.logbook.steps.start_parts import PARTS
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 NAMES = ("wide", "single")

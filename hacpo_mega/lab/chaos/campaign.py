@@ -29,11 +29,11 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.jobs.forked import JobServer, wait_for_ranks
 from hacpo_mega.lab.chaos.faults import Fault, draw_fault, strike, take_back
-from hacpo_mega.logbook.json_lines import json_lines
-from hacpo_mega.logbook.metrics import METRICS_LINE, read_metrics
-from hacpo_mega.logbook.provenance import exported_steps, read_starts
-from hacpo_mega.logbook.run_folder import resolved_toml
-from hacpo_mega.models.documents import parse_json
+from hacpo_mega.logbook.files.json_lines import json_lines
+from hacpo_mega.logbook.files.metrics import METRICS_LINE, read_metrics
+from hacpo_mega.logbook.run.provenance import exported_steps, read_starts
+from hacpo_mega.logbook.run.run_folder import resolved_toml
+from hacpo_mega.models.files.documents import parse_json
 
 PRELOAD = "hacpo_mega.lab.experiments.preloaded"
 PEACE = "undisturbed_ranks"

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from hacpo_mega.lab.chaos.campaign import Attempt, step_seconds
 from hacpo_mega.lab.chaos.verdict import Verdict
-from hacpo_mega.logbook.provenance import source_commit
+from hacpo_mega.logbook.run.provenance import source_commit
 
 HEADER = ("fault", "struck", "ended the job", "not noticed", "steps done again", "most", "s to recover, mean", "worst")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hacpo_mega.checkpoint.files import file_sha256, folder_of, read_checkpoint
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.json_lines import json_lines
-from hacpo_mega.logbook.metrics import METRICS_LINE, read_metrics
-from hacpo_mega.logbook.rollout_log import read_rollouts
+from hacpo_mega.logbook.files.json_lines import json_lines
+from hacpo_mega.logbook.files.metrics import METRICS_LINE, read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from hacpo_mega.lab.experiments.trust import (
     require_same,
     seeds_begun_elsewhere,
 )
-from hacpo_mega.logbook.provenance import installed_versions, source_commit
-from hacpo_mega.logbook.run_folder import resolved_toml
-from hacpo_mega.logbook.run_lock import RunLock
-from hacpo_mega.models.visible import say
+from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
+from hacpo_mega.logbook.run.run_folder import resolved_toml
+from hacpo_mega.logbook.run.run_lock import RunLock
+from hacpo_mega.models.files.visible import say
 
 PRELOAD = "hacpo_mega.lab.experiments.preloaded"
 LAST_LINES = 12  # of a failed rank's standard error

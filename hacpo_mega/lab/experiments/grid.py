@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError
 
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.load import readable_problems
-from hacpo_mega.config.section import FilePath, Flag, Section
-from hacpo_mega.models.documents import toml_file
+from hacpo_mega.config.tables.section import FilePath, Flag, Section
+from hacpo_mega.models.files.documents import toml_file
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]

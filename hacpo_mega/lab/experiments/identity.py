@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config import Config, RewardConfig
-from hacpo_mega.config.effects import effect_of, flat
-from hacpo_mega.config.section import Section
-from hacpo_mega.data.contents import data_digest, digest_of, file_digest
+from hacpo_mega.config.tables.effects import effect_of, flat
+from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
+from hacpo_mega.data.reading.contents import data_digest, digest_of, file_digest
 
 
 class Identity(Section):

@@ -4,7 +4,7 @@ What is named of vLLM is what it would import itself when its first engine start
 """
 # ruff: noqa: E402, F401, I001
 
-from hacpo_mega.cluster.environment import prepare_environment
+from hacpo_mega.cluster.machine.environment import prepare_environment
 
 prepare_environment()  # first: it silences what the others warn of when they are imported
 

@@ -17,12 +17,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from hacpo_mega.config.section import Section
+from hacpo_mega.config.tables.section import Section
 from hacpo_mega.lab.experiments.grid import Cell, Stage
 from hacpo_mega.lab.experiments.identity import Identity
 from hacpo_mega.logbook.console import phase_seconds
-from hacpo_mega.logbook.held_out import are_accuracies, held_out, held_out_skills
-from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
 
 # What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
 NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")

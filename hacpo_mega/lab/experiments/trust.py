@@ -8,12 +8,12 @@ Every complaint is one line that names the file, what was found, what was expect
 from collections.abc import Iterator, Mapping, Sequence
 
 from hacpo_mega.config import Config
-from hacpo_mega.config.input_checks import missing_models
+from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.lab.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_mega.lab.experiments.identity import Identity, identity_of
 from hacpo_mega.lab.experiments.order import pending_cells
 from hacpo_mega.lab.experiments.result import Result, read_packed, read_result
-from hacpo_mega.models.links import require_inside
+from hacpo_mega.models.files.links import require_inside
 
 Setting = tuple[str, str]  # (regime, method)
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from hacpo_mega.config.load import readable_problems
-from hacpo_mega.config.section import Count, Factor, Section
+from hacpo_mega.config.tables.section import Count, Factor, Section
 from hacpo_mega.lab.planning.kinds import KINDS, KindName
-from hacpo_mega.models.documents import toml_file
+from hacpo_mega.models.files.documents import toml_file
 
 # What no machine goes below or above, in any unit of this file.
 Amount = Annotated[float, Field(strict=True, ge=1e-3, le=1e9)]

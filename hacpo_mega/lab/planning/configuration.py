@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.checks import architecture_of, batch_problems, position_problems
+from hacpo_mega.config.checks.checks import architecture_of, batch_problems, position_problems
+from hacpo_mega.config.checks.pass_through import table_problems
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.pass_through import table_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import layout_problems
-from hacpo_mega.models.megatron_fields import field_problems
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.layout import layout_problems
+from hacpo_mega.models.sharding.megatron_fields import field_problems
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.seconds import Demand, Terms, phase_seconds
@@ -19,7 +19,7 @@ from hacpo_mega.lab.planning.traffic import Message, Spread, spread_of
 from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import trained_parts
 from hacpo_mega.memory.budget import GIB, Budget
-from hacpo_mega.models.layout import Layout
+from hacpo_mega.models.sharding.layout import Layout
 
 # Phases between two meetings.
 STRETCHES = (("roll_out", "judge"), ("score",), ("exchange",), ("learn", "publish", "other"))

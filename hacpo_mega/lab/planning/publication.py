@@ -1,4 +1,4 @@
-"""What a publication moves by rank, as the plan of a run would have it (models/publish_plan.py), in closed form.
+"""Bytes that a publication moves by rank, by the plan of a run (models/sharding/publish_plan.py), in closed form.
 
 A search asks it of hundreds of layouts. All layers are cut alike: what one rank of those that share a parameter has in
 common with one rank of an engine is counted of a single layer, and taken as often as a stage has layers.
@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import block_cells
-from hacpo_mega.models.publish_plan import actor_stacks, engine_shards, stack_of
-from hacpo_mega.models.segments import Cut, Slot, stage_slots
-from hacpo_mega.models.shards import Shard
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import block_cells
+from hacpo_mega.models.sharding.publish_plan import actor_stacks, engine_shards, stack_of
+from hacpo_mega.models.sharding.segments import Cut, Slot, stage_slots
+from hacpo_mega.models.sharding.shards import Shard
 
 LAYER = "decoder.layers."
 

@@ -13,11 +13,11 @@ from hacpo_mega.lab.planning.publication import Published
 from hacpo_mega.lab.planning.traffic import publication_of
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.memory.quantized import KINDS
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import Layout, chunk_layers
-from hacpo_mega.models.publish_plan import actor_stacks, engine_shards, stack_of
-from hacpo_mega.models.segments import Cut, Slot, rank_slots, stage_slots
-from hacpo_mega.models.shards import Shard
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import Layout, chunk_layers
+from hacpo_mega.models.sharding.publish_plan import actor_stacks, engine_shards, stack_of
+from hacpo_mega.models.sharding.segments import Cut, Slot, rank_slots, stage_slots
+from hacpo_mega.models.sharding.shards import Shard
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from hacpo_mega.config.checks import batch_problems
-from hacpo_mega.config.device_memory import memory_problems
+from hacpo_mega.config.checks.checks import batch_problems
+from hacpo_mega.config.checks.device_memory import memory_problems
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.configuration import Planned, named_models
 from hacpo_mega.lab.planning.plan import Plan, make_plan

@@ -14,7 +14,7 @@ from typing import Any
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.device_memory import agent_budget
+from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.configuration import Planned
 from hacpo_mega.lab.planning.plan import AgentPlan, plan_agent, stretches, wall_seconds
@@ -23,8 +23,8 @@ from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import CPU, CUDA
 from hacpo_mega.memory.budget import GIB, Budget
 from hacpo_mega.memory.weight_numbers import num_weights
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.layout import FIRST_STAGE, LAST_STAGE, Layout, block_cells, layout_problems
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, Layout, block_cells, layout_problems
 
 MAX_STAGES = 16
 # Beyond it nobody is told that more memory would do.
@@ -201,7 +201,7 @@ def _spread_alone(config: Config, agent: AgentConfig, cluster: Cluster) -> Sprea
 
 
 def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator[dict[str, Any]]:
-    """tp, cp, ep, pp and engine_tp that the model can have (models/layout.py), ranks of tp x cp inside a node."""
+    """tp, cp, ep, pp and engine_tp of a model (models/sharding/layout.py), with the ranks of tp x cp inside a node."""
     model, config = planned.models[agent.name], planned.config
     is_even = FIRST_STAGE not in agent.megatron and LAST_STAGE not in agent.megatron
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch

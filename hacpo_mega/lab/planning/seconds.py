@@ -17,9 +17,9 @@ from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, trained_parts
 from hacpo_mega.memory.adapter_numbers import num_merged
 from hacpo_mega.memory.budget import Budget, cache_per_token, engine_experts, engine_weights
-from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import feed_forward_parameters, forward_flops, learning_flops, touched_experts
-from hacpo_mega.models.segments import all_sources
+from hacpo_mega.models.sharding.segments import all_sources
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 # Of a number in Adam's step: gradient, main weight and both moments read, all but the gradient written.

@@ -11,8 +11,8 @@ all-gather to both neighbours of a ring. Not here: NCCL, which needs one key per
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hacpo_mega.cluster.groups.tree_levels import FANOUT, Level, tree_levels
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.tree_levels import FANOUT, Level, tree_levels
 
 # Bytes of a key of a gloo group and of the ring, as counted in real jobs (docs/design/scaling.md).
 GROUP_KEY_BYTES, RING_KEY_BYTES = 154, 50

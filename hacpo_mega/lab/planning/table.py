@@ -5,14 +5,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hacpo_mega.config.device_memory import memory_table
+from hacpo_mega.config.checks.device_memory import memory_table
 from hacpo_mega.lab.planning.cluster_file import Cluster
 from hacpo_mega.lab.planning.plan import AgentPlan, Plan
 from hacpo_mega.lab.planning.publish_bytes import PublishBytes, whole_tensors
 from hacpo_mega.lab.planning.search import Ways
 from hacpo_mega.lab.planning.seconds import PHASES
 from hacpo_mega.lab.planning.store_cost import job_cost
-from hacpo_mega.models.publish_plan import said_whole
+from hacpo_mega.models.sharding.publish_plan import said_whole
 
 Rows = Sequence[Sequence[str]]
 MB, GB = 1e6, 1e9

@@ -19,7 +19,7 @@ from hacpo_mega.lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
 from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.memory.budget import Budget
-from hacpo_mega.models.layout import stage_layers
+from hacpo_mega.models.sharding.layout import stage_layers
 from hacpo_mega.rollout.wire import HEADER
 
 # Bytes of an answer beside its tokens and text: exchange.py's ROW, and two counts.

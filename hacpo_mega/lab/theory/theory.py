@@ -32,7 +32,7 @@ from hacpo_mega.lab.theory.rewards import (
     measure_ratios,
 )
 from hacpo_mega.lab.theory.world import Estimate, Size, World
-from hacpo_mega.logbook.provenance import source_commit
+from hacpo_mega.logbook.run.provenance import source_commit
 
 RESULT = "theory.json"
 WIDTH = 400  # more than any table needs, whatever the terminal's is: a cut number is of no use

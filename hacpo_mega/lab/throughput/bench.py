@@ -13,8 +13,8 @@ from hacpo_mega.config import Config
 from hacpo_mega.jobs.forked import JobServer
 from hacpo_mega.lab.throughput.measure import MeasuredStep, measured_steps
 from hacpo_mega.lab.throughput.workload import Workload
-from hacpo_mega.logbook.run_folder import resolved_toml
-from hacpo_mega.models.visible import say
+from hacpo_mega.logbook.run.run_folder import resolved_toml
+from hacpo_mega.models.files.visible import say
 
 # What one rank does: (configuration file, steps, workload).
 TakeSteps = Callable[[str, int, Workload], None]

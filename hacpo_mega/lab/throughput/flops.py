@@ -1,8 +1,8 @@
 """FLOPs of a step's phases, as a benchmark reports them; what one forward pass counts is in models/flops.py."""
 
-from hacpo_mega.models.architecture import Architecture
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import forward_flops, learning_flops
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.sharding.lora import Lora
 
 
 def phase_flops(

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hacpo_mega.logbook.console import in_step_order
-from hacpo_mega.logbook.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 
 SHARED_PHASE, WAITING = "exchange", "wait"
 

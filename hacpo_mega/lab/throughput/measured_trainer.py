@@ -18,7 +18,7 @@ from hacpo_mega.grading.judge import is_success
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.lab.throughput.memory_peak import take_peak
 from hacpo_mega.lab.throughput.workload import Workload
-from hacpo_mega.logbook.metrics import Metrics
+from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepFindings
 from hacpo_mega.records import Judgement, Prompt, Rollout, Verdict
 from hacpo_mega.samples.tokenizers import TextCodec
@@ -45,7 +45,7 @@ class Measurement(Observer):
     cpu/<phase>_s, cpu_highest/<phase>_s   processor seconds of a rank, all its threads: mean, and of the busiest one;
                                 the phase `other` is outside of all
     peak/<phase>_bytes          the most memory of its fullest rank (memory_peak.py); the phase `start` is before models
-    sent/<phase>/<whom>_bytes   what all its ranks have given away (cluster/spans.py)
+    sent/<phase>/<whom>_bytes   what all its ranks have given away (cluster/groups/spans.py)
     num_written                 steps that it has seen end
     """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.methods import METHODS
+from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.lab.throughput.bench import Block
 from hacpo_mega.lab.throughput.measure import MeasuredStep, means
 from hacpo_mega.lab.throughput.table import fact_lines, markdown_table

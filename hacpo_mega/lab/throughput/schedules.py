@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.methods import METHODS
+from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.lab.throughput.bench import Block
 from hacpo_mega.lab.throughput.workload import Workload
 

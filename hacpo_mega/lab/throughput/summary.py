@@ -8,8 +8,8 @@ from typing import Any
 
 from hacpo_mega.lab.throughput.flops import phase_flops
 from hacpo_mega.lab.throughput.measure import MeasuredStep, mean_phases, means, percentile
-from hacpo_mega.models.architecture import Architecture
-from hacpo_mega.models.lora import Lora
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.lora import Lora
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
 
 # (agent, prompt index in the step) -> tokens and reward of its answers, in the order of their rollout index
 StepAnswers = Mapping[tuple[str, int], tuple[tuple[int, float], ...]]

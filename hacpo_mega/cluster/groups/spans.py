@@ -1,0 +1,122 @@
+"""What this process does when, and what it sends: named spans of its own clock, and bytes by phase and group.
+
+Spans are recorded while a step is traced and not otherwise. Bytes are always counted, where they are sent, from the
+sizes of tensors, which no device is asked for. A collective knows its group and its turn in it, so that the spans of
+all members can be laid side by side: who came last, and who waited for it (logbook/files/trace.py). clock.py says how
+far a process's clock is from that of rank 0.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+WATCHED = ("allgather", "allreduce", "barrier", "broadcast", "gather")
+SENDING = ("allgather", "broadcast", "gather", "send")
+
+
+class Span(NamedTuple):
+    """One stretch of time, seconds of the recording clock; `turn` counts the collectives of a group from 0."""
+
+    name: str
+    kind: str  # phase, part or collective
+    begin_s: float
+    end_s: float
+    group: str = ""
+    turn: int = 0
+
+
+class Spans:
+    """The recorder of one process. Off, a span costs a look at a flag.
+
+    owner    what the process is called in names of groups that are its agent's alone
+    settle   returns when the device has done what it was given, so that a span ends when its work does. Called at the
+             end of every recorded span, never while nothing is recorded
+    """
+
+    def __init__(
+        self,
+        owner: str = "",
+        settle: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.owner, self.is_on = owner, False
+        self._settle, self._clock = settle, clock
+        self._found: list[Span] = []
+        self._turns: Counter[str] = Counter()
+        self._phase = ""
+        self._sent: Counter[tuple[str, str]] = Counter()
+
+    def start(self) -> None:
+        """Records from now on; all members of a group start between the same two of its collectives."""
+        self.is_on, self._found, self._turns = True, [], Counter()
+
+    def stop(self) -> list[Span]:
+        """What was recorded since `start`, in the order in which it ended."""
+        self.is_on = False
+        return self._found
+
+    @contextmanager
+    def span(self, name: str, kind: str = "part", group: str = "") -> Iterator[None]:
+        """Records what happens inside, unless recording is off. A collective names its group."""
+        if kind == "phase":
+            self._phase = name
+        if not self.is_on:
+            yield
+            return
+        turn = self._turns[group]
+        self._turns[group] += bool(group)
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._settle()
+            self._found.append(Span(name, kind, begin, self._clock(), group, turn))
+
+    def sent(self, whom: str, num_bytes: int) -> None:
+        """Counts what this process has given away: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
+        self._sent[self._phase, whom] += num_bytes
+
+    def take_sent(self) -> dict[tuple[str, str], int]:
+        """Bytes by phase and by whom they went to, since the last call."""
+        sent, self._sent = self._sent, Counter()
+        return dict(sent)
+
+
+class WatchedGroup:
+    """A process group whose collectives are spans and whose bytes are counted; everything else is the group's own.
+
+    A recorded collective is over when it returns: nobody here starts one to do something else meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, spans: Spans) -> None:
+        self._group, self._name, self._spans = group, name, spans
+
+    def __getattr__(self, attribute: str) -> Any:
+        method = getattr(self._group, attribute)
+        watched = attribute in SENDING or (attribute in WATCHED and self._spans.is_on)
+        return partial(self._watch, attribute, method) if watched else method
+
+    def _watch(self, operation: str, method: Callable[..., dist.Work], *arguments: Any) -> dist.Work:
+        if operation in SENDING:
+            self._spans.sent(self._name.partition("/")[0], self._sent_bytes(operation, arguments))
+        if operation not in WATCHED or not self._spans.is_on:
+            return method(*arguments)
+        with self._spans.span(operation, "collective", self._name):
+            work = method(*arguments)
+            work.wait()
+        return work
+
+    def _sent_bytes(self, operation: str, arguments: Sequence[Any]) -> int:
+        """What this rank gives to others, whichever way the library takes: around a ring, along a tree.
+
+        A broadcast's are all its root's, though a tree's inner nodes pass them on.
+        """
+        (tensor,) = arguments[1 if operation in ("allgather", "gather") else 0]
+        others, is_root = self._group.size() - 1, self._group.rank() == 0
+        copies = {"allgather": others, "broadcast": others * is_root, "gather": not is_root, "send": 1}
+        return copies[operation] * tensor.nbytes

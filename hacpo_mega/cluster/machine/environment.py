@@ -1,0 +1,399 @@
+"""The environment of a job's processes, and whether this process is one of them.
+
+`hacpo-mega train|init|doctor CONFIG` outside a job starts one (jobs/local.py) and runs itself in every rank; inside one
+(torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
+"""
+
+import codecs
+import ctypes
+import fcntl
+import locale
+import logging
+import netrc
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sysconfig
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from hacpo_mega.cluster.machine.machine_limits import num_cores
+from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
+from hacpo_mega.cluster.seat import (
+    expand_nodes,
+    is_on_one_machine,
+    node_list,
+    number_of,
+    size_variable,
+    tasks_of_nodes,
+)
+from hacpo_mega.cluster.security.private_folder import folder_on_node, own_folder
+from hacpo_mega.models.files.documents import short
+
+# Set before torch, vllm or transformers are imported, and only where the user has not set them.
+EVERYWHERE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing is sent as a pickle, nor as a function to be run
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
+    "PYTHONWARNINGS": "ignore:resource_tracker",
+    "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
+}
+ON_CPU = {
+    "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
+    "TORCHDYNAMO_DISABLE": "1",  # spares an 18 s compilation on the first answer
+    # oneDNN, and torch for it, keep what they made for the last so many shapes of products, .3 MB each; micro-batches
+    # have others every time, and some 20 within one. Their own 1024 are several hundred MB.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+}
+ON_CUDA = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
+    "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start
+    "FLASHINFER_LOGGING_LEVEL": "warning",
+    # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+}
+# Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch makes its own when it is imported, and
+# loads what it finds there: else under a name in the temporary folder that anybody can take.
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
+
+# What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
+SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
+NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
+SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
+
+PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
+ENDS_NOTED = "HACPO_MEGA_ENDS_NOTED"  # set by launch/slurm.sbatch, which writes how each of its attempts ends
+LAUNCHER_PID = "HACPO_MEGA_LAUNCHER_PID"  # set by jobs/local.py for the ranks it starts
+
+
+def prepare_environment() -> None:
+    """Sets the variables above where they are not set. Must run before any heavy import.
+
+    ValueError for one that libraries would not understand, and would go on without.
+    """
+    _require_sound_variables()
+    under_srun = {}
+    if _is_slurm_task():
+        if _has_cuda():
+            stay_near_gpu(os.environ)
+        under_srun = from_slurm(os.environ, num_cores())
+    for name, value in {**library_settings(on_cuda=_has_cuda()), **under_srun}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault(INDUCTOR, _inductor_folder())
+    if inside_a_job() and (interface := _interface_of_job()):
+        # Else a node whose name resolves to loopback would wait there for the other nodes, and a job on one machine
+        # would listen to the network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # vLLM reads its level when its first module has already warned.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
+    for module in (r"megatron\.", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", category=Warning, module=module)
+
+
+def _require_sound_variables() -> None:
+    threads, level = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_LOGGING_LEVEL")
+    if threads is not None and not re.fullmatch("0*[1-9][0-9]{0,4}", threads):
+        raise ValueError(
+            f"OMP_NUM_THREADS must be the threads of a process, a number from 1 on, found {short(threads)}; without it "
+            "the processes of a machine share its cores"
+        )
+    if level is not None and level.upper() not in logging.getLevelNamesMapping():
+        known = ", ".join(name for name in logging.getLevelNamesMapping() if name != "NOTSET")
+        raise ValueError(f"VLLM_LOGGING_LEVEL must be one of {known}, found {short(level)}")
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
+        raise ValueError(
+            "Python reads files as ASCII here, and some of torch's are UTF-8: unset PYTHONUTF8, or set LC_ALL=C.UTF-8"
+        )
+
+
+def library_settings(*, on_cuda: bool) -> dict[str, str]:
+    """What torch, vLLM and transformers are told on a machine with or without an NVIDIA driver."""
+    return EVERYWHERE | (ON_CUDA if on_cuda else ON_CPU)
+
+
+def _inductor_folder() -> str:
+    """What torch is told until own_caches says more; it stays empty where nothing is compiled."""
+    with suppress(ValueError, OSError):
+        folder = own_folder() / CACHES[INDUCTOR]
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+    return os.sep  # torch asks for a folder that is there
+
+
+def own_caches(agent: str) -> None:
+    """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
+
+    On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
+    because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
+    next run. A variable that the user has set stays. Read when something is compiled, so it may be said after the
+    imports. ValueError where no folder is the user's own: another's code would run here.
+    """
+    if not _has_cuda():
+        return
+    if os.environ.get(INDUCTOR) == _inductor_folder():
+        del os.environ[INDUCTOR]
+    missing = [name for name in CACHES if name not in os.environ]
+    folder = folder_on_node() if missing else Path()
+    for name in missing:
+        os.environ[name] = str(folder / agent / CACHES[name])
+
+
+def one_queue(tp: int) -> None:
+    """On CUDA, gives this process one queue to its device where its agent has `tp` > 1. Before its first CUDA context.
+
+    Megatron starts a collective of tensor parallelism and then the product that hides it, and wants the device to take
+    them in that order (its layers say so): with one queue it does. All else of the process waits
+    there, too, so nobody else has it; nor has anybody from Blackwell on, where Megatron's own training does not ask for
+    it. A variable that is set stays.
+    """
+    if tp > 1 and _has_cuda() and not _is_blackwell():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _is_blackwell() -> bool:
+    """Whether a GPU of this machine has compute capability 10 or more; False where nvidia-smi does not tell."""
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
+        return False
+    return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
+
+
+def compiler_problems() -> list[str]:
+    """What Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
+    scheme = sysconfig.get_default_scheme()
+    # As Triton: Debian's own scheme has a folder that nothing installs headers to.
+    header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = {"a C compiler (gcc, clang or CC)": found, f"{header} (python3-dev)": header.is_file()}
+    return [f"Triton needs {name} at run time, and there is none" for name, there in missing.items() if not there]
+
+
+def compiles() -> bool:
+    """Whether torch's compiler is at work in this process."""
+    return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
+
+
+def may_fork_ranks() -> bool:
+    """Whether ranks may be forked from a process that has imported what they need.
+
+    Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
+    """
+    return not _has_cuda()
+
+
+def _has_cuda() -> bool:
+    """Whether this machine has an NVIDIA driver, asked without importing torch."""
+    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+
+
+def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
+    """What a launcher tells a process and srun does not, from a Slurm task's variables; it may use `allowed` cores.
+
+    Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
+    """
+    needed = ("SLURM_JOB_ID", "SLURM_TASKS_PER_NODE", "SLURM_NODEID")
+    nodes = next((task[name] for name in NODE_LISTS if name in task), None)
+    if missing := [*(name for name in needed if name not in task), *([NODE_LISTS[-1]] if nodes is None else [])]:
+        raise ValueError(
+            f"SLURM_PROCID is set, and {', '.join(missing)} not, which srun sets for its tasks: start with srun, or "
+            "unset SLURM_PROCID to start here"
+        )
+    job, step = (number_of(name, task.get(name, "0"), 2**32 - 1) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
+    port = 10_000 + (job * 8 + step) % 20_000
+    counts, node = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"]), number_of("SLURM_NODEID", task["SLURM_NODEID"])
+    if node >= len(counts):
+        raise ValueError(
+            f"SLURM_NODEID is {node}, and SLURM_TASKS_PER_NODE ({short(task['SLURM_TASKS_PER_NODE'])}) is of "
+            f"{len(counts)} nodes: start with srun, which sets both"
+        )
+    num_local = counts[node]
+    threads = num_threads(task, num_local, allowed)
+    return {"MASTER_ADDR": expand_nodes(nodes)[0], "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads)}
+
+
+def _interface_of_job() -> str | None:
+    host = os.environ.get("MASTER_ADDR", "localhost")
+    is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
+    return "lo" if is_here else _interface_towards(host)
+
+
+def cores_of_a_process(num_local: int) -> int:
+    """Processors that each of this node's processes has to itself."""
+    return num_threads(os.environ if _is_slurm_task() else {}, num_local, num_cores())
+
+
+def num_threads_set() -> int:
+    """Threads that this process was told to compute with; 0 where nobody has."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdigit() else 0
+
+
+def visible_devices() -> str | None:
+    """The GPUs that this process is shown, as CUDA reads the variable; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def _interface_towards(host: str) -> str | None:
+    """The network interface on the way to a host; None where it is loopback, or has no IPv4 address.
+
+    ValueError when the host's name cannot be resolved.
+    """
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR {host}: {error.strerror}; give an address of the job's first node") from error
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return None if own.startswith("127.") else name
+    return None
+
+
+def has_tracker_login() -> bool:
+    """Whether wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    for file in filter(None, (os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc")):
+        with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+            if netrc.netrc(file).authenticators(host or ""):
+                return True
+    return False
+
+
+def shown_environment() -> str:
+    """The variables that decide how this process reaches the others, and how many threads it has, as one line."""
+    return " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if SHOWN.fullmatch(name))
+
+
+def attempt_of_job() -> tuple[str, int] | None:
+    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again.
+
+    The same before and after Place.join, which sets RANK.
+    """
+    if _variable("TORCHELASTIC_MAX_RESTARTS"):
+        restarts = _variable("TORCHELASTIC_RESTART_COUNT")
+        return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}", 1 + restarts
+    if job := _slurm_job():
+        return f"slurm {job}", 1 + _variable("SLURM_RESTART_COUNT")
+    return None
+
+
+def _slurm_job() -> str | None:
+    """The number of the Slurm job whose script or step this process belongs to, whoever has started it there.
+
+    The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
+    """
+    return os.environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in os.environ else None
+
+
+def ends_are_noted() -> bool:
+    """Whether the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    return ENDS_NOTED in os.environ
+
+
+def place_in_cluster() -> dict[str, str]:
+    """The job and the nodes that a start is traced to; empty where no cluster started this process."""
+    if job := _slurm_job():
+        return {"job": f"slurm {job}", "nodes": node_list()}
+    found = attempt_of_job()
+    return {} if found is None else {"job": found[0]}
+
+
+def end_with_launcher() -> None:
+    """Ends this process when the local job that started it is gone: a killed launcher cannot end its ranks.
+
+    And at once, without a traceback, by Ctrl-C: until watchdog.py heeds it, there is nothing to say.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    launcher = os.environ.get(LAUNCHER_PID)
+    if launcher is not None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(launcher):  # it was gone before
+            os._exit(1)
+
+
+class Used(NamedTuple):
+    """Seconds of the clock, and of processors."""
+
+    clock_s: float
+    processor_s: float
+
+
+def used_since_begin() -> Used:
+    """Since the command began that this process is of, and what it and its launcher here have used of processors."""
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
+    fields = Path(f"/proc/{launcher}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
+    own = 0.0 if launcher == os.getpid() else time.process_time()
+    return Used(time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system + own)
+
+
+def _is_slurm_task() -> bool:
+    """Whether srun started this process, and nothing below it that says RANK itself."""
+    return "SLURM_PROCID" in os.environ and "RANK" not in os.environ
+
+
+def is_first_of_the_job() -> bool:
+    """Whether this process is rank 0 of its job; outside a job it is."""
+    return _variable("RANK", "SLURM_PROCID") == 0
+
+
+def inside_a_job() -> bool:
+    """Whether this process is one rank of a job."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def is_first_of_its_node() -> bool:
+    """Whether this process is the one of its node that says what all of them find; outside a job it is."""
+    return _variable("LOCAL_RANK", "SLURM_LOCALID") == 0
+
+
+def _variable(*names: str) -> int:
+    """The number in the first of these variables that is set; 0 where none is. ValueError for what is no number."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    return 0 if name is None else number_of(name, os.environ[name])
+
+
+def reads_first() -> bool:
+    """Whether no process of this node has read what this one reads; local ranks begin after their launcher has."""
+    return is_first_of_its_node() and LAUNCHER_PID not in os.environ
+
+
+def job_size() -> int:
+    """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
+    value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    if value is None:
+        raise ValueError(
+            "neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun, or let "
+            "hacpo_mega.train start the ranks of a script or notebook"
+        )
+    return number_of(size_variable(), value)

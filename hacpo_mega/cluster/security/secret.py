@@ -1,0 +1,296 @@
+"""The secret of a job, and how two of its processes show each other that they know it before anything else is said.
+
+    host -> caller     32 random bytes, as soon as the connection stands
+    caller -> host     32 random bytes, and HMAC-SHA256 over both with the secret
+    host -> caller     the same in the other role
+
+All lengths are fixed, so nothing that a stranger sends is parsed; what it is proved for (`purpose`) and the role are
+part of what is signed, so that no answer serves elsewhere, and the random bytes make every answer serve once.
+What follows on the connection is neither signed nor encrypted: docs/security.md says what that leaves open.
+Not here: which sockets there are (watchdog.py, preflight.py, rendezvous.py).
+"""
+
+import atexit
+import hmac
+import os
+import selectors
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from hacpo_mega.cluster.seat import RANK_VARIABLES, Seat, from_launcher, num_local
+from hacpo_mega.cluster.security.private_folder import own_folder
+from hacpo_mega.models.files.visible import say
+
+SECRET = "HACPO_MEGA_SECRET"  # 32 random bytes as hexadecimal digits; the launcher or the job script makes them
+NUM_BYTES = 32  # of the secret, of a challenge and of a proof
+EXPORT = f"export {SECRET}=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
+SECRET_FILE = "HACPO_MEGA_SECRET_FILE"  # of the process that made it
+SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5  # how long rank 0's file is waited for, in silence, and between two looks
+MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one that has been silent longest goes
+
+
+class Stranger(OSError):
+    """Who is at the other end does not know the job's secret, or does not speak like one of its processes."""
+
+
+class AnotherSecret(Stranger):
+    """Who is at the other end speaks like a process of a job, and has another secret."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The bytes; never shown."""
+
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of_job(cls, seat: Seat) -> Self:
+        """What the launcher has given to all processes; on one machine also what a file of the user's says.
+
+        ValueError where processes on several machines were given none, or something else.
+        """
+        if said := os.environ.get(SECRET):
+            return cls(_decoded(said))
+        if seat.num_local < seat.world_size:
+            raise ValueError(
+                f"{SECRET} is not set, and the processes of this job are on several machines: say `{EXPORT}` once, "
+                "before srun (torchrun: the same value on every node)"
+            )
+        return cls(_of_this_machine() if seat.world_size > 1 else os.urandom(NUM_BYTES))
+
+    def proof(self, role: str, purpose: str, challenges: bytes) -> bytes:
+        """Shows that whoever knows these random bytes knows the secret, too."""
+        text = "\n".join(("hacpo_mega", role, purpose, ""))
+        return hmac.digest(self.key, text.encode() + challenges, "sha256")
+
+
+def new_secret() -> str:
+    """A value for the environment of a job's processes."""
+    return os.urandom(NUM_BYTES).hex()
+
+
+def forget_secret() -> None:
+    """Keeps it from the processes that this one starts later: graders, for one. All ranks of the job know it by now."""
+    os.environ.pop(SECRET, None)
+    if path := os.environ.pop(SECRET_FILE, None):
+        with suppress(OSError):  # it may have gone with its folder
+            os.unlink(path)
+
+
+def share_secret(run_dir: Path, patience_s: float) -> None:
+    """Gives the processes of a Slurm step on several nodes one secret, where nobody has exported any. Before `of_job`.
+
+    By a file beside `run_dir`, which all nodes see: rank 0 makes it, for this step alone and readable by its user
+    alone, and removes it by `forget_secret`. ValueError where it cannot be made, or does not appear.
+    """
+    rank, world_size = (from_launcher(*names) for names in RANK_VARIABLES[:2])
+    if SECRET in os.environ or "SLURM_STEP_ID" not in os.environ or num_local(world_size) == world_size:
+        return
+    step = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+    folder = Path(os.path.realpath(run_dir))
+    path = folder.with_name(f".{folder.name}.{'.'.join(step)}.secret")
+    advice = f"say `{EXPORT}` once, before srun"
+    if rank == 0:
+        secret = new_secret()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_private(path, secret)
+        except OSError as error:
+            raise ValueError(f"{path}, by which the nodes of this job agree: {error.strerror}; {advice}") from error
+        os.environ[SECRET_FILE] = str(path)
+        atexit.register(forget_secret)  # of a process that ends before the others have come
+    else:
+        secret = _await_private(path, min(patience_s, SHARED_S), advice)
+    os.environ[SECRET] = secret
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, in the place of whatever a killed process has left there."""
+    draft = path.with_name(f"{path.name}.{new_secret()[:16]}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _await_private(path: Path, patience_s: float, advice: str) -> str:
+    """The text of a file that this user has made, and nobody else may read. ValueError where none comes in time."""
+    begin, is_silent = time.monotonic(), True
+    while True:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, encoding="ascii", errors="replace") as file:
+                found = os.fstat(descriptor)
+                is_mine = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                if is_mine and not stat.S_IMODE(found.st_mode) & 0o077:
+                    return file.read()
+        waited_s = time.monotonic() - begin
+        if waited_s > patience_s:
+            raise ValueError(
+                f"{SECRET} is not set, and rank 0 has made no {path} of this user's for {patience_s:.0f} s: {advice}, "
+                "or give a run_dir that all nodes see"
+            )
+        if is_silent and waited_s > NOTICE_S:
+            say(f"waiting for rank 0, which makes {path}", file=sys.stderr)
+            is_silent = False
+        time.sleep(POLL_S)
+
+
+def _decoded(said: str) -> bytes:
+    with suppress(ValueError):
+        if len(key := bytes.fromhex(said)) >= NUM_BYTES:
+            return key
+    raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(said)} characters)")
+
+
+def _of_this_machine() -> bytes:
+    """Of all jobs that this user starts by hand on this machine; made by whichever process comes first."""
+    path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
+    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+    with suppress(FileExistsError):
+        if not path.exists():
+            try:
+                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "w", encoding="ascii") as file:
+                    file.write(new_secret())
+                os.link(draft, path)  # whole or not at all; the first one stays
+            finally:
+                draft.unlink(missing_ok=True)
+    return _decoded(path.read_text(encoding="ascii"))
+
+
+class Gate:
+    """A listening socket that lets in who knows the secret. Strangers are heard side by side and hold up nobody.
+
+    turned_away   is told once per address that it has shown another secret
+    """
+
+    def __init__(
+        self,
+        server: socket.socket,
+        secret: Secret,
+        purpose: str,
+        turned_away: Callable[[str], object] = lambda address: None,
+    ) -> None:
+        self._server, self._secret, self._purpose = server, secret, purpose
+        self._turned_away, self._known = turned_away, set[str]()
+        self._callers: dict[socket.socket, bytearray] = {}  # what was sent to each, and what each has said, in order
+        server.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def admit(self, timeout_s: float | None = None) -> socket.socket:
+        """The next connection that has shown the secret. TimeoutError when none has in time."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while end is None or time.monotonic() < end:
+            for key, _ in self._selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                if key.fileobj is self._server:
+                    self._greet()
+                elif admitted := self._hear(key.fileobj):
+                    return admitted
+        raise TimeoutError(f"nobody who knows the job's secret has come within {timeout_s:.0f} s")
+
+    def expect(self, timeout_s: float) -> Future[socket.socket]:
+        """The same beside what this thread does; the gate is closed when somebody has come, or the time is up."""
+        admitted: Future[socket.socket] = Future()
+
+        def admit() -> None:
+            try:
+                admitted.set_result(self.admit(timeout_s))
+            except OSError as error:
+                admitted.set_exception(error)
+            finally:
+                self.close()
+
+        threading.Thread(target=admit, name="gate", daemon=True).start()
+        return admitted
+
+    def close(self) -> None:
+        """Sends away who has not been let in, and closes the door."""
+        for caller in list(self._callers):
+            self._dismiss(caller)
+        self._selector.close()
+        self._server.close()
+
+    def _greet(self) -> None:
+        with suppress(OSError):  # it may have hung up again
+            caller, _ = self._server.accept()
+            caller.setblocking(False)
+            self._callers[caller] = bytearray(os.urandom(NUM_BYTES))
+            self._selector.register(caller, selectors.EVENT_READ)
+            if len(self._callers) > MAX_CALLERS:
+                self._dismiss(next(iter(self._callers)))
+            _speak(caller, self._callers[caller])
+
+    def _hear(self, caller: socket.socket) -> socket.socket | None:
+        heard = self._callers.get(caller)
+        if heard is None:  # dismissed a moment ago
+            return None
+        with suppress(OSError):
+            more = caller.recv(3 * NUM_BYTES - len(heard))
+            heard += more
+            if more and len(heard) < 3 * NUM_BYTES:
+                return None
+            challenges, shown = bytes(heard[: 2 * NUM_BYTES]), bytes(heard[2 * NUM_BYTES :])
+            if hmac.compare_digest(shown, self._secret.proof("caller", self._purpose, challenges)):
+                _speak(caller, self._secret.proof("host", self._purpose, challenges))
+                self._selector.unregister(caller)
+                del self._callers[caller]
+                caller.setblocking(True)
+                return caller
+            if len(heard) == 3 * NUM_BYTES and len(self._known) < MAX_CALLERS:
+                address = caller.getpeername()[0]
+                if address not in self._known:
+                    self._known.add(address)
+                    self._turned_away(address)
+        self._dismiss(caller)
+        return None
+
+    def _dismiss(self, caller: socket.socket) -> None:
+        del self._callers[caller]
+        self._selector.unregister(caller)
+        caller.close()
+
+
+def introduce(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
+    """Shows the host of a connection the secret, and lets it show that it knows it. Stranger where it does not."""
+    end = time.monotonic() + timeout_s
+    challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
+    connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
+    shown = _read(connection, NUM_BYTES, end, AnotherSecret)
+    if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
+        raise Stranger("who listens there does not know this job's secret")
+    connection.settimeout(None)
+
+
+def _speak(connection: socket.socket, text: bytes) -> None:
+    """A few bytes on a fresh connection, whose buffer is empty."""
+    if connection.send(text) < len(text):
+        raise Stranger("it does not take 32 bytes")
+
+
+def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[Stranger] = Stranger) -> bytes:
+    """Exactly so many bytes before the time `end`. Stranger where they do not come, `hung_up` where nothing can."""
+    heard = b""
+    while len(heard) < num_bytes:
+        connection.settimeout(max(1e-3, end - time.monotonic()))
+        try:
+            more = connection.recv(num_bytes - len(heard))
+        except TimeoutError:
+            raise Stranger("who listens there says nothing that a process of this job would") from None
+        if not more:
+            raise hung_up("who listens there hangs up: it has another secret, or is no process of this job")
+        heard += more
+    return heard

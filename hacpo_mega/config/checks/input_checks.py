@@ -1,0 +1,192 @@
+"""What a configuration names outside itself: run folder, prompt files, grader, tokenizers. Looked at, not loaded.
+
+Every check is a `stat`, a small file, or the first bytes of a large one, so that `hacpo-mega check` answers at once.
+Not here: whether all rows of a data file are good (data/prompt_sets.py) and what a model's folder says of its layout.
+"""
+
+import codecs
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem, own_code_problem, tracker_problem
+from hacpo_mega.config.checks.run_dirs import long_names, run_dir_problems
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.documents import one_line, parse_json
+from hacpo_mega.models.files.folder import tokenizer_problem
+
+FIRST_BYTES = 1 << 20
+PARQUET_MAGIC = b"PAR1"
+SAVED_STATE = "state.json"
+# What a file is that begins so and is no prompt file, and what to do with it.
+OTHER_KINDS = {
+    codecs.BOM_UTF16_LE: "UTF-16 text; save it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text; save it as UTF-8",
+    b"PK\x03\x04": "a zip archive; unpack it",
+}
+TABLES = (".csv", ".tsv", ".xlsx")
+
+
+def input_problems(config: Config) -> Iterator[str]:
+    """Every problem of what the configuration names, a line each."""
+    yield from _run_folder(config)
+    yield from _prompt_files(config)
+    for key, grader in config.reward.graders.items():
+        if problem := grader_problem(grader.kind, grader.options):
+            yield f"{key}.kind: {problem}"
+        elif problem := option_problem(grader.kind, grader.options):
+            yield f"{key}.options: {problem}"
+        if grader.kind == "arithmetic" and config.data.generator != "arithmetic":
+            yield f"{key}.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use kind = 'math' for files"
+    yield from _own_code(config)
+    for agent in config.agents:
+        if problem := _tokenizer_problem(agent):
+            yield f"agents.{agent.name}: {problem}"
+    without = [agent.name for agent in config.agents if not agent.chat_template]
+    if config.data.tools_field and without:
+        yield f"data.tools_field: tools are read by chat templates; set chat_template = true of {', '.join(without)}"
+
+
+def missing_models(config: Config) -> list[str]:
+    """A line for every model folder that is described by an init table and does not exist yet."""
+    return [
+        f"agents.{agent.name}: model folder {agent.model} does not exist yet; `hacpo-mega init` makes it"
+        for agent in config.agents
+        if agent.init is not None and not (agent.model / "config.json").is_file()
+    ]
+
+
+def _own_code(config: Config) -> Iterator[str]:
+    """What is wrong with functions and trackers that are named, the user's or packages."""
+    algorithm = config.algorithm
+    for key, name, num_arguments in (("advantages", algorithm.advantages, 3), ("objective", algorithm.objective, 4)):
+        if name is not None and (problem := own_code_problem(name, num_arguments)):
+            yield f"algorithm.{key}: {problem}"
+    for name in config.logging.metrics:
+        if problem := own_code_problem(name):
+            yield f"logging.metrics: {problem}"
+    for tracker in config.logging.trackers:
+        if ":" in tracker:
+            if problem := tracker_problem(tracker):
+                yield f"logging.trackers: {problem}"
+        elif importlib.util.find_spec(tracker) is None:
+            yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
+
+
+def _run_folder(config: Config) -> Iterator[str]:
+    """A run folder is renamed when another run comes: it must be the run's alone."""
+    given, folder = config.run_dir, _real(config.run_dir)
+    if Path.cwd().is_relative_to(folder):
+        yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
+        return
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir():
+        yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
+    # The folder itself is renamed and made anew, which is written into the folder above it.
+    elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
+        yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
+        return
+    named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
+    named += [("data.files", file) for file in config.data.files]
+    named += [("evaluation.files", file) for file in config.evaluation.files]
+    inside = [(key, path) for key, path in named if _real(path).is_relative_to(folder)]
+    for key, path in inside:
+        yield (
+            f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
+            f"Nearest: run_dir = '{given}.next'"
+        )
+    if not inside:
+        yield from run_dir_problems(given)
+    yield from long_names(config)
+
+
+def _real(path: Path) -> Path:
+    # Not Path.resolve, which raises for a circle of links.
+    return Path(os.path.realpath(path))
+
+
+def _prompt_files(config: Config) -> Iterator[str]:
+    fields = (("prompt_field", config.data.prompt_field), ("gold_field", config.data.gold_field))
+    trained = {_real(file) for file in config.data.files}
+    for key, files in (("data.files", config.data.files), ("evaluation.files", config.evaluation.files)):
+        seen: dict[Path, Path] = {}
+        for file in files:
+            earlier = seen.setdefault(_real(file), file)
+            if key == "evaluation.files" and _real(file) in trained:
+                yield f"{key}: {file} is also in data.files; measure on prompts that are not trained"
+            elif earlier is not file:
+                yield f"{key}: {file} is listed before, as {earlier}; list it once"
+            elif problem := _file_problem(file, fields):
+                yield f"{key}: {problem}"
+
+
+def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None:
+    """What is wrong with a prompt file by its name and first bytes, or None."""
+    if str(file).startswith("hub:"):  # read where rows are (data/reading/hub_sets.py)
+        missing = f"{file} needs the library datasets, which is not installed here; `pip install 'datasets>=4'`"
+        return missing if importlib.util.find_spec("datasets") is None else None
+    if (file / SAVED_STATE).is_file():  # by datasets.save_to_disk
+        return None
+    if (file / "dataset_dict.json").is_file():
+        found = sorted(state.parent for state in file.glob(f"*/{SAVED_STATE}"))
+        return f"{file} is a data set of splits; give one of them" + (f". Nearest: {found[0]}" if found else "")
+    if file.is_dir():
+        inside = sorted(path for path in file.iterdir() if path.suffix in (".jsonl", ".parquet"))
+        return f"{file} is a folder; list its files" + (f". Nearest: {inside[0]}" if inside else "")
+    if not file.is_file():
+        return f"{file} does not exist"
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(FIRST_BYTES)
+            stream.seek(-min(len(start), len(PARQUET_MAGIC)), os.SEEK_END)
+            end = stream.read()
+    except OSError as error:
+        return f"{file} cannot be read ({error.strerror})"
+    kind = next((kind for sign, kind in OTHER_KINDS.items() if start.startswith(sign)), None)
+    if file.suffix in TABLES and not start.lstrip().startswith(b"{"):
+        kind = "a table by its name; a run reads JSON Lines or Parquet, which to_parquet of pandas writes"
+    if kind is not None:
+        return f"{file} is {kind}"
+    start = start.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not start:
+        return f"{file} is empty"
+    if file.suffix == ".parquet" or start.startswith(PARQUET_MAGIC):
+        return _parquet_problem(file, start, end)
+    if start.startswith(b"["):
+        return (
+            f"{file} is a JSON array, needs one object per line; `hacpo-mega data convert {file} --out ...` writes it"
+        )
+    return _first_row_problem(file, start, fields)
+
+
+def _parquet_problem(file: Path, start: bytes, end: bytes) -> str | None:
+    if file.suffix != ".parquet":
+        return f"{file} is Parquet by its first bytes, not by its name. Nearest: {file.with_suffix('.parquet')}"
+    if not (start.startswith(PARQUET_MAGIC) and end == PARQUET_MAGIC):
+        return f"{file} is no Parquet file, or a part of one: it needs PAR1 as its first and last four bytes"
+    return None
+
+
+def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], ...]) -> str | None:
+    """Whether the first row has the fields that are named; one that is no JSON is left to whoever reads all rows."""
+    try:
+        row = parse_json(start.split(b"\n", 1)[0])
+    except ValueError:
+        return None
+    missing = [f"{name!r} (data.{key})" for key, name in fields if isinstance(row, dict) and name not in row]
+    if not missing:
+        return None
+    has = ", ".join(map(one_line, row)) or "none"
+    convert = f"`hacpo-mega data convert {file} --out NEW.jsonl` reads public layouts"
+    return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {has}; {convert}"
+
+
+def _tokenizer_problem(agent: AgentConfig) -> str | None:
+    """What is wrong with an agent's tokenizer files, or None; before `init` there is only its table."""
+    if (agent.model / "config.json").is_file():
+        return tokenizer_problem(agent.model, needs_template=agent.chat_template)
+    if agent.init is not None and agent.chat_template:
+        return "chat_template = true, but init makes a tokenizer without a template; set it to false"
+    return None

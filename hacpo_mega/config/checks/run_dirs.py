@@ -1,0 +1,157 @@
+"""What lies at a run's folder before the run: nothing, what its job has put there, a run of this program, or neither.
+
+Only the third is ever moved away, and a run is written into the first two alone. Told by names and first lines, so that
+`hacpo-mega check` answers at once. Not here: the moving itself (logbook/run/older_runs.py).
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hacpo_mega.config.tables.schema import Config
+
+CONFIG, STARTS, METRICS, TRACES = "config.toml", "starts.jsonl", "metrics.jsonl", "trace"
+LOCK = ".lock"  # inside the folder of whoever writes it (logbook/run/run_lock.py)
+# What a job writes there before its ranks begin, what locks it, and what mkfs makes: no run, and nobody's work.
+NO_CONTENT = frozenset({"slurm", "logs", LOCK, "lost+found"})
+# Keys of a line of ours, which tell our files from others of the same name.
+KEYS = {STARTS: {"steps_done", "commit", "packages"}, METRICS: {"step", "values", "timing"}}
+RECORD, RECORD_BYTES = (
+    re.compile(rb'\{\s*"format": \d+,\s*"sha256": "[0-9a-f]{64}"'),
+    256,
+)  # checkpoint/files.py writes it
+OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes a blank in a list
+FIRST_BYTES = 4 << 20
+NAMES_SHOWN = 3
+TOKEN = 32  # characters after a lock's name while it is taken over
+RANK_DIGITS, TIME_DIGITS = 6, 19
+MODEL_FILE = 64  # characters of a file of a model folder, which may not be on this machine
+
+
+def contents(folder: Path) -> list[str]:
+    """The names in a folder that are somebody's work, sorted; empty where there is no folder. OSError if unreadable."""
+    return sorted(set(os.listdir(folder)) - NO_CONTENT) if folder.exists() else []
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run of this program is in a folder: its configuration and a first line as we write it, or a checkpoint.
+
+    One that was killed before it had written more than its first line is a run too.
+    """
+    has_begun = _is_ours(folder / STARTS)
+    if (folder / CONFIG).is_file() and (has_begun or _is_ours(folder / METRICS)):
+        return True
+    return (has_begun and contents(folder) == [STARTS]) or _has_checkpoint(folder)
+
+
+def may_hold_run(folder: Path) -> bool:
+    """Whether a run could go on in a folder: one that was told as ours, or has steps to go on from."""
+    return is_run(folder) or any((folder / "checkpoints").glob("step_*"))
+
+
+def shown(names: list[str]) -> str:
+    """Some names of a folder, as a line says them."""
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if names[NAMES_SHOWN:] else "")
+
+
+def require_displaceable(run_dir: Path) -> None:
+    """ValueError where a new run could not take the place of what lies at `run_dir`; nothing there is no hindrance."""
+    folder = Path(os.path.realpath(run_dir))
+    if not (found := contents(folder)):
+        return
+    if not is_run(folder):
+        raise ValueError(
+            f"run_dir {run_dir} holds {shown(found)}, and is no run by its {CONFIG} and {STARTS} or {METRICS}: it is "
+            "not moved away. Give an empty or a new folder"
+        )
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted at a real path, also a folder of the same file system."""
+    lines = Path("/proc/self/mountinfo").read_bytes().strip(b"\n").split(b"\n")
+    return any(OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder) for line in lines)
+
+
+def run_dir_problems(given: Path) -> Iterator[str]:
+    """What is wrong with a run's folder by what lies there, or by where it is; a line each."""
+    folder = Path(os.path.realpath(given))
+    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if folder.is_symlink():  # although it is where all links lead to
+        yield f"run_dir: {given} is a link that leads in a circle. Nearest: runs/run"
+    elif above.is_dir() and os.statvfs(above).f_blocks == 0:
+        yield f"run_dir: {given} is on a file system that holds no files of a user ({above}). Nearest: runs/run"
+    elif folder == Path.home().resolve() or is_mount_point(folder):
+        what = "a mount point" if is_mount_point(folder) else "your home"
+        yield f"run_dir: {given} is {what}, and a run needs a folder of its own. Nearest: run_dir = '{given / 'run'}'"
+    elif folder.is_dir():
+        try:
+            found = contents(folder)
+        except OSError as error:
+            yield f"run_dir: {given} cannot be read ({error.strerror}); give a folder that you may read and write"
+            return
+        if found and not may_hold_run(folder):
+            yield (
+                f"run_dir: {given} holds {shown(found)} and no run; a run needs an empty or a new folder, or a run to "
+                f"go on with. Nearest: run_dir = '{given / 'run'}'"
+            )
+
+
+def long_names(config: Config) -> Iterator[str]:
+    """A line for every name that would make a file's name, or its path, longer than the file system takes."""
+    folder = Path(os.path.realpath(config.run_dir))
+    above = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
+    most_name, most_path = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX") - 1  # with its zero
+    names = {f"agents.{agent.name}": (agent.name, _names_of(agent.name)) for agent in config.agents}
+    names["run_dir"] = (folder.name, [f".{folder.name}.lock.{'x' * TOKEN}"])
+    is_short = True
+    for key, (name, files) in names.items():
+        longest = max(files, key=_num_bytes)
+        if (number := _num_bytes(longest)) > most_name:
+            is_short, most = False, most_name - number + _num_bytes(name)
+            yield (
+                f"{key}: a name of {_num_bytes(name)} bytes makes one of {number} in the run's files, and {above} "
+                f"takes {most_name}. Nearest: at most {most} bytes"
+            )
+    step, rank = f"step_{config.num_steps:06d}", "9" * RANK_DIGITS
+    below = [f"rollouts/{step}.lane_{config.lanes:04d}.jsonl.tmp"]
+    below.append(f"tensorboard/events.out.tfevents.{'9' * TIME_DIGITS}.{socket.gethostname()}")
+    for agent in config.agents:
+        below.append(f"checkpoints/{step}.removing/{agent.name}/__{rank}_answers")
+        below.append(f"agents/.{agent.name}.partial/{'x' * MODEL_FILE}")
+        below += [f"logs/{name}" for name in _names_of(agent.name)]
+    longest = max((f"{folder}/{name}" for name in below), key=_num_bytes)
+    if is_short and (number := _num_bytes(longest)) > most_path:
+        yield (
+            f"run_dir: a path of {_num_bytes(str(folder))} bytes makes one of {number} in the run ({longest[-60:]}), "
+            f"and the system takes {most_path}. Nearest: at most {most_path - number + _num_bytes(str(folder))} bytes"
+        )
+
+
+def _names_of(agent: str) -> list[str]:
+    return [f".{agent}.partial", f"{agent}.cell_{'9' * RANK_DIGITS}.skipped_updates.json"]
+
+
+def _num_bytes(name: str) -> int:
+    return len(os.fsencode(name))
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    for record in (folder / "checkpoints").glob("step_*/step.json"):
+        with suppress(OSError), record.open("rb") as file:  # one that cannot be read shows nothing
+            if RECORD.match(file.read(RECORD_BYTES)):
+                return True
+    return False
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the first line of a file has the keys of ours."""
+    try:
+        with path.open("rb") as file:
+            line = json.loads(file.readline(FIRST_BYTES))
+    except (OSError, ValueError, RecursionError):  # then it is not
+        return False
+    return isinstance(line, dict) and line.keys() >= KEYS[path.name]

@@ -1,0 +1,113 @@
+"""How the text of a task becomes what one agent reads: chat template, system prompt, few-shot text. Imports no torch.
+
+Training and evaluation share this record, so an agent is asked in one way in both. Not here: the rendering itself,
+which needs a tokenizer (samples/tokenizers.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hacpo_mega.config.tables.chat_messages import messages_of
+from hacpo_mega.models.files.chat_template import names_in, utc_now
+
+PLACE = "{prompt}"
+# What a template is always given.
+OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
+OPENS, CLOSES = "<think>", "</think>"
+# What a template is tried with: two tasks, of which one is long, since a template may cut.
+TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """The wording around a task. Of the defaults nothing is added: the task's text is the prompt.
+
+    chat_template     one user message, or the task's own messages, in the tokenizer's chat template, the assistant's
+                      turn opened
+    template_kwargs   arguments of that template, such as enable_thinking = false
+    system_prompt     the message before the user's
+    prompt_template   text with `{prompt}` where the task goes: an instruction, or worked examples for a base model
+    time              in UTC, at which the clock of the template stands; None: whoever renders first says (`timed`)
+
+    Raises ValueError for what would otherwise be ignored in silence.
+    """
+
+    chat_template: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    time: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.chat_template and (self.template_kwargs or self.system_prompt is not None):
+            raise ValueError(
+                "chat_template_kwargs and system_prompt are read by a chat template only: set chat_template = true, "
+                "or write the text into prompt_template"
+            )
+        if not self.chat_template and self.time is not None:
+            raise ValueError("chat_template_time is read by a chat template only: remove it")
+        if owned := sorted(self.template_kwargs.keys() & OWNED):
+            raise ValueError(f"chat_template_kwargs sets {', '.join(owned)}, which every prompt has already: remove it")
+        if self.prompt_template is not None and self.prompt_template.count(PLACE) != 1:
+            raise ValueError(
+                f"prompt_template has {PLACE} {self.prompt_template.count(PLACE)} times; it needs it exactly once, "
+                "where the task goes"
+            )
+
+    def timed(self) -> "Prompting":
+        """With a time: now, where none is given."""
+        return replace(self, time=utc_now()) if self.chat_template and self.time is None else self
+
+    def filled(self, text: str) -> str:
+        """The task inside the prompt template. Other braces of the template are text, so LaTeX needs no escaping."""
+        return text if self.prompt_template is None else self.prompt_template.replace(PLACE, text)
+
+    def without_template(self, text: str) -> str:
+        """What a model without a chat template reads. ValueError for a task that is chat messages."""
+        if messages_of(text) is not None:
+            raise ValueError(
+                f"the prompt {text[:80]!r} is chat messages, which need chat_template = true of every agent"
+            )
+        return self.filled(text)
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """The task as the messages of a chat.
+
+        Of a task that is messages itself, the last is filled in, and a system message of its own comes before ours.
+        """
+        *before, last = messages_of(text) or [{"role": "user", "content": text}]
+        has_system = bool(before) and before[0]["role"] == "system"
+        if self.system_prompt is not None and not has_system:
+            before = [{"role": "system", "content": self.system_prompt}, *before]
+        return [*before, last | {"content": self.filled(last["content"])}]
+
+    def opened_thinking(self, read: str, text: str) -> str:
+        """What a prompt has written of its answer: from the <think> on that it leaves open at its end; else nothing.
+
+        `read` is the task `text` as the model reads it. Behind the last message all is the template's; in plain text
+        <think> may be a word of the task, but as its last one.
+        """
+        task = self.messages(text)[-1]["content"].strip() if self.chat_template else read
+        behind = read[read.rfind(task) + len(task) :] if task in read else ""
+        for opened in (behind, read if read.rstrip().endswith(OPENS) else ""):
+            if opened.rfind(OPENS) > opened.rfind(CLOSES):
+                return opened[opened.rfind(OPENS) :]
+        return ""
+
+    def template_problem(self, template: str, texts: Sequence[str]) -> str | None:
+        """What a chat template loses, by the texts that it made of TRIALS; None when all is there.
+
+        A template ignores in silence what it does not know: a misspelled argument, a system prompt, the task itself.
+        """
+        if unread := sorted(self.template_kwargs.keys() - names_in(template)):
+            return f"never reads {', '.join(unread)}; correct or remove it in chat_template_kwargs"
+        if len(set(texts)) < len(TRIALS):
+            return "makes one text of all prompts: it leaves the user's message out; give the template of a chat model"
+        tasks = [self.filled(trial).strip() for trial in TRIALS]
+        if any(task not in text for task, text in zip(tasks, texts, strict=True)):
+            return "leaves out or changes a part of the user's message; give the template of a chat model"
+        around = [text.replace(task, "") for task, text in zip(tasks, texts, strict=True)]
+        if any((self.system_prompt or "").strip() not in text for text in around):
+            return "leaves the system prompt out; write it into prompt_template instead"
+        return None

@@ -1,0 +1,146 @@
+"""The [slurm] table: what `hacpo-mega slurm` asks a cluster for. It changes where and how a run starts, never the run.
+
+Not here: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
+"""
+
+import datetime
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from hacpo_mega.config.tables.section import Count, CountOrZero, FilePath, Flag, Positive, Section
+
+
+def _as_text(value: Any) -> Any:
+    """TOML reads 90 as a number and 12:00:00 as a time of day; both are limits that Slurm reads."""
+    return str(value) if type(value) in (int, datetime.time) else value
+
+
+def _limit(text: str) -> str:
+    if not re.fullmatch(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}", text):
+        raise ValueError(f"needs minutes, hours:minutes:seconds or days-hours, as sbatch reads them, found {text!r}")
+    return text
+
+
+def time_note(limit: str | None) -> str | None:
+    """How Slurm reads a limit that is easily taken for hours; None for every other."""
+    found = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
+    if found is None or (found[2] is None and int(found[1]) > LIKE_HOURS):
+        return None
+    first, second = int(found[1]), int(found[2] or 0)
+    means = f"{first} minutes" + (f" {second} seconds" if second else "")
+    hours = f"{first} hours" + (f" {second} minutes" if second else "")
+    return f"slurm.time: {limit} is {means} to Slurm; {hours} is {first:02}:{second:02}:00"
+
+
+def _gres(text: str) -> str:
+    """The words for sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
+    found = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
+    if found is None:
+        raise ValueError(f"needs a type and a number of GPUs, such as 'h100:8', or 'none', found {text!r}")
+    return text if text == "none" or text.startswith("gpu:") else f"gpu:{text}"
+
+
+def _memory(value: Any) -> Any:
+    """TOML reads 0 as a number."""
+    return str(value) if type(value) is int else value
+
+
+def _line(text: str) -> str:
+    """A value that stands in one line of the job script. ValueError for one that would begin another."""
+    if not text or not text.isprintable():
+        raise ValueError(f"needs one line of printable text, found {text!r}")
+    return text
+
+
+Line = Annotated[str, AfterValidator(_line)]
+Memory = Annotated[str, BeforeValidator(_memory), Field(pattern=r"^\d+[KMGT]?$")]
+TimeLimit = Annotated[str, BeforeValidator(_as_text), AfterValidator(_limit)]
+
+
+# A number alone is minutes; up to three days it may have been meant as hours.
+LIKE_HOURS = 72
+
+
+class SlurmAgentConfig(Section):
+    """Nodes of another kind for one agent; what is not given is as in [slurm]."""
+
+    partition: Line | None = None
+    """Partition of this agent's nodes."""
+    constraint: Line | None = None
+    """Features that this agent's nodes must have, as sbatch's --constraint reads them."""
+    gpus_per_node: CountOrZero | None = None
+    """GPUs of each of this agent's nodes; 0: a CPU node."""
+    ranks_per_node: Count | None = None
+    """Processes of each of this agent's nodes where it has no GPUs."""
+
+
+class SlurmConfig(Section):
+    """What the run asks a Slurm cluster for; read by `hacpo-mega slurm` alone."""
+
+    partition: Line | None = None
+    """Partition of the nodes; not given: the cluster's default."""
+    account: Line | None = None
+    """Account that is charged; not given: the user's default."""
+    qos: Line | None = None
+    """Quality of service; not given: the user's default."""
+    time: TimeLimit | None = None
+    """Limit of one attempt, as sbatch's --time reads it: minutes, hours:minutes:seconds, days-hours; not given: the
+    partition's."""
+    nodes: Count | None = None
+    """Nodes of the job; not given: as many as the layout fills."""
+    gpus_per_node: CountOrZero = 8
+    """GPUs of a node, one process each; 0: CPU nodes, of which ranks_per_node says how many processes they take."""
+    ranks_per_node: Count | None = None
+    """Processes of a node without GPUs; needed where gpus_per_node is 0."""
+    gres: Annotated[str, AfterValidator(_gres)] | None = None
+    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as Slurm counts none,
+    and whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
+    cpus_per_rank: Count | None = None
+    """Processors of each process, as Slurm counts them; not given: an equal share of a whole node (--exclusive), else
+    what belongs to one of the node's GPUs by sinfo, 8 where sinfo cannot be asked."""
+    mem: Memory | None = None
+    """Memory of each node, as sbatch's --mem reads it; 0: all that it has; not given: all of a node whose GPUs or
+    processors the job takes all (or --exclusive), else the share that belongs to them; all where sinfo cannot be
+    asked."""
+    constraint: Line | None = None
+    """Features that the nodes must have, as sbatch's --constraint reads them."""
+    nodelist: Line | None = None
+    """Nodes that the job must have; not for a heterogeneous one."""
+    exclude: Line | None = None
+    """Nodes that the job must not have; what a preflight finds bad is added to it."""
+    agents: dict[str, SlurmAgentConfig] = Field(default_factory=dict)
+    """A table for each agent, by name, that runs on nodes of another kind: the job becomes a heterogeneous one."""
+    tp_across_nodes: Flag = False
+    """Whether the ranks of tp x cp may be on several nodes, where every layer waits for the network."""
+    setup: tuple[str, ...] = ()
+    """Shell lines of the job before anything else, such as `module load cuda`."""
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
+    """Variables of all processes, such as NCCL_IB_HCA; they win over what hacpo-mega would set."""
+    run_with: tuple[str, ...] = ()
+    """Words before the command of every process, such as those of a container: apptainer, exec, --nv, image.sif."""
+    container_image: Line | None = None
+    """Image of a pyxis container that every process runs in, unpacked once a node and attempt."""
+    container_mounts: tuple[Line, ...] = ()
+    """What is mounted there, such as /data:/data:ro, beside the repository, the current folder and those of the run,
+    the models and the data files."""
+    python: str | None = None
+    """Interpreter on the nodes, in the container if there is one; not given: the one that submits."""
+    srun_options: tuple[str, ...] = ()
+    """Further options of the srun that starts the processes; it binds each to its own cores unless these say another
+    --cpu-bind."""
+    sbatch_options: tuple[Line, ...] = ()
+    """Further options of the job, one `#SBATCH` line each, such as --exclusive or --reservation=NAME; they win."""
+    template: FilePath | None = None
+    """A job script of your own in place of launch/slurm.sbatch, with its placeholders."""
+    signal_s: Annotated[int, Field(strict=True, ge=30, le=65535)] = 300
+    """Seconds before the time limit at which the run is told to take a checkpoint and to queue again; Slurm may tell it
+    up to 60 seconds earlier."""
+    preflight: Flag = True
+    """Whether all nodes are compared and the groups timed before an attempt begins, so that it leaves out a bad one."""
+    preflight_wait_s: Positive = 180.0
+    """Seconds without news after which the preflight gives up whoever has not come: Python may start late where many
+    nodes read one file system."""
+    max_attempts: Count = 100
+    """Attempts of one job, the first included, before it is no longer queued again."""

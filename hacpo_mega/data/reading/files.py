@@ -1,0 +1,431 @@
+"""Prompt files: JSON Lines (also gzipped), Parquet, saved folders -> checked `PromptRow`s, or every problem of them.
+
+A problem names file, line and field. Nothing here samples (prompts.py), judges (grading/) or imports torch, so that
+`hacpo-mega check` can read data files and still answer at once.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TextIO
+
+import pyarrow
+import pyarrow.parquet
+
+from hacpo_mega.data.reading.hub_sets import HUB, HubSplit
+from hacpo_mega.data.reading.repeated_rows import PromptsMet
+from hacpo_mega.data.reading.row_values import (
+    NUM_CHARACTERS_SHOWN,
+    gold_problem,
+    gold_text,
+    prompt_problem,
+    prompt_text,
+    quoted,
+    row_tools_problem,
+)
+from hacpo_mega.data.reading.saved_folders import data_files, is_saved, saved_batches
+from hacpo_mega.models.files.documents import parse_json
+
+NUM_PROBLEMS_SHOWN = 20
+NUM_NAMES_SHOWN = 20
+GZIP_MAGIC = b"\x1f\x8b"
+# Of a row, packed or not: a program's test cases take a few.
+MAX_LINE_BYTES = 16 * 2**20
+# Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
+MAX_TIMES_UNPACKED = 200
+ALWAYS_UNPACKED_BYTES = 64 * 2**20
+TOO_LARGE = f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
+MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
+TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"
+PARQUET_ROWS = 16  # that are unpacked at once
+ROW_BYTES = 64  # of a row of a table beside its values: a column without any costs a file nothing
+UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt with its gold answer, before it has a place in a step. `id` is a hash of the prompt's text.
+
+    `row` is JSON text of every field of its row but the prompt, for graders and logs.
+    """
+
+    id: str
+    text: str
+    gold: str
+    skill: str = ""
+    row: str = ""
+
+
+@dataclass(frozen=True)
+class DataProblem:
+    """What is wrong with a data file. `line` counts from 1 (a Parquet row likewise); None: the whole file."""
+
+    file: Path
+    line: int | None
+    field: str | None
+    what: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.what}" if self.field is None else f"{place}: field {self.field!r} {self.what}"
+
+
+def content_id(text: str) -> str:
+    """The first 16 hex digits of sha256 of the text: the same in every process, on every machine."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class PromptFiles(NamedTuple):
+    """The good rows of files and every problem of the others, both in file and line order, and how many rows were left
+    out because an earlier one has their prompt."""
+
+    rows: list[PromptRow]
+    problems: list[DataProblem]
+    num_repeated: int
+
+
+def load_prompts(
+    files: Sequence[Path],
+    prompt_field: str = "prompt",
+    gold_field: str = "answer",
+    tools_field: str | None = None,
+    *,
+    keep_first: bool = False,
+) -> tuple[PromptRow, ...]:
+    """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
+    found = read_prompts(files, prompt_field, gold_field, tools_field=tools_field, keep_first=keep_first)
+    if found.problems:
+        raise ValueError(describe(found.problems))
+    return tuple(found.rows)
+
+
+def describe(problems: Sequence[DataProblem]) -> str:
+    """The problems as one message: the first of them one per line, and how many are not shown."""
+    lines = [str(problem) for problem in problems[:NUM_PROBLEMS_SHOWN]]
+    hidden = len(problems) - NUM_PROBLEMS_SHOWN
+    return "\n".join([*lines, f"... and {hidden} more problems in the data files"] if hidden > 0 else lines)
+
+
+def read_prompts(
+    files: Sequence[Path],
+    prompt_field: str,
+    gold_field: str,
+    met: PromptsMet | None = None,
+    tools_field: str | None = None,
+    *,
+    keep_first: bool = False,
+) -> PromptFiles:
+    """Reads one set of files. A row whose prompt was met before is a problem; `keep_first` leaves it out where both
+    rows are of this set and have the same gold.
+
+    `met` knows where each prompt was met; handed from one call to the next, it finds repetitions across sets.
+    """
+    found = PromptFiles([], [], 0)
+    met = PromptsMet() if met is None else met
+    met.begin_set()
+    for file in map(Path, files):
+        reader = _FileReader(file, (prompt_field, gold_field), tools_field, met, keep_first=keep_first)
+        rows, problems = reader.read(MAX_BAD_ROWS - len(found.problems))
+        found.rows.extend(rows)
+        found.problems.extend(problems)
+        found = found._replace(num_repeated=found.num_repeated + reader.num_left_out)
+        if len(found.problems) > MAX_BAD_ROWS:
+            break
+    return found
+
+
+class _FileReader:
+    """One file of prompts, row by row; what all repeated rows have in common is said in one line."""
+
+    def __init__(
+        self, file: Path, fields: tuple[str, str], tools_field: str | None, met: PromptsMet, *, keep_first: bool
+    ) -> None:
+        self._file, self._fields, self._tools_field = file, fields, tools_field
+        self._met, self._keeps_first = met, keep_first
+        self.num_left_out = 0
+        self._rows: list[PromptRow] = []
+        self._problems: list[DataProblem] = []
+        self._first_of: dict[str, int] = {}  # kind of repetition: the place of its line in the problems
+        self._num_of: Counter[str] = Counter()
+
+    def read(self, most_problems: int) -> tuple[list[PromptRow], list[DataProblem]]:
+        """The good rows and every problem; after more problems than `most_problems` nothing is read."""
+        num_records = 0
+        for line, record in read_records(self._file):
+            num_records += 1
+            found = [record] if isinstance(record, DataProblem) else self._field_problems(line, record)
+            if found:
+                self._problems += found
+            else:
+                self._take(line, _row(record, *self._fields, self._tools_field))
+            if len(self._problems) > most_problems:
+                self._problems.append(DataProblem(self._file, line, None, TOO_MANY))
+                break
+        if num_records == 0:
+            self._problems.append(DataProblem(self._file, None, None, "has no rows"))
+        for kind, place in self._first_of.items():
+            first = self._problems[place]
+            self._problems[place] = replace(first, what=f"{first.what} ({self._said_of(kind, first)})")
+        return self._rows, self._problems
+
+    def _take(self, line: int, row: PromptRow) -> None:
+        earlier = self._met.meet(row.id, f"{self._file}:{line}", row.gold)
+        if earlier is None:
+            self._rows.append(row)
+            return
+        again = DataProblem(self._file, line, self._fields[0], f"is the prompt of {earlier.place} again")
+        if not self._met.is_of_this_set(earlier):
+            self._count("in the other set", again)
+        elif earlier.gold != row.gold:
+            golds = f"with another gold: {quoted(row.gold)}, there {quoted(earlier.gold)}"
+            self._problems.append(
+                replace(again, what=f"{again.what} ({golds}; `hacpo-mega data convert` leaves both out)")
+            )
+        elif self._keeps_first:
+            self.num_left_out += 1
+        else:
+            self._count("repeated", again)
+
+    def _count(self, kind: str, again: DataProblem) -> None:
+        self._num_of[kind] += 1
+        if kind not in self._first_of:
+            self._first_of[kind] = len(self._problems)
+            self._problems.append(again)
+
+    def _said_of(self, kind: str, first: DataProblem) -> str:
+        number = self._num_of[kind]
+        rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
+        if kind == "in the other set":
+            other = first.what.removeprefix("is the prompt of ").rpartition(":")[0]
+            command = f"`{self._convert(other)} --without {self._file}`"
+            return f"{rows}, which would be trained on and measured on; {command} leaves them out of training"
+        command = f"`{self._convert(self._file)}` writes each prompt once"
+        return f'{rows}; data.repeated = "keep_first" takes the first of each, {command}'
+
+    def _convert(self, file: Path | str) -> str:
+        """The command that reads a file with these fields."""
+        options = zip(("--prompt-field", "--gold-field"), self._fields)
+        own = "" if self._fields == ("prompt", "answer") else "".join(f" {name} {field}" for name, field in options)
+        return f"hacpo-mega data convert {file}{own} --out NEW.jsonl"
+
+    def _field_problems(self, line: int, record: dict[str, Any]) -> list[DataProblem]:
+        problems = []
+        for field, problem_of in zip(self._fields, (prompt_problem, gold_problem)):
+            value = record.get(field)
+            what = absence(record, field) if value is None else problem_of(value)
+            if field not in record and not self._problems and not problems:  # told once
+                what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
+            if what:
+                problems.append(DataProblem(self._file, line, field, what))
+        if what := row_tools_problem(record, self._tools_field):
+            problems.append(DataProblem(self._file, line, self._tools_field, what))
+        return problems
+
+
+def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field: str | None) -> PromptRow:
+    text = prompt_text(record[prompt_field], record, tools_field)
+    skill = record.get("skill")
+    row = fields_text({name: value for name, value in record.items() if name != prompt_field})
+    return PromptRow(
+        content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "", row
+    )
+
+
+def fields_text(record: dict[str, Any]) -> str:
+    """The fields of a row as JSON text; dates and decimals, which Parquet has and JSON has not, as their text.
+
+    A number that is not finite is null: a table writes NaN where a row has no value.
+    """
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(record, default=str), parse_constant=lambda _: None))
+
+
+def field_names(record: dict[str, Any]) -> str:
+    """The fields that a row has, for a message: the first 20 in alphabetical order."""
+    names = sorted(map(str, record))
+    shown = [name if len(name) <= NUM_CHARACTERS_SHOWN else quoted(name) for name in names[:NUM_NAMES_SHOWN]]
+    more = [f"... and {len(names) - NUM_NAMES_SHOWN} more"] if len(names) > NUM_NAMES_SHOWN else []
+    return ", ".join(shown + more) or "no field at all"
+
+
+def absence(record: dict[str, Any], field: str) -> str:
+    """What a problem says of a field without a value: not there, or there and null."""
+    return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
+
+
+def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of what cannot be read."""
+    if is_saved(file) or str(file).startswith(HUB):
+        yield from _read_batches(file)
+    elif not file.is_file():
+        yield 0, DataProblem(file, None, None, "is a folder" if file.is_dir() else "does not exist")
+    elif file.suffix == ".parquet":
+        yield from _read_parquet(file)
+    else:
+        with open_bytes(file) as lines:
+            is_packed = isinstance(lines, gzip.GzipFile)
+            yield from read_lines(file, lines, most_unpacked(file.stat().st_size) if is_packed else math.inf)
+
+
+def open_bytes(file: Path) -> BinaryIO:
+    """The bytes of a file, unpacked when they are gzip's, whatever the file is called."""
+    with file.open("rb") as start:
+        is_gzip = start.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+    return gzip.open(file) if is_gzip else file.open("rb")
+
+
+def most_unpacked(packed_bytes: int) -> int:
+    """Bytes that a packed file of this size may unpack to."""
+    return max(ALWAYS_UNPACKED_BYTES, MAX_TIMES_UNPACKED * packed_bytes)
+
+
+def read_lines(
+    file: Path, lines: BinaryIO, most_bytes: float = math.inf
+) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
+    line = 0
+    try:
+        while raw := lines.readline(MAX_LINE_BYTES + 1):
+            line, most_bytes = line + 1, most_bytes - len(raw)
+            if most_bytes < 0:
+                yield line, DataProblem(file, line, None, TOO_LARGE)
+                return
+            if len(raw) > MAX_LINE_BYTES:  # what follows may be gigabytes, also of a small packed file
+                what = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
+                yield line, DataProblem(file, line, None, what)
+                return
+            if raw.strip():
+                yield line, _parse_line(file, line, raw)
+    except UNREADABLE as error:
+        yield line + 1, DataProblem(file, line + 1, None, f"unreadable from here: {error}")
+
+
+def _parse_line(file: Path, line: int, raw: bytes) -> dict[str, Any] | DataProblem:
+    try:
+        record = parse_json(raw.rstrip().decode("utf-8-sig" if line == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return DataProblem(file, line, None, f"invalid UTF-8 at byte {error.start} of the line")
+    except ValueError as error:
+        return DataProblem(file, line, None, f"invalid JSON: {error}")
+    if not isinstance(record, dict):
+        return DataProblem(file, line, None, f"is a JSON {type(record).__name__}, needs an object with fields")
+    return record
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    line = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if large := _largest_group(table, file.stat().st_size):
+                yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
+                return
+            for batch in _bounded(table.iter_batches(batch_size=PARQUET_ROWS), file.stat().st_size):
+                yield from _rows_of(batch, file, line)
+                line += len(batch)
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
+    except ValueError as error:
+        yield line + 1, DataProblem(file, line + 1, None, str(error))
+
+
+def _read_batches(folder: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """The rows of a saved folder, or of a data set of the Hub."""
+    line = 0
+    try:
+        split = HubSplit.parse(folder)
+        for batch in _saved(folder) if split is None else split.batches(PARQUET_ROWS):
+            yield from _rows_of(batch, folder, line)
+            line += len(batch)
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        yield line + 1, DataProblem(folder, line + 1, None, f"unreadable Arrow: {first}")
+    except ValueError as error:
+        yield line, DataProblem(folder, line or None, None, str(error))
+
+
+def _saved(folder: Path) -> Iterator[pyarrow.RecordBatch]:
+    packed_bytes = sum(file.stat().st_size for file in data_files(folder))
+    return _bounded(saved_batches(folder, PARQUET_ROWS), packed_bytes)
+
+
+def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Iterator[pyarrow.RecordBatch]:
+    """The batches of a file of that size; ValueError where they come to more than `most_unpacked`.
+
+    One text that two billion rows share, in a dictionary or a run, and a column of nulls take a file nothing.
+    """
+    left = most_unpacked(packed_bytes)
+    for batch in batches:
+        left -= batch.nbytes + ROW_BYTES * len(batch)
+        if left < 0:
+            raise ValueError(TOO_LARGE)
+        yield batch
+
+
+def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """The rows of a batch, numbered from `line` + 1. ValueError for two columns of one name."""
+    names = batch.schema.names
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
+    is_small = batch.nbytes <= MAX_LINE_BYTES
+    # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
+    for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
+        if rows.nbytes > MAX_LINE_BYTES:
+            line += 1
+            yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
+            continue
+        for record in rows.to_pylist():
+            line += 1
+            yield line, record
+
+
+def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
+    """What is said of a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
+    groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
+    sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
+    largest = max(sizes, default=0)
+    if largest <= most_unpacked(packed_bytes):
+        return None
+    return (
+        f"one column of a row group unpacks to {largest:,} bytes, more than {MAX_TIMES_UNPACKED} times the file's size"
+    )
+
+
+def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
+    """ValueError when writing `out` would destroy, or add to, what is read: the same file or inside a folder of it."""
+    for given in inputs:
+        is_same = out.exists() and given.exists() and out.samefile(given)
+        if is_same or out.resolve().is_relative_to(given.resolve()):
+            raise ValueError(f"{out}: is what is read ({given}); give another file to write to")
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[TextIO]:
+    """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
+
+    ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
+    """
+    target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
+    is_other = target.exists() and not target.is_file()
+    if is_other or not target.parent.is_dir():
+        other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"
+        found = other if is_other else f"cannot be written: the folder {target.parent} does not exist"
+        raise ValueError(f"{file}: {found}")
+    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("w", encoding="utf-8") as stream:
+            yield stream
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)

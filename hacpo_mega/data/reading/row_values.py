@@ -1,0 +1,91 @@
+"""What the values of a row may be: a prompt, as text or chat messages, and a gold answer.
+
+Not here: where rows are (files.py) and which of their fields are read (datasets.py).
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hacpo_mega.config.tables.chat_messages import messages_of, messages_problem, messages_text, tools_problem
+from hacpo_mega.models.files.documents import parse_json
+
+NUM_CHARACTERS_SHOWN = 80
+GOLD_TYPES = (str, int, float)
+# What a value of a row is called, by its type.
+WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+
+
+def quoted(value: object) -> str:
+    """A value of a file as a message shows it: in quotes and on one line, at most 80 characters of it."""
+    # a long text is cut before it is escaped: a message about 5 MB must not build 5 MB
+    cut = value[:NUM_CHARACTERS_SHOWN] if isinstance(value, str) else value
+    shown = repr(cut)
+    is_whole = cut == value and len(shown) <= NUM_CHARACTERS_SHOWN + 2
+    return shown if is_whole else f"{shown[:NUM_CHARACTERS_SHOWN]}..."
+
+
+def gold_text(answer: str | int | float) -> str:
+    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap."""
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
+
+
+def value_problem(value: object, types: tuple[type, ...]) -> str | None:
+    """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
+    if isinstance(value, bool) or not isinstance(value, types):
+        needs = "a text or a number" if float in types else "a text"
+        return f"is {WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}, needs a finite number"
+    if isinstance(value, str) and not value.strip():
+        return "is empty"
+    if isinstance(value, str) and HALF_A_PAIR.search(value):
+        return "holds half a surrogate pair, which no tokenizer can encode"
+    return None
+
+
+def gold_problem(value: object) -> str | None:
+    """What keeps a value from being a gold answer; None when nothing does."""
+    return value_problem(value, GOLD_TYPES)
+
+
+def prompt_problem(value: object) -> str | None:
+    """What keeps a value from being a prompt, a text or chat messages; None when nothing does."""
+    if isinstance(value, list):
+        return messages_problem(value) or value_problem(messages_text(value), (str,))
+    is_read_as_other = isinstance(value, str) and messages_of(value) is not None
+    return "is chat messages as JSON text; write them as a list" if is_read_as_other else value_problem(value, (str,))
+
+
+def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:
+    """What keeps a row's field from being schemas of tools; None when nothing does, and for a row without."""
+    try:
+        tools = _tools(row, field)
+    except ValueError as error:
+        return f"is no JSON text: {error}"
+    if tools is None:
+        return None
+    return tools_problem(tools) or value_problem(json.dumps(tools, ensure_ascii=False), (str,))
+
+
+def _tools(row: Mapping[str, Any], field: str | None) -> Any:
+    value = row.get(field) if field else None
+    return (parse_json(value) if value.strip() else None) if isinstance(value, str) else _given(value)
+
+
+def _given(value: Any) -> Any:
+    """A value of a table without the empty keys that Parquet gives every row."""
+    if isinstance(value, dict):
+        return {key: _given(inside) for key, inside in value.items() if inside is not None}
+    return [_given(inside) for inside in value] if isinstance(value, list) else value
+
+
+def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:
+    """A prompt and tools in which no problem was found as the text that stands for them everywhere."""
+    tools = _tools(row, tools_field) or ()
+    if isinstance(value, str) and not tools:
+        return value
+    return messages_text([{"role": "user", "content": value}] if isinstance(value, str) else value, tools)

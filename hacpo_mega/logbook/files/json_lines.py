@@ -1,0 +1,99 @@
+"""Files of one JSON object per line that a run has written, read back; a line of another shape is named."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hacpo_mega.models.files.documents import parse_json, short
+from hacpo_mega.models.files.links import require_inside
+
+CHARACTERS_SHOWN = 80
+LARGEST = 2**53  # of a count, as every reader of JSON has it
+MOST = 1e100  # of a number: its square is still one, and float32 ends long before
+
+
+class Kind(NamedTuple):
+    """The values that a field of a line may have, in words and as a test; `is_needed` where it may not be absent."""
+
+    needs: str
+    fits: Callable[[Any], bool]
+    is_needed: bool = True
+
+    @property
+    def if_given(self) -> "Kind":
+        """The same for a field that older runs do not have."""
+        return self._replace(is_needed=False)
+
+    @property
+    def or_null(self) -> "Kind":
+        """The same, or null."""
+        return self._replace(needs=f"{self.needs}, or null", fits=lambda value: value is None or self.fits(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that one can compute with: not NaN, not beyond MOST."""
+    return type(value) in (int, float) and abs(value) <= MOST
+
+
+def list_of(kind: Kind) -> Kind:
+    """Of lists of a kind."""
+    return Kind(f"a list, each {kind.needs}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+
+
+def table_of(kind: Kind) -> Kind:
+    """Of tables whose values are of a kind."""
+    return Kind(
+        f"a table, each {kind.needs}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values()))
+    )
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+COUNT = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value <= LARGEST)
+NUMBER = Kind("a number", is_number)
+TABLE = Kind("a table", lambda value: isinstance(value, dict))
+
+
+def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str = "") -> str | None:
+    """The first field of a line that is missing or of another kind, in words; None where all are right."""
+    for name, kind in fields.items():
+        if name not in line:
+            if kind.is_needed:
+                return f"{where}{name} is missing"
+        elif not kind.fits(line[name]):
+            return f"{where}{name} is {short(line[name])}, needs {kind.needs}"
+    return None
+
+
+def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Number, text and content of every line; `what` it should be is told of one that is none.
+
+    `root` is the run's folder, by default the file's: a link out of it is refused (models/files/links.py). A last line
+    without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with the file and
+    the number of the line; FileNotFoundError when there is no file.
+    """
+    require_inside(path.parent if root is None else root, path)
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
+    for number, text in enumerate(lines, start=1):
+        if not text:
+            continue
+        try:
+            line = parse_json(text)
+        except ValueError as error:
+            raise bad_line(path, number, text, what, str(error)) from error
+        if not isinstance(line, dict):
+            raise bad_line(path, number, text, what, "no object")
+        yield number, text, line
+
+
+def bad_line(path: Path, number: int, text: bytes, what: str, why: str) -> ValueError:
+    """The one line that says so."""
+    shown = repr(text[:CHARACTERS_SHOWN])
+    return ValueError(
+        f"{path}, line {number}: not {what} ({why}): {shown}. Take the line out, or move the file away, to go on"
+    )

@@ -1,0 +1,310 @@
+"""Rollouts on disk: every prompt of a step with every agent's answers, as `rollouts/step_000012.lane_0003.jsonl`.
+
+Each lane writes its own prompts, whole or not at all, so no lane waits for another.
+A line is one prompt:
+    {"step", "lane", "prompt_index", "id", "skill", "prompt" (text, or the messages of a chat), "gold",
+     "tools" (their schemas, if it has any), "row" (other fields of its row, if it has any),
+     "prompt_seen": {agent: what it reads, with its template and special tokens, where that is not the prompt},
+     "prompt_token_ids": {agent: the ids of that}, with logging.rollout_tokens
+     "answers": [
+        {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
+         "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it},
+         "not_trained": {learner: why it is not: "too_long" and other DropReasons; "outside_band": it has no gradient},
+         and with logging.rollout_tokens
+         "tokens": [text of every token], "token_ids": [their ids for its own agent],
+         "token_logprob": [nats of each trained one, before the step's first update],
+         "token_ratio": [of each trained one, for its own agent in the update that trained it]}, ...]}
+Not here: metrics, which are about many answers (metrics.py).
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hacpo_mega.config.tables.chat_messages import messages_of, messages_problem, messages_text, tools_of, tools_problem
+from hacpo_mega.logbook.files.backlog import Backlog
+from hacpo_mega.logbook.files.json_lines import (
+    COUNT,
+    NUMBER,
+    TABLE,
+    TEXT,
+    Kind,
+    bad_line,
+    is_number,
+    json_lines,
+    list_of,
+    table_of,
+    wrong_field,
+)
+from hacpo_mega.logbook.files.metrics import json_number
+
+if TYPE_CHECKING:  # a report reads what is written here, without torch
+    from torch import Tensor
+
+    from hacpo_mega.records import Pool, Trajectory
+
+
+AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
+LINE = "a logged prompt"
+# The fields of a line, and of each of its answers; of a token's numbers those that `json_number` writes.
+OF_TOKENS = Kind("a number", lambda value: is_number(value) or value in ("nan", "inf", "-inf")).or_null
+IDS = list_of(COUNT)
+FIELDS = {
+    **{"step": COUNT, "lane": COUNT, "prompt_index": COUNT, "id": TEXT, "skill": TEXT, "gold": TEXT},
+    "prompt": Kind(
+        "text or messages",
+        lambda value: isinstance(value, str) or (isinstance(value, list) and messages_problem(value) is None),
+    ),
+    "tools": Kind("schemas of tools", lambda value: tools_problem(value) is None).if_given,
+    "row": TABLE.if_given,
+    "prompt_seen": table_of(TEXT).if_given,
+    "prompt_token_ids": table_of(IDS).if_given,
+    "answers": list_of(TABLE),
+}
+ANSWER_FIELDS = {
+    **{"agent": TEXT, "rollout": COUNT, "text": TEXT, "reward": NUMBER.or_null, "verdict": TEXT, "stop": TEXT},
+    **{"num_tokens": COUNT, "mean_logprob": NUMBER.or_null.if_given},
+    **{"advantage": table_of(NUMBER), "ratio": table_of(NUMBER), "not_trained": table_of(TEXT).if_given},
+    **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given},
+    **{"token_logprob": list_of(OF_TOKENS).if_given, "token_ratio": list_of(OF_TOKENS).if_given},
+}
+
+
+@dataclass(frozen=True)
+class AnswerTokens:
+    """The tokens of a rollout, ids and texts, with what its agent said of them; the last two cover the trained tokens.
+
+    logprobs   before the step's first update, nats; None where the answer was not scored
+    ratios     in the update that trained it over `logprobs`; None where it trained none
+    """
+
+    prompt_index: int
+    rollout_index: int
+    ids: tuple[int, ...]
+    pieces: tuple[str, ...]
+    logprobs: np.ndarray | None
+    ratios: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class AnswerNotes:
+    """What one learner adds to the log of a lane's answers.
+
+    ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
+    prompts_seen   what its model reads for each prompt of the lane
+    prompt_ids     the ids of that, and
+    tokens         of the answers that its own cell gave; both empty unless the run logs tokens
+    mean_logprobs  (prompt index, rollout index, nats) of own answers that were exchanged without a score
+    not_trained    why it learns nothing from an answer, by (prompt index, source agent, rollout index)
+    """
+
+    ratios: Mapping[AnswerPlace, float]
+    prompts_seen: tuple[str, ...]
+    prompt_ids: tuple[tuple[int, ...], ...] = ()
+    tokens: tuple[AnswerTokens, ...] = ()
+    mean_logprobs: tuple[tuple[int, int, float], ...] = ()
+    not_trained: Mapping[AnswerPlace, str] = field(default_factory=dict)
+
+
+class RolloutLog:
+    """The rollouts of one lane. Made and used by every cell leader of the lane.
+
+    agents   names, in the order of the pool
+    learner  the index of this leader's agent
+    gather   collects one payload per leader of the lane, in rank order; called once per `write`. With one leader it
+             is `lambda payload: [payload]`
+    writes   whether this leader is the lane's writer (one per lane)
+    backlog  keeps what cannot be written at present; by default one of this log's own
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        lane: int,
+        agents: tuple[str, ...],
+        learner: int,
+        gather: Callable[[bytes], list[bytes]],
+        writes: bool,
+        steps_done: int = 0,
+        backlog: Backlog | None = None,
+    ) -> None:
+        self._folder = run_dir / "rollouts"
+        self._lane = lane
+        self._agents = agents
+        self._learner = learner
+        self._gather = gather
+        self._writes = writes
+        self._backlog = Backlog() if backlog is None else backlog
+        if writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._drop_parts_after(steps_done)
+
+    def write(
+        self,
+        step: int,
+        pool: "Pool",
+        advantages_PNG: "Tensor",
+        notes: AnswerNotes | None = None,
+    ) -> None:
+        """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
+
+        advantages_PNG  what this learner trained with, float [P, N, G]
+        notes           what else it knows; None: nothing, and its model reads the prompts as they are
+        """
+        notes = notes or AnswerNotes({}, tuple(prompt.text for prompt in pool.prompts))
+        view = {
+            "learner": self._agents[self._learner],
+            "advantage": advantages_PNG.tolist(),
+            "ratio": [(*place, ratio) for place, ratio in notes.ratios.items() if math.isfinite(ratio)],
+            "not_trained": [(*place, reason) for place, reason in notes.not_trained.items()],
+            "prompts_seen": list(notes.prompts_seen),
+            "prompt_ids": list(notes.prompt_ids),
+            "tokens": [_described_tokens(answer) for answer in notes.tokens],
+            "mean_logprob": [(p, g, {"mean_logprob": _finite(value)}) for p, g, value in notes.mean_logprobs],
+        }
+        views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
+        if self._writes:
+            lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in self._lines(step, pool, views)]
+            path = self._folder / f"step_{step:06d}.lane_{self._lane:04d}.jsonl"
+            # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
+            text = "".join(f"{line}\n" for line in lines)
+            self._backlog.replace(path, text.encode(errors="backslashreplace"))
+
+    def _lines(self, step: int, pool: "Pool", views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        tokens, scored = (
+            {(v["learner"], *place): answer for v in views for *place, answer in v[kind]}
+            for kind in ("tokens", "mean_logprob")
+        )
+        ratios, reasons = (_by_answer(views, kind) for kind in ("ratio", "not_trained"))
+        for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
+            answers = [
+                _describe(trajectory, self._agents[n])
+                | scored.get((self._agents[n], prompt.index, g), {})
+                | tokens.get((self._agents[n], prompt.index, g), {})
+                | {
+                    "advantage": _advantages(views, p, n, g),
+                    "ratio": ratios.get((prompt.index, n, g), {}),
+                    "not_trained": reasons.get((prompt.index, n, g), {}),
+                }
+                for n, group in enumerate(by_agent)
+                for g, trajectory in enumerate(group)
+            ]
+            ids = {v["learner"]: v["prompt_ids"][p] for v in views if v["prompt_ids"]}
+            yield {
+                "step": step,
+                "lane": self._lane,
+                "prompt_index": prompt.index,
+                "id": prompt.id,
+                "skill": prompt.skill,
+                **_described_prompt(prompt.text),
+                "gold": prompt.gold,
+                **({"row": json.loads(prompt.row)} if prompt.row else {}),
+                "prompt_seen": {
+                    v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
+                },
+                **({"prompt_token_ids": ids} if ids else {}),
+                "answers": answers,
+            }
+
+    def _drop_parts_after(self, steps_done: int) -> None:
+        """A resumed run writes these steps again; with fewer lanes than before, parts would be left over."""
+        for path in self._folder.glob("step_*.lane_*.jsonl"):
+            step, lane = _place_of(path)
+            if step > steps_done and (lane == self._lane or self._lane == 0):
+                path.unlink(missing_ok=True)
+
+
+def _place_of(path: Path) -> tuple[int, int]:
+    """(step, lane) of a part, from its name."""
+    step, lane = re.findall(r"\d+", path.name)
+    return int(step), int(lane)
+
+
+def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
+    return {
+        "agent": agent,
+        "rollout": trajectory.rollout.rollout_index,
+        "text": trajectory.rollout.text,
+        "reward": _finite(trajectory.reward),
+        "verdict": trajectory.verdict.name.lower(),
+        "stop": trajectory.rollout.stop.name.lower(),
+        "num_tokens": len(trajectory.rollout.token_ids),
+        "mean_logprob": _finite(trajectory.mean_logprob),
+    }
+
+
+def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
+    """(prompt index, rollout index, what the log says of the answer's tokens)."""
+    numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
+    known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
+    texts = {"tokens": list(answer.pieces), "token_ids": list(answer.ids)}
+    return answer.prompt_index, answer.rollout_index, texts | known
+
+
+def _described_prompt(text: str) -> dict[str, Any]:
+    """A prompt as its line has it; `prompt_text` is the inverse."""
+    messages, tools = messages_of(text), tools_of(text)
+    return {"prompt": text if messages is None else messages} | ({"tools": tools} if tools else {})
+
+
+def prompt_text(line: Mapping[str, Any]) -> str:
+    """The text that stood for the prompt of a logged line; lines of older runs have it as it was."""
+    prompt = line["prompt"]
+    return prompt if isinstance(prompt, str) else messages_text(prompt, line.get("tools", ()))
+
+
+def _advantages(views: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str, float]:
+    """One answer's for every learner that knows it."""
+    known = [(view["learner"], view["advantage"][p][n][g]) for view in views]
+    return {learner: advantage for learner, advantage in known if math.isfinite(advantage)}
+
+
+def _by_answer(views: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
+    """By learner, what those that know it say of an answer."""
+    found: dict[AnswerPlace, dict[str, Any]] = {}
+    for view in views:
+        for *place, value in view[kind]:
+            found.setdefault(tuple(place), {})[view["learner"]] = value
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def logged_steps(run_dir: Path) -> list[int]:
+    """The steps that have rollouts on disk, ascending."""
+    return sorted(logged_parts(run_dir))
+
+
+def logged_parts(run_dir: Path) -> dict[int, set[int]]:
+    """The lanes that have rollouts on disk, by step."""
+    lanes: dict[int, set[int]] = {}
+    for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl"):
+        step, lane = _place_of(path)
+        lanes.setdefault(step, set()).add(lane)
+    return lanes
+
+
+def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The prompts of a step over all lanes, by prompt index. ValueError, with line and field, for another shape."""
+    prompts = []
+    for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
+        for number, text, line in json_lines(path, LINE, run_dir):
+            if why := _wrong_field(line):
+                raise bad_line(path, number, text, LINE, why)
+            prompts.append(line)
+    return sorted(prompts, key=lambda prompt: prompt["prompt_index"])
+
+
+def _wrong_field(line: Mapping[str, Any]) -> str | None:
+    if why := wrong_field(line, FIELDS):
+        return why
+    answers = (wrong_field(answer, ANSWER_FIELDS, f"answers[{n}].") for n, answer in enumerate(line["answers"]))
+    return next(filter(None, answers), None)

@@ -1,0 +1,171 @@
+"""A step as a Chrome trace: `trace/step_000012.json.gz`, one track per rank, for ui.perfetto.dev or chrome://tracing.
+
+On a track lie the phases, inside them the parts of an update and the collectives, and inside a collective its wait:
+from when this rank came until the one came that it could not go on without. That needs one clock for all ranks: every
+rank's is measured against rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the two clocks
+are known to is left out. The file's `otherData` says how well they are known.
+Not here: the recording (cluster/groups/spans.py) and the picture (report/timeline.py).
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hacpo_mega.cluster.groups.spans import Span
+from hacpo_mega.cluster.place import Place
+from hacpo_mega.config.checks.run_dirs import TRACES
+
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Track:
+    """One rank's part in a traced step; its spans are in seconds of its own clock, rank 0's is that plus `offset_s`."""
+
+    rank: int
+    agent: int
+    agent_name: str
+    lane: int
+    cell: int
+    offset_s: float
+    accuracy_s: float
+    spans: tuple[Span, ...]
+    trains: bool = True
+
+    def on_shared_clock(self) -> list[Span]:
+        """The spans in seconds of rank 0's clock."""
+        return [
+            span._replace(begin_s=span.begin_s + self.offset_s, end_s=span.end_s + self.offset_s) for span in self.spans
+        ]
+
+    @classmethod
+    def from_payload(cls, payload: bytes) -> Self:
+        """The inverse of json.dumps of its fields."""
+        fields = json.loads(payload)
+        return cls(**fields | {"spans": tuple(Span(*span) for span in fields["spans"])})
+
+
+class StepTrace:
+    """Records the chosen steps, on every rank; the job's rank 0 writes them, and tells `say` where it could not."""
+
+    def __init__(
+        self,
+        steps: Collection[int],
+        place: Place,
+        run_dir: Path,
+        say: Callable[[str], None],
+        misplaced: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """`steps` are recorded; `misplaced` says why what is at `run_dir` is not the run's folder, None when it is."""
+        self._steps = frozenset(steps)
+        self._place, self._run_dir, self._say, self._misplaced = place, run_dir, say, misplaced
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Records what happens inside and writes it, if this step was chosen. Collective over the job then."""
+        if step not in self._steps:
+            yield
+            return
+        self._place.spans.start()
+        yield
+        self._place.enter_phase("trace", f"of step {step}")
+        self._finish(step)
+
+    def _finish(self, step: int) -> None:
+        spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
+        own = Track(
+            me.global_rank,
+            me.agent,
+            me.agent_name,
+            me.lane,
+            me.cell,
+            clock.offset_s,
+            clock.accuracy_s,
+            tuple(spans),
+            me.trains,
+        )
+        payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
+        if me.global_rank == 0:
+            table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
+            if problem := self._misplaced() or write_trace(self._run_dir, step, table):
+                self._say(f"{problem}; training goes on")
+
+
+def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
+    """Writes a trace, whole or not at all; what was in the way where it could not."""
+    path = run_dir / TRACES / f"step_{step:06d}.json.gz"
+    content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
+        free = shutil.disk_usage(run_dir).free
+        return (
+            f"step {step} leaves no trace ({error.strerror}): {path} needs {len(content):,} bytes, the file system has "
+            f"{free:,} free; make room there, or name fewer steps in logging.trace_steps"
+        )
+    return None
+
+
+def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
+    """The trace of a step in Chrome's format: pid an agent, tid a rank, times in microseconds since the first span."""
+    spans = {track.rank: track.on_shared_clock() for track in tracks}
+    begin = min((span.begin_s for found in spans.values() for span in found), default=0.0)
+    waits = find_waits(tracks)
+    events = list(_names(tracks))
+    for track in tracks:
+        for span in sorted(spans[track.rank] + waits[track.rank], key=lambda span: (span.begin_s, -span.end_s)):
+            place = {"pid": track.agent, "tid": track.rank, "ph": "X", "name": span.name, "cat": span.kind}
+            times = {
+                "ts": round((span.begin_s - begin) * MICROSECONDS, 1),
+                "dur": round((span.end_s - span.begin_s) * MICROSECONDS, 1),
+            }
+            events.append(place | times | ({"args": {"group": span.group}} if span.group else {}))
+    accuracy = {f"rank {track.rank}": track.accuracy_s for track in tracks}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"step": step, "clock_accuracy_s": accuracy},
+    }
+
+
+def _names(tracks: Sequence[Track]) -> Iterator[dict[str, Any]]:
+    for agent, name in sorted({(track.agent, track.agent_name) for track in tracks}):
+        yield {"ph": "M", "pid": agent, "name": "process_name", "args": {"name": name}}
+    for track in tracks:
+        name = f"rank {track.rank} lane {track.lane} cell {track.cell}{'' if track.trains else ', answers'}"
+        yield {"ph": "M", "pid": track.agent, "tid": track.rank, "name": "thread_name", "args": {"name": name}}
+
+
+def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
+    """Per rank the waits inside its collectives, on rank 0's clock."""
+    accuracy = {track.rank: track.accuracy_s for track in tracks}
+    met: dict[tuple[str, int], dict[int, Span]] = {}
+    for track in tracks:
+        for span in track.on_shared_clock():
+            if span.kind == "collective":
+                met.setdefault((span.group, span.turn), {})[track.rank] = span
+    waits: dict[int, list[Span]] = {track.rank: [] for track in tracks}
+    for members in met.values():
+        for rank, span in members.items():
+            other = _awaited(members, rank)
+            end = min(members[other].begin_s, span.end_s)
+            if end - span.begin_s > accuracy[rank] + accuracy[other]:
+                waits[rank].append(Span(f"waits for rank {other}", "wait", span.begin_s, end, span.group, span.turn))
+    return waits
+
+
+def _awaited(members: dict[int, Span], rank: int) -> int:
+    """The member that `rank` cannot go on without: the last, or who sends (the first member) or receives alone."""
+    first = min(members)
+    last = max(members, key=lambda member: members[member].begin_s)
+    one_way = {"broadcast": first, "gather": last if rank == first else rank}
+    return one_way.get(members[rank].name, last)

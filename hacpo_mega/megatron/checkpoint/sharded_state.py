@@ -1,0 +1,125 @@
+"""What an actor leaves on disk and takes up again: float32 main weights and both moments of Adam.
+
+Every rank writes what it owns, once, as rectangles of the Hugging Face tensors (stored_state.py); nothing is gathered.
+So any tp, pp, number of cells and padding of the vocabulary can take it up. Megatron's own forms cannot:
+"dp_reshardable" is bound to tp and pp, "fully_reshardable" gathers the whole state on every data-parallel rank.
+Of an agent with LoRA that is what its adapters have; the model itself is in its folder, as the run began with it.
+Not stored, since it follows: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
+(zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (by the
+number of updates), the reference policy (the model folder).
+Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint/files.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+
+from hacpo_mega.megatron.checkpoint.stored_state import (
+    KINDS,
+    WEIGHT,
+    Part,
+    Parts,
+    StateReader,
+    stored_name,
+    write_parts,
+)
+from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
+from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer, ParameterShare
+from hacpo_mega.megatron.weights.names import place_of, trained_slots
+from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles
+
+
+@torch.no_grad()
+def save_state(
+    model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, group: dist.ProcessGroup, *, copies: bool
+) -> Callable[[], None]:
+    """What writes the actor, as it is now, into an empty folder that every rank sees, synced to disk.
+
+    group    of gloo, over the agent, for the save alone
+    copies   whether the actor may change before it is written, at the cost of a copy of its state in host memory
+    It is called once, in any thread, by all ranks of the agent; docs/design/checkpoints.md: why not Megatron's writers.
+    NotWritten when a rank cannot write its share; the actor is as it was.
+    """
+    with megatron_platform():
+        optimizer.make_moments()
+    parts = _parts(unwrapped(model), optimizer, written=True)
+    if copies:
+        parts = {name: [part.on_host() for part in own] for name, own in parts.items()}
+    if not torch.cuda.is_available():
+        return partial(write_parts, parts, folder, group)
+    # Who writes is another thread, on another stream, which waits for nothing that was asked on this one.
+    torch.cuda.current_stream().synchronize()
+    return partial(_write, parts, folder, group, torch.cuda.current_device())
+
+
+@torch.no_grad()
+def not_finite(model: DistributedDataParallel, optimizer: ActorOptimizer) -> str | None:
+    """The first tensor of what `save_state` would write here that holds NaN or infinity, by its stored name."""
+    with megatron_platform():
+        optimizer.make_moments()
+    parts = _parts(unwrapped(model), optimizer, written=True)
+    return next((name for name, own in parts.items() if not all(part.data.isfinite().all() for part in own)), None)
+
+
+def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int) -> None:
+    torch.cuda.set_device(device)  # a thread begins on device 0, which is another rank's
+    write_parts(parts, folder, group)
+
+
+@torch.no_grad()
+def load_state(
+    model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, *, num_updates: int, num_applied: int
+) -> None:
+    """Makes the actor what it was when `folder` was written, to the last bit. Collective over the agent.
+
+    num_updates   updates of the run so far, where the learning rate stands
+    num_applied   those of them that were applied: Adam's step
+    """
+    with megatron_platform():
+        optimizer.make_moments()
+    optimizer.offload.require_home()
+    StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
+    with megatron_platform():
+        optimizer.spread_main_weights(model)
+    optimizer.set_progress(num_updates, num_applied)
+
+
+def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
+    """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
+    own, parts = place_of(model), defaultdict(list)
+    for slot in _written_slots(model) if written else trained_slots(model, model.pg_collection.pp.rank()):
+        share = _share(optimizer, model.get_parameter(slot.parameter), written=written)
+        if share is None:  # of this parameter other cells have everything
+            continue
+        for place in rectangles(slot, model.architecture, **own, start=share.start, stop=share.stop):
+            first = place.start - share.start
+            for kind in (kind for kind in KINDS if kind in share.state):
+                data = share.state[kind].detach()[first : first + torch.Size(place.sizes).numel()].view(place.sizes)
+                parts[stored_name(kind, place.source.name)].append(Part(place.source.shape, place.offsets, data))
+    return parts
+
+
+def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written: bool) -> ParameterShare | None:
+    """What of a parameter this rank stores; of one that is not trained, a router's bias, the first cell writes all."""
+    if parameter.requires_grad:
+        return optimizer.share_of(parameter)
+    if written and parallel_state.get_data_parallel_rank(with_context_parallel=True):
+        return None
+    return ParameterShare(0, parameter.numel(), {WEIGHT: parameter.detach().view(-1)})
+
+
+def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:
+    """The slots that this rank writes: a copy of an earlier stage's, and of another tensor rank's, is not written."""
+    stage = model.pg_collection.pp.rank()
+    earlier = {source for before in range(stage) for slot in trained_slots(model, before) for source in slot.sources}
+    for slot in trained_slots(model, stage):
+        is_copy = slot.cut is Cut.WHOLE and model.pg_collection.tp.rank() > 0
+        if not is_copy and earlier.isdisjoint(slot.sources):
+            yield slot

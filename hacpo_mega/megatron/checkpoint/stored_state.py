@@ -1,0 +1,229 @@
+"""The file format of an agent's state: rectangles of whole tensors by name, written and read by torch's checkpoints.
+
+A tensor of a checkpoint has the name and the shape that Hugging Face gives it, behind what it is ("param.", "exp_avg.",
+"exp_avg_sq."), always float32. Who wrote which rectangle of it is in torch's index (`.metadata`) and matters to nobody:
+any other rectangle can be read, so the layout that wrote a checkpoint does not bind the one that reads it, and one
+process without a group can read whole weights.
+Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Size, Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hacpo_mega.cluster.groups.tree import gather_at_head, share_bytes
+from hacpo_mega.megatron.checkpoint.stored_index import INDEX, read_index
+from hacpo_mega.megatron.weights.hf_reader import dtype_of
+from hacpo_mega.models.sharding.segments import Source
+
+# What is stored of every parameter: the float32 main weight and the moments of Adam, by torch's names.
+WEIGHT = "param"
+KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
+
+
+class NotWritten(OSError):
+    """The disk has refused a share, and all ranks of the group know: each has this error, none waits for another."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rectangle of a tensor of `shape` that begins at `offsets`; `data` has its numbers, or gets them."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Its place, as torch's planner wants it."""
+        return ChunkStorageMetadata(Size(self.offsets), self.data.shape)
+
+    def on_host(self) -> "Part":
+        """The same numbers in host memory, where nobody changes them."""
+        return replace(self, data=self.data.to("cpu", copy=True))
+
+
+# The parts that one process has of every stored tensor.
+Parts = Mapping[str, Sequence[Part]]
+# A part on disk, as processes say it in JSON: name, shape, offsets, sizes; where in the file, of so many bytes.
+Written = tuple[str, Sequence[int], Sequence[int], Sequence[int], int, int]
+
+
+def stored_name(kind: str, tensor: str) -> str:
+    """What a checkpoint calls the `kind` (of KINDS) of a Hugging Face tensor."""
+    return f"{kind}.{tensor}"
+
+
+def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes what this process has, synced, into a folder that all see. Collective over `group`; None: over nobody.
+
+    All processes together must have every number of every tensor once: torch refuses a gap and an overlap. NotWritten
+    when one cannot write.
+    """
+    # torch's own save would say plans and results to each other as pickles.
+    rank = 0 if group is None else group.rank()
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
+    writer.fs = _FolderAsItIs()
+    try:
+        said = {"written": _write_share(writer, parts, rank)}
+    except Exception as error:  # of any kind: the others wait for a word
+        said = {"error": str(error) or type(error).__name__}
+    message = json.dumps(said).encode()
+    messages = [message] if group is None else gather_at_head(group, message)
+    refusal = _finish(writer, messages) if rank == 0 else None
+    if group is not None:
+        refusal = json.loads(share_bytes(group, json.dumps(refusal).encode()))
+    if refusal is not None:
+        raise NotWritten(refusal)
+
+
+class _FolderAsItIs(FileSystem):
+    """Makes no folder: where that of a run has gone away while it wrote, nothing is to come to its place."""
+
+    def mkdir(self, _path: str | os.PathLike) -> None:
+        """Nothing: whoever begins a checkpoint has made it."""
+
+
+def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Written]:
+    """Writes this process's file; what it has written, in the order of the file."""
+    planner = _WriteParts(flatten_state_dict=False)
+    planner.set_up_planner(dict(parts))
+    # For the file's name alone: the one index of all is written under other terms (`_finish`).
+    writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+    plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
+    results = {result.index: result.storage_data for result in writer.write_data(plan, planner).wait()}
+    return [
+        (name, part.shape, part.offsets, tuple(part.data.shape), place.offset, place.length)
+        for name, own in parts.items()
+        for part in own
+        for place in [results[MetadataIndex(name, part.offsets)]]
+    ]
+
+
+def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
+    """Writes the index of what all processes have written, in the order of ranks; why not, where one could not."""
+    said = [json.loads(message) for message in messages]
+    for rank, words in enumerate(said):
+        if "error" in words:
+            return f"its rank {rank} could not write: {words['error']}"
+    plans, results = [], []
+    for rank, words in enumerate(said):
+        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in words["written"]]))
+        results.append([_result(f"__{rank}_0.distcp", *written) for written in words["written"]])
+    try:
+        _, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+        writer.set_up_storage_writer(True)
+        writer.finish(index, results)
+    except Exception as error:  # of any kind: the others wait for a word
+        return f"its rank 0 could not write: {error}"
+    return None
+
+
+class StateReader:
+    """A folder that `write_parts` filled. Every process reads for itself what it needs.
+
+    ValueError for a folder whose index names other things than a state's, or does not fit its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = FileSystemReader(str(folder))
+        self._index = read_index(folder)
+        self._files.set_up_storage_reader(self._index, is_coordinator=False)
+
+    def read(self, parts: Parts) -> None:
+        """Fills the data of all parts, on whatever device it is."""
+        items = [item for name, wanted in parts.items() for part in wanted for item in self._items(name, part)]
+        try:
+            self._files.read_data(LoadPlan(items), _ReadParts(parts)).wait()
+        except OSError:
+            raise
+        except Exception as error:  # whatever torch says of files that are not what their index says
+            line = " ".join(str(error).split())[:200]
+            raise ValueError(f"{self._folder} is damaged: its files are not what {INDEX} says ({line})") from error
+
+    def _items(self, name: str, part: Part) -> list[ReadItem]:
+        """What is read for a part. ValueError unless the index has this tensor, in this shape, and all of the part."""
+        found = self._index.state_dict_metadata.get(name)
+        if found is None or tuple(found.size) != part.shape:
+            there = "not there" if found is None else f"{list(found.size)} there"
+            raise ValueError(f"{self._folder / INDEX}: {name} should be {list(part.shape)} and is {there}")
+        items = create_read_items_for_chunk_list(name, found, [part.chunk])
+        if sum(item.lengths.numel() for item in items) != part.data.numel():
+            raise ValueError(f"{self._folder / INDEX} does not have every number of {name} once")
+        return items
+
+
+def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a stored state as the run has them, `dtype` being its model's: (name, whole tensor) by name.
+
+    One tensor is in memory at a time. Collective over nothing.
+    """
+    reader = StateReader(folder)
+    for source in sources:
+        whole = torch.empty(source.shape)
+        reader.read({stored_name(WEIGHT, source.name): [Part(source.shape, (0,) * whole.dim(), whole)]})
+        yield source.name, whole.to(dtype_of(source.name, dtype))
+
+
+class _WriteParts(DefaultSavePlanner):
+    """torch's planner, which knows whole tensors and its own sharded ones, for our parts."""
+
+    def create_local_plan(self) -> SavePlan:
+        assert all(part.data.dtype == torch.float32 for parts in self.state_dict.values() for part in parts)
+        return SavePlan(
+            [
+                _write_item(name, part.shape, part.offsets, tuple(part.data.shape))
+                for name, parts in self.state_dict.items()
+                for part in parts
+            ]
+        )
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return _at(self.state_dict[index.fqn], index)
+
+
+class _ReadParts(DefaultLoadPlanner):
+    """torch's planner, as far as a reader of files asks it: where the numbers go."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return _at(self._parts[index.fqn], index)
+
+
+def _at(parts: Sequence[Part], index: MetadataIndex) -> Tensor:
+    return next(part.data for part in parts if Size(part.offsets) == index.offset)
+
+
+def _write_item(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> WriteItem:
+    chunk = ChunkStorageMetadata(Size(offsets), Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), Size(shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _result(
+    file: str, name: str, _shape: Sequence[int], offsets: Sequence[int], _sizes: Sequence[int], offset: int, length: int
+) -> WriteResult:
+    return WriteResult(MetadataIndex(name, offsets), length, _StorageInfo(file, offset, length))

@@ -1,0 +1,166 @@
+"""Context parallelism: the cp ranks of a cell share the tokens of a micro-batch, and in attention its heads.
+
+Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of T, wherever its sequences begin. Each
+layer works on a token by itself, but attention: before it an all-to-all turns [T / cp, N, D] into [T, N / cp, D], the
+kernel runs over whole sequences as it does without cp, and an all-to-all turns its output back (DeepSpeed-Ulysses,
+arXiv 2309.14509). So sequences need no padding and no zigzag, the work of attention is even whatever their lengths are,
+and a layer keeps 1 / cp of its activations, but for key/value heads that are fewer than ranks. The output is turned
+back once more in backward, or it would be kept twice (`FromHeads`).
+
+The law of gradients. With l_r the log-probs of the rows that rank r has, a loss L(l_1, ..., l_cp) is computed of all
+of them on every rank (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
+
+    dL/dw  =  sum over r, of  dL/dl_r  dl_r/dw
+
+and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all is a
+permutation of numbers over ranks, whose transpose is the all-to-all back, so a hidden state gets its whole gradient on
+the rank that has its token, from rows on any rank. What rank r adds to the gradient of w is then that of the uses of w
+for its own tokens, and the plain sum over dp x cp that train/schedule.py asks of Megatron is dL/dw.
+
+Not here: which layouts a model can have (models/sharding/layout.py). Megatron's own context parallelism, which cuts
+every sequence into 2 cp parts, is not used: its layers are told cp 1. Shapes: T tokens of a micro-batch and t = T / cp
+of them on a rank, N query and K key/value heads of a tensor rank, D head size, R trained rows.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+# Gives the memory behind a tensor another size in bytes. An operation, so that who counts memory sees it.
+resize = torch.ops.inductor.resize_storage_bytes_
+
+
+def own_tokens(num_tokens: int) -> slice:
+    """Which of the tokens of a micro-batch this rank has; cp must divide their number."""
+    group = parallel_state.get_context_parallel_group()
+    share, left = divmod(num_tokens, group.size())
+    assert left == 0, (num_tokens, group.size())
+    return slice(group.rank() * share, (group.rank() + 1) * share)
+
+
+def own_rows(rows_R: torch.Tensor, tokens: slice) -> slice:
+    """Which of the trained rows, that read these rising positions, read one of `tokens`. On the CPU."""
+    first, last = torch.searchsorted(rows_R, torch.tensor([tokens.start, tokens.stop])).tolist()
+    return slice(first, last)
+
+
+def sum_rows(logprob_N: torch.Tensor, own: slice, num_rows: int) -> torch.Tensor:
+    """The log-probs of all rows [R] on every rank of cp, of which this one has those of `own`.
+
+    Each is a number and cp - 1 zeros added up, so every rank has the same bits. Backward hands on the gradient of the
+    own rows, as it is: see the law above.
+    """
+    group = parallel_state.get_context_parallel_group()
+    return logprob_N if group.size() == 1 else _SumRows.apply(logprob_N, own, num_rows, group)
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprob_N, own, num_rows, group):
+        ctx.own = own
+        logprob_R = logprob_N.new_zeros(num_rows)
+        logprob_R[own] = logprob_N
+        dist.all_reduce(logprob_R, group=group)
+        return logprob_R
+
+    @staticmethod
+    def backward(ctx, gradient_R):
+        return gradient_R[ctx.own], None, None, None
+
+
+def all_to_all_heads(tensor: torch.Tensor, group: dist.ProcessGroup, *, gathers_tokens: bool) -> torch.Tensor:
+    """From [t, heads, D] to [T, heads / cp, D], or back. Contiguous; differentiable. The group is that of cp."""
+    return tensor if group.size() == 1 else _AllToAllHeads.apply(tensor, group, gathers_tokens)
+
+
+class _AllToAllHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group, gathers_tokens):
+        ctx.group, ctx.gathers_tokens = group, gathers_tokens
+        return (_gather_tokens if gathers_tokens else _gather_heads)(tensor, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (_gather_heads if ctx.gathers_tokens else _gather_tokens)(gradient, ctx.group), None, None
+
+
+class FromHeads:
+    """An attention's output of heads, which it keeps for backward, as that of tokens, which nobody keeps: it is redone.
+
+    Whoever reads it, the projection behind it, would keep the same numbers once more, on other ranks. So they are let
+    go of once that has read them, and are there again when the gradient of what it answered is: a permutation has the
+    same bits. It costs one more all-to-all of four.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, heads_TND: torch.Tensor) -> torch.Tensor:
+        """From [T, N / cp, D] to [t, N, D]; differentiable."""
+        tokens_tND = all_to_all_heads(heads_TND, self._group, gathers_tokens=False)
+        is_kept = self._group.size() > 1 and tokens_tND.grad_fn is not None
+        # By `data`, which has no version: autograd would take numbers that are redone for others.
+        self._last = (heads_TND.detach(), tokens_tND.data) if is_kept else None
+        return tokens_tND
+
+    def let_go(self, answer: torch.Tensor) -> None:
+        """All who read the last output have, and `answer` is what was made of it."""
+        if self._last is None:
+            return
+        redoing, self._last = [self._last], None
+        tokens_tND = redoing[0][1]
+        size = tokens_tND.nbytes
+        resize(tokens_tND, 0)
+
+        def redo(_gradient: torch.Tensor) -> None:
+            if redoing:  # and keeps neither any longer
+                heads_TND, tokens_tND = redoing.pop()
+                resize(tokens_tND, size)
+                _gather_heads(heads_TND, self._group, out=tokens_tND)
+
+        answer.register_hook(redo)
+
+
+def redo_output(attention: torch.nn.Module) -> None:
+    """Lets an attention of Megatron keep no output of tokens; one whose projection is not trained keeps none anyway."""
+
+    def over(attention: torch.nn.Module, _given: tuple, answer: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        if any(parameter.requires_grad for parameter in attention.linear_proj.parameters()):
+            attention.core_attention.from_heads.let_go(answer[0])
+
+    attention.register_forward_hook(over)
+
+
+def _gather_tokens(tensor_tND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    by_rank = tensor_tND.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous()
+    return _exchanged(by_rank, group).flatten(0, 1)
+
+
+def _gather_heads(tensor_TND: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
+    by_rank = tensor_TND.contiguous().unflatten(0, (group.size(), -1))
+    gathered = _exchanged(by_rank, group).transpose(0, 1).flatten(1, 2)
+    return gathered.contiguous() if out is None else out.copy_(gathered)
+
+
+def _exchanged(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What the ranks have for this one [cp, ...], where `by_rank` is what it has for each."""
+    received = torch.empty_like(by_rank)
+    dist.all_to_all_single(received, by_rank, group=group)
+    return received
+
+
+def whole_sequences(
+    query_tND: torch.Tensor, key_tKD: torch.Tensor, value_tKD: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries [T, N / cp, D], and the keys and values that they meet [T, max(K, cp) / cp, D].
+
+    Of fewer key/value heads than ranks each goes to several, which have the queries that share it.
+    """
+    copies = max(1, group.size() // key_tKD.shape[1])
+    if copies > 1:
+        key_tKD, value_tKD = (tensor.repeat_interleave(copies, dim=1) for tensor in (key_tKD, value_tKD))
+    query_TND, key_TKD, value_TKD = (
+        all_to_all_heads(tensor, group, gathers_tokens=True) for tensor in (query_tND, key_tKD, value_tKD)
+    )
+    return query_TND, key_TKD, value_TKD

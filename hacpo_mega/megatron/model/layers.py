@@ -1,0 +1,234 @@
+"""The layers Megatron's local spec lacks: packed attention, an output bias, and the norms of norms.py.
+
+With them one layer spec serves the CPU and any GPU without TransformerEngine. Shapes: T tokens of a packed micro-batch,
+t = T / cp of them on a rank, N query heads and K key/value heads of this rank, D head size.
+"""
+
+import inspect
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
+from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.moe import expert_layer
+from hacpo_mega.megatron.model.norms import AddNormed, OffsetRMSNorm, RMSNorm, WholeRMSNorm
+from hacpo_mega.megatron.model.shared_prompts import PackedSegments, Run, gather_tokens, met_tokens
+from hacpo_mega.models.families.architecture import Architecture
+
+# torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
+GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
+
+    CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention over sequences of
+    similar length. Both take the same path with and without gradients, so a score and the training forward agree to the
+    last bit. With context parallelism they see all tokens of this rank's share of the heads (context_parallel.py).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        **_place: object,
+    ) -> None:
+        """`window` is how many tokens each one sees, itself among them; None: all before it."""
+        super().__init__()
+        assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
+        self.scale, self.window, self.cp = softmax_scale, window, pg_collection.cp
+        self.from_heads = FromHeads(self.cp)
+
+    def forward(
+        self,
+        query_tND: torch.Tensor,
+        key_tKD: torch.Tensor,
+        value_tKD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSegments,
+        **_megatron_options: object,
+    ) -> torch.Tensor:
+        """Return the attention output of this rank's tokens [t, N, D]."""
+        assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
+        flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
+        attend = _attend_flash if flash else _attend_in_groups
+        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        return self.from_heads(attend(*whole, packed_seq_params, self.scale, self.window))
+
+
+def _attend_flash(
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    packed: PackedSegments,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
+    sources = key_TKD, value_TKD.contiguous()
+    with met_tokens(sources, packed.key_places) as met:  # the kernel lets the last query of a segment see all of them
+        return varlen_attn(
+            query_TND,
+            *met,
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_kv,
+            packed.max_seqlen_q,
+            packed.max_seqlen_kv,
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            **GROUPED_HEADS,
+        )
+
+
+def _attend_in_groups(
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    packed: PackedSegments,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Neighbouring segments of similar length attend as one padded batch: a call for each costs more than its work.
+
+    The padding comes after a segment, where causality hides it from every token of the segment.
+    """
+    parts, first = [], 0
+    for run in packed.runs:
+        query_GND = query_TND[first : first + sum(run.lengths)]
+        if run.key_BM is None:
+            meets = slice(first, first + sum(run.lengths))
+            parts.append(_attend_padded(run.lengths, query_GND, key_TKD[meets], value_TKD[meets], scale, window))
+        else:
+            parts.append(_attend_prefixed(run, query_GND, key_TKD, value_TKD, scale, window))
+        first += sum(run.lengths)
+    return torch.cat(parts)
+
+
+def _attend_padded(
+    lengths: list[int],
+    query_TND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    longest = max(lengths)
+    counting = torch.arange(longest, device=query_TND.device)
+    is_token_BL = counting < torch.tensor(lengths, device=query_TND.device)[:, None]
+    places_T = is_token_BL.flatten().nonzero()[:, 0]
+
+    def pad(tensor_TND: torch.Tensor) -> torch.Tensor:
+        """[B, N, longest, D], as scaled_dot_product_attention wants it."""
+        padded = tensor_TND.new_zeros(is_token_BL.numel(), *tensor_TND.shape[1:]).index_copy(0, places_T, tensor_TND)
+        return padded.unflatten(0, is_token_BL.shape).transpose(1, 2)
+
+    sees_all = window is None or window >= longest
+    back_LL = None if sees_all else counting[:, None] - counting
+    sees_LL = None if back_LL is None else (back_LL >= 0) & (back_LL < window)
+    output = scaled_dot_product_attention(
+        *map(pad, (query_TND, key_TKD, value_TKD)), sees_LL, is_causal=sees_all, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2).flatten(0, 1)[places_T]
+
+
+def _attend_prefixed(
+    run: Run,
+    query_GND: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Segments that meet the keys of a prompt before their own."""
+    back_BQM = run.back_BQM
+    sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
+    query_BQND = gather_tokens(query_GND, run.query_BQ)
+    with met_tokens((key_TKD, value_TKD), run.key_BM) as met:
+        padded = (tensor.transpose(1, 2) for tensor in (query_BQND, *met))
+        output = scaled_dot_product_attention(*padded, sees_BQM[:, None], scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)[run.is_query_BQ]
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+
+    def __init__(self, *sizes: int, bias: bool, **options: object) -> None:
+        super().__init__(*sizes, bias=True, **options)
+
+
+class TwoRopes(SelfAttention):
+    """Megatron's self-attention where layers with a window turn by angles of their own, which come after the others."""
+
+    def __init__(self, *place: object, has_window: bool, **options: object) -> None:
+        super().__init__(*place, **options)
+        self.place = 1 if has_window else 0
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As Megatron's, with the cosines and sines of both kinds, [T, 1, 1, 8P]."""
+        mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
+
+
+def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """Megatron's local layer spec with the layers of this file, for the layers of one pipeline stage."""
+    # Layers of the same kind share a spec.
+    kinds = [(architecture.window_of(layer), architecture.has_experts_in(layer)) for layer in layers]
+    specs = {kind: _layer_spec(architecture, config, *kind) for kind in kinds}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(architecture))
+
+
+def _norm(architecture: Architecture) -> type[RMSNorm]:
+    return OffsetRMSNorm if architecture.kin.offset_norms else RMSNorm
+
+
+def _layer_spec(
+    architecture: Architecture, config: TransformerConfig, window: int | None, has_experts: bool
+) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    kin, norm = architecture.kin, _norm(architecture)
+    for name in ("input_layernorm", "pre_mlp_layernorm"):
+        setattr(layer.submodules, name, norm if name in kin.norms else IdentityOp)
+    for name in ("self_attn_bda", "mlp_bda"):
+        if f"{name}.norm" in kin.norms:
+            added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm})
+            setattr(layer.submodules, name, added)
+    attention = layer.submodules.self_attention
+    if kin.two_ropes:
+        attention.module = TwoRopes
+        attention.params = {**attention.params, "has_window": window is not None}
+    attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
+    if architecture.qk_norm:
+        norms = _qk_norms(architecture, config.tensor_model_parallel_size)
+        attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
+    if architecture.output_bias:
+        attention.submodules.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+    if has_experts:
+        layer.submodules.mlp = expert_layer(architecture)
+    else:
+        activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})
+        layer.submodules.mlp.submodules.activation_func = activation
+    return layer
+
+
+def _qk_norms(architecture: Architecture, tp: int) -> tuple[ModuleSpec, ModuleSpec]:
+    if not architecture.kin.whole_qk_norm:
+        return ModuleSpec(module=_norm(architecture)), ModuleSpec(module=_norm(architecture))
+    query, key = (
+        ModuleSpec(module=WholeRMSNorm, params={"num_heads": heads // tp})
+        for heads in (architecture.num_heads, architecture.num_kv_heads)
+    )
+    return query, key

@@ -1,0 +1,342 @@
+"""A router and experts in the place of a feed-forward, each expert whole on one rank of ep.
+
+Megatron's own layer is not used (core 0.16.1): without TransformerEngine its float32 router does not run, its
+dispatcher wants CUDA's streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
+
+    router      the k experts of a token, and the share of each in what comes of it (router.py)
+    dispatch    the rows of this rank's tokens, sorted by expert, go to the ranks that have the experts (all-to-all)
+    experts     down(act(gate x) * up x), for all rows of an expert together
+    combine     rows come back, and a token's are added up by its shares, in float32
+    shared      a feed-forward that all tokens go to, where the family has one: cut over tp, as every other is
+
+Each rank brings the tokens that it has: of tp under sequence parallelism, of cp. So what a rank adds to the gradient of
+the router is that of its own tokens, as with a norm; what it adds to an expert's is that of all rows it was sent.
+Nothing is dropped, filled up or drawn, and no number depends on whether gradients are kept: an answer that is scored
+twice has one score. The permutations are gathers in forward and in backward, so the bits repeat on CUDA.
+Not here: which ranks share experts (platform.py), and where weights come from (models/sharding/segments.py).
+Shapes: n tokens of a rank, k experts of a token, E experts, e = E / ep of them on this rank, R rows that it computes, H
+hidden size, F width of an expert.
+"""
+
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.router import Router, counts_of, random_weight
+from hacpo_mega.models.families.architecture import Architecture
+
+# torch's grouped product reads rows of 16 bytes.
+ALIGNED = 8
+
+
+class ExpertLayer(torch.nn.Module):
+    """The experts of a layer and their router, as Megatron builds and calls a feed-forward."""
+
+    architecture: Architecture  # of a class that `expert_layer` makes
+    place: int  # among the layers of its stage (model.py)
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.group = parallel_state.get_expert_model_parallel_group()
+        self.router = Router(self.architecture, config)
+        self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
+        self.shared = _shared_experts(self.architecture, config) if self.architecture.shared_ffn else None
+
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """[n, 1, H] -> the same shape, and no bias.
+
+        `padding_mask` is what Megatron hands to a router of each token, also where backward computes it again: here
+        the experts that it goes to, int16 [n, layers of the stage, k], -1 where the router says; None: it says all.
+        """
+        hidden_nH = hidden.flatten(0, -2)
+        shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
+        order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
+        rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
+        if self.group.size() == 1:
+            rows_RH = self.experts(rows_RH, counts_E)
+        else:
+            way = Way.of(counts_E, len(order), self.group)
+            rows_RH = way.back(self.experts(way.there(rows_RH), way.counts_e))
+        output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
+        return output if self.shared is None else output + self.shared(hidden)[0], None
+
+
+def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
+    """The class of these experts; a spec with arguments would make Megatron warn of every layer that it builds."""
+    return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
+
+
+def _shared_experts(architecture: Architecture, config: TransformerConfig) -> MLP:
+    """Megatron's feed-forward, which asks its configuration for the width."""
+    config = copy(config)
+    config.ffn_hidden_size = architecture.shared_ffn
+    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
+    group = parallel_state.get_tensor_model_parallel_group()
+    return MLP(config, parts, ffn_hidden_size=architecture.shared_ffn, tp_group=group)
+
+
+class Experts(torch.nn.Module):
+    """The experts of this rank."""
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig, num_experts: int) -> None:
+        super().__init__()
+        hidden, width = architecture.hidden_size, architecture.expert_ffn
+        self.activation = GatedActivation(architecture.kin.activation)
+        self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden)
+        self.down = ExpertMatrix(config, num_experts, hidden, width)
+
+    def forward(self, rows_RH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, of which each has so many -> the rows that come of them [R, H]."""
+        return self.down(self.activation(self.gate_up(rows_RH, counts_e)), counts_e)
+
+
+class ExpertMatrix(torch.nn.Module):
+    """A matrix of every expert of this rank, that of one below that of the other (segments.py, Cut.EXPERTS)."""
+
+    def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = as_experts(random_weight(config, num_experts * rows, columns))
+
+    def forward(self, rows_RK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+        return expert_product(rows_RK, self.weight.unflatten(0, (self.num_experts, -1)), counts_e)
+
+
+def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter, of which Megatron is told that it has the experts of this rank."""
+    weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
+    # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
+    set_tensor_model_parallel_attributes(weight, True, 0, 1)
+    return weight
+
+
+# ---- rows
+
+
+def by_expert(experts_nk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts pairs of a token and one of its experts by expert [n k], and how many each has [E]."""
+    return experts_nk.flatten().argsort(stable=True), counts_of(experts_nk, num_experts)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Spread(torch.autograd.Function):
+    """A token's row for each of its experts, sorted by expert: [n, H] -> [n k, H]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, order: torch.Tensor, per_token: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.per_token = per_token
+        return hidden_nH.index_select(0, order // per_token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        of_tokens = grad_RH.index_select(0, _inverse(order)).unflatten(0, (-1, ctx.per_token))
+        return of_tokens.sum(dim=1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """The rows of a token by their shares, added up in float32: [n k, H] -> [n, H]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows_RH: torch.Tensor, order: torch.Tensor, shares_nk: torch.Tensor) -> torch.Tensor:
+        rows_nkH = rows_RH.index_select(0, _inverse(order)).unflatten(0, shares_nk.shape)
+        ctx.save_for_backward(rows_nkH, order, shares_nk)
+        total_nH = torch.zeros_like(rows_nkH[:, 0], dtype=torch.float32)
+        for number in range(shares_nk.shape[1]):
+            total_nH += rows_nkH[:, number] * shares_nk[:, number, None]
+        return total_nH.type_as(rows_RH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_nH: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        rows_nkH, order, shares_nk = ctx.saved_tensors
+        grad_nkH = torch.empty_like(rows_nkH)
+        grad_shares_nk = torch.empty_like(shares_nk)
+        for number in range(shares_nk.shape[1]):
+            grad_nkH[:, number] = grad_nH * shares_nk[:, number, None]
+            grad_shares_nk[:, number] = (grad_nH.float() * rows_nkH[:, number]).sum(dim=-1)
+        return grad_nkH.flatten(0, 1).index_select(0, order), None, grad_shares_nk
+
+
+# ---- over the ranks of ep
+
+
+@dataclass(frozen=True)
+class Way:
+    """Rows of this rank to the ranks that have their experts, and back.
+
+    sent, received   how many rows go to each rank of ep, and come from it
+    order            what sorts by expert the rows that come, which are sorted by rank
+    counts_e         how many rows each expert of this rank then has
+    """
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    received: list[int]
+    order: torch.Tensor
+    counts_e: torch.Tensor
+
+    @classmethod
+    def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "Way":
+        """Of a rank with `num_rows` rows, of which every expert of the layer gets so many. Collective over `group`."""
+        to_re = counts_E.view(group.size(), -1)
+        from_re = torch.empty_like(to_re)
+        dist.all_to_all_single(from_re, to_re.contiguous(), group=group)
+        sent, received = _known(torch.stack([to_re.sum(dim=1), from_re.sum(dim=1)]), num_rows)
+        experts_e = torch.arange(from_re.shape[1], device=from_re.device).repeat(group.size())
+        labels_R = experts_e.repeat_interleave(from_re.flatten(), output_size=sum(received))
+        return cls(group, sent, received, labels_R.argsort(stable=True), from_re.sum(dim=0))
+
+    def there(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of this rank's experts, sorted by expert."""
+        return _Permute.apply(_Exchange.apply(rows, self.group, self.received, self.sent), self.order)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """What came of this rank's rows, in the order in which they went."""
+        return _Exchange.apply(_Permute.apply(rows, _inverse(self.order)), self.group, self.sent, self.received)
+
+
+def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
+    """The counts as numbers: waits for the device.
+
+    A trace of memory, which has no numbers, replaces it: each line of them is of `_num_rows`, shared evenly.
+    """
+    return counts.tolist()
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all of rows; its gradient goes the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.received, ctx.sent = group, received, sent
+        return _exchanged(rows, group, received, sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, ctx.group, ctx.sent, ctx.received), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> torch.Tensor:
+    came = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
+    return came
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, _inverse(ctx.saved_tensors[0])), None
+
+
+# ---- products
+
+
+def expert_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+    product = grouped_product if _fits(rows_RK, weight_eNK) else looped_product
+    return product(rows_RK, weight_eNK, counts_e)
+
+
+def _fits(rows_RK: torch.Tensor, weight_eNK: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes them: half precision on CUDA, in rows of 16 bytes."""
+    aligned = not any(size % ALIGNED for size in weight_eNK.shape[1:])
+    return rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and aligned
+
+
+def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """Every row times the matrix of its expert, [R, N], an expert after the other. Waits for the device."""
+    (counts,) = _known(counts_e[None], len(rows_RK))
+    return _Looped.apply(rows_RK, weight_eNK, counts)
+
+
+class _Looped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK)
+        ctx.counts = counts
+        output_RN = rows_RK.new_empty(len(rows_RK), weight_eNK.shape[1])
+        for rows, weight_NK, output in zip(rows_RK.split(counts), weight_eNK, output_RN.split(counts), strict=True):
+            torch.mm(rows, weight_NK.T, out=output)
+        return output_RN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (rows_RK, weight_eNK), grads = ctx.saved_tensors, grad_RN.split(ctx.counts)
+        grad_rows = grad_RN.new_empty(len(grad_RN), weight_eNK.shape[2])
+        for grad, weight_NK, into_rows in zip(grads, weight_eNK, grad_rows.split(ctx.counts), strict=True):
+            torch.mm(grad, weight_NK, out=into_rows)
+        if rows_RK is None:
+            return grad_rows, None, None
+        grad_weight = torch.empty_like(weight_eNK)
+        for grad, rows, into_weight in zip(grads, rows_RK.split(ctx.counts), grad_weight, strict=True):
+            torch.mm(grad.T, rows, out=into_weight)  # of no rows: zeros
+        return grad_rows, grad_weight, None
+
+
+def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
+    """What the gradient of the matrices needs, which frozen ones have not."""
+    return rows_RK if ctx.needs_input_grad[1] else None
+
+
+def grouped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """The same as one kernel."""
+    return _Grouped.apply(rows_RK, weight_eNK, counts_e.cumsum(0).to(torch.int32))
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, ends_e: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK, ends_e)
+        if not len(rows_RK):
+            return rows_RK.new_empty(0, weight_eNK.shape[1])
+        return torch._grouped_mm(rows_RK, weight_eNK.transpose(1, 2), offs=ends_e)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        rows_RK, weight_eNK, ends_e = ctx.saved_tensors
+        if not len(grad_RN):
+            no_rows = grad_RN.new_empty(0, weight_eNK.shape[2])
+            return no_rows, None if rows_RK is None else torch.zeros_like(weight_eNK), None
+        grad_RN = grad_RN.contiguous()
+        grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
+        if rows_RK is None:
+            return grad_rows, None, None
+        grad_weight = torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e)
+        has_none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
+        # Of an expert without rows the kernel leaves on Blackwell what was in the memory before.
+        return grad_rows, grad_weight.masked_fill_(has_none_e[:, None, None], 0.0), None

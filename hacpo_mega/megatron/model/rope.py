@@ -1,0 +1,104 @@
+"""Rotary positions: frequencies of a model, the cosines and sines of a micro-batch, and how attention turns by them.
+
+Cosines and sines are made once a micro-batch, and all layers turn queries and keys by the same. Megatron's own function
+would make them twice in every layer, and keep them for backward.
+Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding. T tokens, N heads of size D,
+P pairs that turn.
+Not here: which kinds there are, and their numbers (models/families/rope.py).
+"""
+
+import math
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+from megatron.core.transformer import TransformerConfig, attention
+
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.rope import LinearRope, Llama3Rope, YarnRope
+
+
+def rope_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Rotary frequencies, float32 [P]."""
+    theta, rope = architecture.rope_theta, architecture.rope
+    frequencies_P = _plain(architecture.rotary_dim, theta)
+    match rope:
+        case None:
+            return frequencies_P
+        case LinearRope():
+            return frequencies_P / rope.factor
+        case Llama3Rope():
+            return _llama3(frequencies_P, rope)
+        case YarnRope():
+            return _yarn(frequencies_P, rope, theta)
+    raise ValueError(f"{type(rope).__name__} has no frequencies")
+
+
+def window_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Of layers with a window, where they have their own: float32 [P], else [0]."""
+    theta = architecture.window_theta
+    return torch.empty(0) if theta is None else _plain(architecture.rotary_dim, theta)
+
+
+def _plain(size: int, theta: float) -> torch.Tensor:
+    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size))
+
+
+def rope_magnitude(architecture: Architecture) -> float:
+    """What cosines and sines are multiplied with; not those of layers that have frequencies of their own."""
+    return architecture.rope.attention_factor if isinstance(architecture.rope, YarnRope) else 1.0
+
+
+def cosines_and_sines(
+    positions_T: torch.Tensor, frequencies_P: torch.Tensor, magnitude: float, config: TransformerConfig
+) -> torch.Tensor:
+    """[T, 4P] in the dtype of the model, cosines first.
+
+    Both numbers of a pair turn by the same angle: neighbours, or one from each half.
+    """
+    angles_TP = torch.outer(positions_T, frequencies_P)
+    angles = angles_TP.repeat_interleave(2, dim=-1) if config.rotary_interleaved else angles_TP.repeat(1, 2)
+    both = ((function(angles) * magnitude).to(config.params_dtype) for function in (torch.cos, torch.sin))
+    return torch.cat([*both], dim=-1)
+
+
+def rotate(tensor_TND: torch.Tensor, turns: torch.Tensor, config: TransformerConfig, **_unused: object) -> torch.Tensor:
+    """Queries or keys, turned by `cosines_and_sines` [T, 1, 1, 4P] of their tokens; further numbers stay as they are.
+
+    As Megatron's apply_rotary_pos_emb with a token's own angle, to the last bit.
+    """
+    tensor = tensor_TND.unsqueeze(1)
+    cosines, sines = turns.chunk(2, dim=-1)
+    size = cosines.shape[-1]
+    turned = tensor if size == tensor.shape[-1] else tensor[..., :size]
+    turned = turned * cosines + _rotate_half(turned, config.rotary_interleaved) * sines
+    if size < tensor.shape[-1]:
+        turned = torch.cat((turned, tensor[..., size:]), dim=-1)
+    return turned.squeeze(1)
+
+
+def _llama3(frequencies_P: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
+    """Keep wavelengths below original/high, divide those above original/low, blend between."""
+    turns_P = rope.original_positions * frequencies_P / (2 * math.pi)
+    keep_P = ((turns_P - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return frequencies_P * (keep_P + (1.0 - keep_P) / rope.factor)
+
+
+def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Tensor:
+    """Keep the pairs that turn often, divide those that turn seldom, blend linearly in the number of the pair."""
+    num_pairs = len(frequencies_P)
+
+    def pair_that_turns(often: float) -> float:
+        return num_pairs * math.log(rope.original_positions / (often * 2 * math.pi)) / math.log(theta)
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # Clamped to the numbers of a head, not of its pairs, as both libraries do.
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    width = high - low if high != low else 0.001
+    divide_P = ((torch.arange(num_pairs, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
+    return frequencies_P / rope.factor * divide_P + frequencies_P * (1.0 - divide_P)
+
+
+# For good: no other model is made of Megatron's attention here.
+attention.apply_rotary_pos_emb = rotate

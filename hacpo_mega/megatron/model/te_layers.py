@@ -1,0 +1,107 @@
+"""The layers of TransformerEngine, where it is installed: which actor has them, and Megatron's spec of them.
+
+The norm before a projection is a part of it (names.py knows both), norms and matrices are TransformerEngine's, and
+attention reads the packed micro-batch as it is (THD). The local layers (layers.py) stay the reference. bf16 only: fp8
+keeps scales that change from one forward to the next, so an answer scored twice would have two scores.
+Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does, and installed.py before it.
+"""
+
+import copy
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
+from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.moe import expert_layer
+from hacpo_mega.models.families.architecture import Architecture
+
+
+def chosen_transformer(
+    asked: str, architecture: Architecture, *, dtype: torch.dtype, on_cuda: bool, version: str | None
+) -> str:
+    """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
+
+    `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
+    "te" cannot be.
+    """
+    if asked == "te" and not architecture.fits_te:
+        raise ValueError(
+            f'transformer = "te" is not for this {architecture.family} model, whose norms or windows it lacks: '
+            'set transformer = "auto"'
+        )
+    fits = on_cuda and dtype is torch.bfloat16 and architecture.fits_te
+    if asked == "te" and version is None:
+        raise ValueError(
+            'transformer = "te", but TransformerEngine is not installed here: build it (docs/guide/gpus.md), or set '
+            'transformer = "auto"'
+        )
+    if asked == "te" and not fits:
+        found = f"{str(dtype).removeprefix('torch.')} on {'CUDA' if on_cuda else 'the CPU'}"
+        raise ValueError(
+            f'transformer = "te" is for bfloat16 on CUDA, and this actor is {found}: set transformer = "auto"'
+        )
+    return "te" if asked != "local" and version is not None and fits else "local"
+
+
+class PackedTEAttention(torch.nn.Module):
+    """TransformerEngine's attention over packed sequences.
+
+    With context parallelism it is told of this rank's share of the heads alone, which it sees over all tokens
+    (context_parallel.py).
+    """
+
+    def __init__(
+        self, attend: type, config: TransformerConfig, pg_collection: ProcessGroupCollection, **place: object
+    ) -> None:
+        super().__init__()
+        self.cp, cp, tp = pg_collection.cp, pg_collection.cp.size(), pg_collection.tp.size()
+        share = copy.copy(config)
+        share.num_attention_heads //= cp
+        share.num_query_groups = max(share.num_query_groups, tp * cp) // cp
+        self.from_heads = FromHeads(self.cp)
+        self.attend = attend(config=share, pg_collection=pg_collection, **place)
+
+    def forward(
+        self,
+        query_tND: torch.Tensor,
+        key_tKD: torch.Tensor,
+        value_tKD: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **megatron_options: object,
+    ) -> torch.Tensor:
+        """Return the attention output of this rank's tokens [t, N * D]."""
+        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        output = self.attend(*whole, attention_mask, packed_seq_params=packed_seq_params, **megatron_options)
+        return self.from_heads(output.unflatten(1, (-1, query_tND.shape[2]))).flatten(1)
+
+
+class WithBias:
+    """A row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+
+    def __new__(cls, *sizes: int, linear: type, bias: bool, **options: object) -> torch.nn.Module:
+        """The linear itself; `bias` is the one of Megatron's configuration."""
+        return linear(*sizes, bias=True, **options)
+
+
+def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """Megatron's spec of TransformerEngine's layers, for the layers of one pipeline stage."""
+    assert architecture.fits_te, architecture.family
+    layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
+    if architecture.output_bias:
+        attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
+    if architecture.has_experts:  # ours, behind a norm of its own
+        layer.submodules.pre_mlp_layernorm = gpt_layer_specs.TENorm
+        layer.submodules.mlp = expert_layer(architecture)
+    else:
+        activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+        layer.submodules.mlp.submodules.activation_func = activation
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=gpt_layer_specs.TENorm)

@@ -1,0 +1,89 @@
+"""Whose kernels an actor's optimizer has: Adam, the norm of all gradients, and their scaling when they are clipped.
+
+TransformerEngine and apex have each of them as one launch over a list of tensors. Megatron takes the first that it can
+import, for the whole process, also where no kernel of it could run; here the configuration says. All compute Adam with
+decoupled weight decay on the same fp32 state, so checkpoints do not know whose it was.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import megatron.core.optimizer as construction
+import torch
+from megatron.core import utils as local
+from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+from hacpo_mega.megatron.model.installed import APEX_VERSION, VERSION
+
+SAID = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
+
+
+class Kernels(NamedTuple):
+    """`apply(op, flag, lists, *arguments)` runs `l2norm` or `scale` over lists of tensors."""
+
+    adam: type[torch.optim.Optimizer]
+    apply: Callable[..., Any]
+    l2norm: Callable[..., Any]
+    scale: Callable[..., Any]
+
+
+def _norm_of_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], _of_each: bool) -> tuple:
+    """As Megatron's, which has the host wait for the norm of every tensor: to the last bit, and it waits for none."""
+    norms = torch.stack(torch._foreach_norm(lists[0]))
+    return torch.linalg.vector_norm(norms)[None], None
+
+
+def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """As Megatron's, in a few launches for all tensors instead of two for each."""
+    read, written = lists
+    if not written:
+        return
+    if any(a is not b for a, b in zip(read, written, strict=True)):
+        torch._foreach_copy_(written, read)
+    torch._foreach_mul_(written, scale)
+
+
+# What is there, in the order in which "auto" takes it. installed.py has refused what is there in part.
+THERE: dict[str, Kernels] = {}
+try:
+    from transformer_engine.pytorch import optimizers as te
+except ImportError:
+    pass
+else:
+    THERE["te"] = Kernels(te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_l2norm, te.multi_tensor_scale)
+try:
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+    from apex.optimizers import FusedAdam
+except ImportError:
+    pass
+else:
+    THERE["apex"] = Kernels(FusedAdam, multi_tensor_applier, amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale)
+THERE["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _norm_of_all, _scale_all)
+
+
+def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(THERE)) -> str:
+    """Whose kernels, "te", "apex" or "torch", an optimizer has that is asked for "auto" or one of them.
+
+    `there` is what is installed, best first. ValueError, in one line, for what cannot be.
+    """
+    if asked == "auto":
+        return next(name for name in there if on_cuda or name == "torch")
+    if asked not in there:
+        raise ValueError(
+            f'optimizer.kernels = "{asked}", but {SAID[asked].partition(" ")[0]} is not installed here: build it '
+            '(launch/image/Dockerfile), or set "auto"'
+        )
+    if asked != "torch" and not on_cuda:
+        raise ValueError(f'optimizer.kernels = "{asked}" is for CUDA, and this actor is on the CPU: set "auto"')
+    return asked
+
+
+def use_kernels(name: str) -> None:
+    """Has Megatron make and run optimizers with these kernels, in the whole process, from now on."""
+    kernels = THERE[name]
+    construction.USING_PYTORCH_OPTIMIZER = name == "torch"
+    construction.Adam = distrib_optimizer.Adam = kernels.adam
+    clip_grads.multi_tensor_applier = optimizer.multi_tensor_applier = kernels.apply
+    clip_grads.multi_tensor_scale_impl = optimizer.multi_tensor_scale_impl = kernels.scale
+    clip_grads.l2_norm_impl = kernels.l2norm

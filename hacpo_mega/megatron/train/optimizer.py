@@ -1,0 +1,233 @@
+"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning rate of an update.
+
+The learning rate is a pure function of the update's number, so a resumed run needs only the count of its updates.
+Not here: gradients (schedule.py makes them) and what a checkpoint stores.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.train.fused_optimizer import SAID, chosen_kernels, use_kernels
+from hacpo_mega.megatron.train.offload import Offload
+from hacpo_mega.megatron.train.overlap import buffers_of
+
+# What of an actor can be in host memory meanwhile: nothing, the optimizer's state, or everything.
+Leaves = Literal["nothing", "state", "everything"]
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Learning rate of update number `update` (from 0) of `total_updates`.
+
+    Warm-up rises linearly and reaches `lr` at update `warmup_updates - 1`: no update is wasted at rate 0. Then
+    `constant` stays; `linear` and `cosine` fall to `min_lr_ratio * lr`, which the update after the last would have.
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / config.warmup_updates
+    if config.schedule == "constant":
+        return config.lr
+    done = (update - config.warmup_updates) / max(1, total_updates - config.warmup_updates)
+    done = min(done, 1.0)
+    kept = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * kept)
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What one optimizer step did. `grad_norm` is over the whole model, before clipping; `applied` is false when it or
+    the loss was not finite and the parameters were left as they were."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+@dataclass(frozen=True)
+class ParameterShare:
+    """What a rank's optimizer has of a parameter: the numbers start:stop of it, flattened.
+
+    state   of these numbers, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies, unless
+            they are away (offload.py): then those on the host, to be read alone
+    """
+
+    start: int
+    stop: int
+    state: dict[str, torch.Tensor]
+
+
+class ActorOptimizer:
+    """Megatron's distributed Adam over one wrapped model: fp32 moments and main weights, sharded over data parallel."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        config: OptimizerConfig,
+        total_updates: int,
+        *,
+        leaves: Leaves = "nothing",
+    ) -> None:
+        """`leaves` is what can leave the device: its state, as `self.offload` is told, with moments from the start; or
+        everything, the model's weights too, as `self.weights` is told (actor_offload.py)."""
+        self.config = config
+        self.total_updates = total_updates
+        self.num_updates = self.num_applied = 0
+        self.kernels = chosen_kernels(config.kernels, on_cuda=torch.cuda.is_available())
+        use_kernels(self.kernels)
+        self.megatron = get_megatron_optimizer(_megatron_config(model, config), [model], use_gloo_process_groups=False)
+        # wd_mult is Megatron's own choice of what decays (matrices, not norms and biases); its scheduler, which would
+        # apply it, is not used.
+        for group in self.megatron.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if self.kernels == "torch":
+                group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
+        if leaves != "nothing":
+            self.make_moments()  # so that the host's memory is taken now, not in the first step
+        self.offload = Offload(self._own_state() if leaves != "nothing" else ())
+        # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
+        # A router's bias, float32 and a few numbers, stays.
+        frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
+        whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
+        self.weights = Offload(whole, [*trained, *main], "the model") if leaves == "everything" else Offload(())
+
+    @property
+    def said(self) -> str:
+        """Whose Adam it is and of which version, for people."""
+        return f"Adam of {SAID[self.kernels]}"
+
+    @property
+    def parts(self) -> list[DistributedOptimizer]:
+        """The distributed optimizers of Megatron's chain; experts have one of their own, sharded over other ranks."""
+        return self.megatron.chained_optimizers
+
+    def make_moments(self) -> None:
+        """Gives Adam its moments, as zeros, where the first update has not yet; parameters stay as they are."""
+        without = [part for part in self.parts if not part.optimizer.state]
+        if not without:
+            return
+        for group in self.megatron.param_groups:
+            group["lr"] = 0.0
+        for part in without:
+            part._init_optimizer_states_with_dummy_values()
+        self.set_progress(self.num_updates, self.num_applied)
+
+    def _own_state(self) -> list[torch.Tensor]:
+        """All that lies in no buffer of the model: main weights of half-precision ones, and the moments."""
+        groups = [group for part in self.parts for group in part.shard_fp32_from_float16_groups]
+        main = [tensor for group in groups for tensor in group]
+        # torch counts Adam's steps in tensors of no dimension, which stay where they are
+        states = [tensor for state in self._states() for tensor in state.values()]
+        return main + [tensor for tensor in states if isinstance(tensor, torch.Tensor) and tensor.dim()]
+
+    def _states(self) -> Iterator[dict[str, Any]]:
+        """What Adam keeps of every parameter that this rank has a share of."""
+        return (state for part in self.parts for state in part.optimizer.state.values())
+
+    def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
+        """This rank's share of the state of a parameter, once there are moments; None where it has nothing of it."""
+        part = next((part for part in self.parts if parameter in part.model_param_gbuf_map), None)
+        if part is None:
+            return None
+        numbers = part._get_model_param_range_map(parameter)["param"]
+        state = part._get_main_param_and_optimizer_states(parameter)
+        state = {kind: self.weights.readable(self.offload.readable(tensor)) for kind, tensor in state.items()}
+        return ParameterShare(numbers.start, numbers.end, state)
+
+    def spread_main_weights(self, model: DistributedDataParallel) -> None:
+        """Rounds the main weights into the model's own, whole on all ranks. Collective over the agent."""
+        self.offload.require_home()
+        for part in self.parts:
+            part._copy_main_params_to_model_params()
+        model.start_param_sync(force_sync=True)
+
+    def set_progress(self, num_updates: int, num_applied: int) -> None:
+        """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""
+        self.num_updates, self.num_applied = num_updates, num_applied
+        # torch's Adam counts in every parameter's state, the fused ones in the group.
+        for state in self._states():
+            if "step" in state:
+                state["step"].fill_(num_applied)
+        for group in self.megatron.param_groups:
+            if "step" in group:
+                group["step"] = num_applied
+
+    def counted_gradients(self) -> list[torch.Tensor]:
+        """The gradients in the model's buffers that this rank counts: over all ranks every element of the model once.
+
+        Megatron decides which, as for the norm: of this rank's data-parallel shard, without copies on other tensor
+        ranks and without the tied head of another stage. fp32 views, until the buffers are filled again.
+        """
+        self.offload.require_home()  # Megatron lays every gradient beside its main weight
+        self.megatron.prepare_grads()
+        parts = self.megatron.chained_optimizers
+        return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+
+    def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks that share the elements of `counted_gradients`. In place; collective over the agent."""
+        torch.distributed.all_reduce(values, group=self.megatron.get_grad_stats_parallel_group())
+        return values
+
+    def step(self, loss: float) -> OptimizerStep:
+        """Apply the gradients in the model's buffers, unless they or the update's `loss` are not finite.
+
+        Collective over the agent's ranks, which all know the same loss. A norm that is not finite on any rank is so on
+        all (it is all-reduced), so all skip together. A skipped update still counts: the schedule follows the run's
+        plan, not its luck. RuntimeError while its state is away (offload.py).
+        """
+        self.offload.require_home()
+        lr = learning_rate(self.config, self.num_updates, self.total_updates)
+        self.num_updates += 1
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+        grad_norm, applied = _clipped_step(self.megatron, self.config.clip_grad, loss)
+        self.num_applied += applied
+        return OptimizerStep(grad_norm=grad_norm, lr=lr, applied=applied)
+
+
+def _megatron_config(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizerConfig:
+    dtype = model.config.params_dtype
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.lr * config.min_lr_ratio,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+
+
+def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float, loss: float) -> tuple[float, bool]:
+    """Megatron's own `step`, taken apart: without a loss scaler it would apply a gradient full of NaN.
+
+    Returns the norm before clipping and whether the step was applied.
+    """
+    found_inf = optimizer.prepare_grads()
+    assert not found_inf, "there is no loss scaler that could have looked for infinities"
+    grad_norm = float(optimizer.get_grad_norm())
+    if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+        return grad_norm, False
+    for part in optimizer.chained_optimizers:
+        # A rank may own no parameter of a part: more data-parallel ranks than the part has shards.
+        if part.get_parameters():
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, grad_norm)
+    *others, last = optimizer.chained_optimizers
+    for part in others:
+        MixedPrecisionOptimizer.step_with_ready_grads(part)  # its own would gather the weights of the whole model
+    last.step_with_ready_grads()
+    return grad_norm, True

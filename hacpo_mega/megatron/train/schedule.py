@@ -1,0 +1,211 @@
+"""Micro-batches through the pipeline: forward alone, or forward and backward into the model's gradient buffers.
+
+The scaling law, in one place. After `accumulate_gradients` the buffers hold
+
+    d/dw  sum over cells, sum over their micro-batches, of  loss
+
+a plain sum, over the ranks of data and of context parallelism (though each of the latter holds the whole loss:
+context_parallel.py says why). Nothing divides by the number of micro-batches, of ranks or of tokens. A mean is made by
+the loss itself, which divides by a count of the whole update that every rank was handed. So a gradient depends neither
+on how samples were packed nor on how many ranks share them, and a rank without samples adds zero.
+
+Megatron's own defaults divide twice (by num_microbatches in the schedule, by the data-parallel size in DDP). Its
+`calculate_per_token_loss` switches both off and would instead divide by a token count in `finalize_model_grads`; that
+count is withheld here. tests/jobs/test_gradient_invariance.py holds the law against Hugging Face.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.nn.functional import pad
+
+from hacpo_mega.cluster.groups.spans import Spans
+from hacpo_mega.cluster.groups.tree import as_tensor
+from hacpo_mega.config import DataParallelConfig
+from hacpo_mega.megatron.model.model import HiddenStateModel, forward_packed, unwrapped
+from hacpo_mega.megatron.model.router import PADDING, UNTOLD, coefficients
+from hacpo_mega.megatron.train.overlap import buffers_of, reduction_inside_backward, wait_before_use
+from hacpo_mega.megatron.train.shard_exchange import use_shard_exchange
+from hacpo_mega.megatron.train.stage_message import from_bytes, to_bytes
+from hacpo_mega.records import MicroBatch
+from hacpo_mega.samples.packing import empty_microbatch
+
+# (hidden states of the last stage, micro-batch) -> anything; with gradients (scalar loss, NO_TOKEN_COUNT, anything)
+LastStage = Callable[[torch.Tensor, MicroBatch], Any]
+
+DATA_PARALLEL = DataParallelConfig()
+# Megatron divides by this count where it is not zero, so a zero here switches that division off: see the law above.
+NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
+
+
+def data_parallel(
+    model: HiddenStateModel, spans: Spans, options: DataParallelConfig = DATA_PARALLEL
+) -> DistributedDataParallel:
+    """The model under the law above, with its gradient buffers; the wrapper reads the law once, here.
+
+    Where reduction ends, cells wait for each other, so that is one of the `spans`.
+    """
+    use_shard_exchange()
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
+    wrapping = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=True, **options.model_dump()
+    )
+    wrapped = DistributedDataParallel(model.config, wrapping, model)
+    if options.overlap_grad_reduce:
+        model.config.no_sync_func = wrapped.no_sync  # until the last micro-batch
+    if options.overlap_param_gather:
+        wait_before_use(wrapped)
+    return wrapped
+
+
+def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
+    """`last_stage` of every micro-batch with sequences in order, without gradients; empty on other pipeline stages."""
+    if not batches:
+        return []
+
+    longest, run = _longest(batches), get_forward_backward_func()
+
+    def step(batches_left, model):
+        batch = next(batches_left)
+        answer = last_stage if batch.sequences else lambda hidden_TH, batch: None
+        return _forward(model, batch, longest), lambda hidden_TH, non_loss_data: answer(hidden_TH, batch)
+
+    with torch.no_grad():
+        pipeline = _pipeline(model, batches)
+        answers = run(forward_step_func=step, forward_only=True, collect_non_loss_data=True, **pipeline)
+        return _of_sequences(answers, batches)
+
+
+def accumulate_gradients(
+    model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
+) -> list[Any]:
+    """Fill the gradient buffers as the law says. Returns what `last_stage` answers behind loss and count, in order, of
+    the micro-batches with sequences.
+
+    Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
+    joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
+    """
+    if not all(buffer.grad_data.numel() for buffer in buffers_of(model)):
+        raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
+    model.zero_grad_buffer()
+    longest, run = _longest(batches), get_forward_backward_func()
+
+    def step(batches_left, model):
+        batch = next(batches_left)
+        return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _nothing
+
+    # An empty micro-batch has no gradient of the head: what would wait for it is not to wait for the last one's.
+    with reduction_inside_backward(model, has_samples=bool(batches) and bool(batches[-1].sequences)):
+        if batches:
+            return _of_sequences(run(forward_step_func=step, forward_only=False, **_pipeline(model, batches)), batches)
+        model.config.finalize_model_grads_func([model])
+        return []
+
+
+def _of_sequences(answers: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
+    """Without those of empty micro-batches, also of those before `batches`."""
+    return [answer for number, answer in enumerate(answers[-len(batches) :]) if batches[number].sequences]
+
+
+def _longest(batches: Sequence[MicroBatch]) -> int:
+    """Tokens of the longest micro-batch. By number: whoever iterates over them takes them (micro_batches.py)."""
+    return max((len(batches[number].tokens_T) for number in range(len(batches))), default=0)
+
+
+def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.Tensor:
+    """The forward of a stage, or of a chunk of it.
+
+    Between chunks all messages are as long as those of the `longest` micro-batch. Megatron's exchange of true shapes
+    locks up there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
+    sends one after the other, and waits for the first tensor before it tells the second's shape.
+    """
+    bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
+    pack = *pack, _routing(bare, batch)
+    if bare.config.variable_seq_lengths:
+        return forward_packed(model, *pack)
+    ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()
+    own = len(batch.tokens_T) // ranks
+    if not bare.pre_process:
+        bare.decoder.input_tensor = bare.decoder.input_tensor[:own]
+    hidden = forward_packed(model, *pack)
+    return hidden if bare.post_process else pad(hidden, (0, 0, 0, 0, 0, longest // ranks - own))
+
+
+def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
+    """What routers are told of each token; the padding where it is to be left out of their losses."""
+    if not (model.architecture.has_experts and any(coefficients(model.config)) and torch.is_grad_enabled()):
+        return batch.routing_TLK
+    told_TLK = batch.routing_TLK
+    if told_TLK is None:
+        told_TLK = torch.full((len(batch.tokens_T), model.architecture.num_layers, 1), UNTOLD, dtype=torch.int16)
+    return torch.cat([told_TLK[: batch.num_tokens], torch.full_like(told_TLK[batch.num_tokens :], PADDING)])
+
+
+def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """What an empty micro-batch adds."""
+    return 0.0 * hidden_TH.sum(), NO_TOKEN_COUNT, None
+
+
+def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
+    """What Megatron's schedules are told of the micro-batches, with or without gradients.
+
+    Where stages have several chunks, every chunk takes them once, in rounds of pp: the first is filled with empty ones.
+    (In the last micro-batch every parameter must get a gradient, or its bucket is not reduced meanwhile.)
+    """
+    chunks = unwrapped(model).own_chunks
+    config, missing = model.config, 0
+    if len(chunks) > 1:
+        missing = -len(batches) % config.pipeline_model_parallel_size
+    cp = parallel_state.get_context_parallel_world_size()
+    empty = [empty_microbatch(config.tensor_model_parallel_size * cp)] * missing
+    iterators = [itertools.chain(empty, batches) for _ in chunks]
+    return {
+        "data_iterator": iterators if len(chunks) > 1 else iterators[0],
+        "model": [model, *chunks[1:]],
+        "num_microbatches": len(batches) + missing,
+        # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths), or this does.
+        "seq_length": _longest(batches),
+        "micro_batch_size": 1,
+    }
+
+
+def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over cells and cp ranks, over sequence-parallel and tied-embedding groups; divide by nothing."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    first = torch.distributed.get_process_group_ranks(group)[0]
+    with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
+        finalize_model_grads(models[:1], None, **groups)  # with the gradients of all chunks
+
+
+def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
+    """Sum over cells of a scalar that all ranks of this stage of a cell hold; an update's loss is the last one's."""
+    total = torch.as_tensor(value, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total.item()
+
+
+def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """The last pipeline stage's `tensor` on every stage; the others hand in one of its shape, which is overwritten."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        torch.distributed.broadcast(tensor, source, group=parallel_state.get_pipeline_model_parallel_group())
+    return tensor
+
+
+def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
+    """The same for what a stage_message.py holds, of a few kilobytes; `records` are the named tuples in it."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return thing
+    is_source = torch.distributed.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()
+    message = as_tensor(to_bytes(thing) if is_source else b"").to(device)
+    size = tensor_from_last_stage(torch.tensor([len(message)], device=device))
+    message = message if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
+    tensor_from_last_stage(message)
+    return thing if is_source else from_bytes(message.cpu().numpy().tobytes(), records)

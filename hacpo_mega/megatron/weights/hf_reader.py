@@ -1,0 +1,44 @@
+"""The tensors of a Hugging Face folder, a slice at a time. Imports no Megatron.
+
+Not here: what the files of a folder hold (models/weight_files.py), which slices a rank wants (weights.py).
+"""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from hacpo_mega.models.sharding.segments import Source
+from hacpo_mega.models.weight_files import CORRECTION, StoredTensor, stored_tensors
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
+    return torch.float32 if name.endswith(CORRECTION) else dtype
+
+
+class FolderReader:
+    """The tensors of a folder by name, over its safetensors files, which stay open until `stack` closes."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.stored: dict[str, StoredTensor] = stored_tensors(folder)
+        self.open_files: dict[str, Any] = {}
+
+    def read(self, source: Source, start: int, stop: int, *, dim: int) -> torch.Tensor:
+        """Rows (dim 0) or columns (dim 1) start:stop. ValueError when a number there is not finite."""
+        piece = self._slice(source)[:, start:stop] if dim else self._slice(source)[start:stop]
+        if num_bad := piece.numel() - int(piece.isfinite().sum()):
+            raise ValueError(
+                f"{self.folder / self.stored[source.name].file}: {source.name} holds {num_bad} numbers that are not "
+                f"finite (NaN or infinite) among {piece.numel()} read; copy the model again or take another checkpoint"
+            )
+        return piece
+
+    def _slice(self, source: Source) -> Any:
+        name = self.stored[source.name].file
+        if name not in self.open_files:
+            self.open_files[name] = self.stack.enter_context(safe_open(self.folder / name, framework="pt"))
+        return self.open_files[name].get_slice(source.name)

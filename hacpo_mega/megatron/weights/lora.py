@@ -1,0 +1,267 @@
+"""LoRA on a live Megatron model: adapters beside its parallel layers, a frozen base, and the base with them merged.
+
+A layer that is split along its output (column-parallel) reads the tokens of a sequence-parallel rank and gathers them:
+its adapter takes them to the rank of A first, so what it gathers is small. One that is split along its input
+(row-parallel) adds up what ranks have and keeps each rank's tokens: so does its adapter, with the product of its share
+of A. Either way the factor that all tensor ranks have, A of the first and B of the second, sees the tokens of its own
+rank alone, and Megatron adds up its gradient over them as it does that of a norm (`sequence_parallel`).
+Not here: which matrices, and how factors are cut (models/sharding/lora.py); W + B A in numbers (merging.py).
+Shapes: T tokens and t = T / tp of them, R rank, n the adapters of a layer, O and I outputs and inputs of a rank, U of
+those outputs the ones that an adapter adds to.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.nn.functional import linear
+
+from hacpo_mega.megatron.model.model import HiddenStateModel
+from hacpo_mega.megatron.model.moe import as_experts, expert_product
+from hacpo_mega.megatron.weights.merging import merged
+from hacpo_mega.megatron.weights.names import place_of
+from hacpo_mega.models.sharding.lora import Adapter, Lora, adapters, factor_names
+from hacpo_mega.models.sharding.publish_plan import actor_shards
+from hacpo_mega.models.sharding.segments import Cut, Rectangle, Segment, Slot, segments, shard_shape
+
+
+class LayerAdapter(torch.nn.Module):
+    """The adapters of one parallel layer; `forward` is what they add to its output."""
+
+    def __init__(self, down: Parameter, up: Parameter, scale: float, group: ProcessGroup) -> None:
+        """`group` is that of tensor parallelism, whose ranks share the tokens of a sequence where they are several."""
+        super().__init__()
+        self.down, self.up, self.scale, self.group = down, up, scale, group
+        self.is_on = True
+
+
+class ColumnAdapter(LayerAdapter):
+    """Of a layer that is split along its output: down [n R, I] on every rank, up split as the layer is.
+
+    `up` has the rows of the layer that an adapter adds to, in their order.
+    """
+
+    def __init__(self, owners_O: Sequence[int | None], *factors: object) -> None:
+        """`owners_O` says of every row of the layer whose it is, of the n adapters; None: of none."""
+        super().__init__(*factors)
+        rank, device = self.up.shape[1], self.up.device
+        places = [place for place, owner in enumerate(owners_O) if owner is not None]
+        num_adapters = self.down.shape[0] // rank
+        mask = [[float(owners_O[place] == number) for number in range(num_adapters)] for place in places]
+        self.mask_Un = None if num_adapters == 1 else torch.tensor(mask, dtype=self.up.dtype, device=device)
+        self.places_U = None if len(places) == len(owners_O) else torch.tensor(places, device=device)
+        self.num_rows = len(owners_O)
+        self.down.sequence_parallel = self.group.size() > 1
+        set_tensor_model_parallel_attributes(self.up, True, 0, 1)
+
+    def forward(self, input_t1I: Tensor) -> Tensor:
+        """What is added to the layer's output [T, 1, O]."""
+        low = linear(input_t1I, self.down) * self.scale
+        if self.group.size() > 1:
+            low = gather_from_sequence_parallel_region(low, group=self.group)
+        return linear(low, self._spread_up())
+
+    def _spread_up(self) -> Tensor:
+        """[O, n R]: every row of `up` in the columns of its own adapter, in the layer's order; elsewhere zeros."""
+        spread = self.up
+        if self.mask_Un is not None:
+            spread = (self.up[:, None, :] * self.mask_Un[:, :, None]).flatten(1)
+        if self.places_U is not None:
+            spread = spread.new_zeros(self.num_rows, spread.shape[1]).index_copy(0, self.places_U, spread)
+        return spread
+
+
+class RowAdapter(LayerAdapter):
+    """Of a layer that is split along its input: down [R, I] split as the layer is, up [O, R] on every rank."""
+
+    def __init__(self, *factors: object) -> None:
+        super().__init__(*factors)
+        set_tensor_model_parallel_attributes(self.down, True, 1, 1)
+        self.up.sequence_parallel = self.group.size() > 1
+
+    def forward(self, input_T1I: Tensor) -> Tensor:
+        """What is added to the layer's output [t, 1, O]."""
+        low = linear(input_T1I, self.down) * self.scale
+        if self.group.size() > 1:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return linear(low, self.up)
+
+
+class ExpertAdapter(LayerAdapter):
+    """Of a matrix of the experts of a rank: down [e n R, I], up [e O, R], those of one below those of the other."""
+
+    def __init__(self, num_experts: int, *factors: object) -> None:
+        super().__init__(*factors)
+        self.num_experts = num_experts
+        as_experts(self.down), as_experts(self.up)
+
+    def forward(self, rows_MI: Tensor, counts_e: Tensor) -> Tensor:
+        """What is added to the matrices' products [M, O]; of M rows each expert has so many, one after the other."""
+        low = expert_product(rows_MI, self.down.unflatten(0, (self.num_experts, -1)), counts_e) * self.scale
+        return expert_product(low, self._spread_up(), counts_e)
+
+    def _spread_up(self) -> Tensor:
+        """[e, O, n R]: every row of `up` in the columns of its own adapter; elsewhere zeros."""
+        rank = self.up.shape[1]
+        num_adapters = self.down.shape[0] // (self.num_experts * rank)
+        up_enoR = self.up.view(self.num_experts, num_adapters, -1, rank)
+        if num_adapters == 1:
+            return up_enoR[:, 0]
+        is_own_nn = torch.eye(num_adapters, dtype=self.up.dtype, device=self.up.device)
+        return (up_enoR[:, :, :, None] * is_own_nn[:, None, :, None]).flatten(3).flatten(1, 2)
+
+
+def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
+    """Freezes the model and puts adapters beside its layers, before it is wrapped for data parallelism.
+
+    B is zero, so the model computes what it did; A is drawn as peft draws it (uniform up to 1 / sqrt(inputs)), by the
+    seed and the name of its matrix, so that it is the same on every layout.
+    """
+    assert not model.fuses_norms, (
+        "TransformerEngine's layers have their norms inside, in front of what an adapter reads"
+    )
+    model.requires_grad_(False)
+    model.lora = lora
+    for adapter in _own_adapters(model):
+        layer = model.get_submodule(adapter.module)
+        layer.adapter = _layer_adapter(adapter, model, lora, seed)
+        layer.register_forward_hook(_add_to_experts if adapter.base.cut is Cut.EXPERTS else _add_adapter)
+
+
+def _own_adapters(model: HiddenStateModel) -> Iterator[Adapter]:
+    pp = model.pg_collection.pp
+    return adapters(model.architecture, model.chunks, pp.size(), pp.rank(), model.lora)
+
+
+def _add_adapter(layer: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]) -> tuple | None:
+    if not layer.adapter.is_on:
+        return None
+    (given,), (own, bias) = inputs, output
+    return own + layer.adapter(given), bias
+
+
+def _add_to_experts(layer: torch.nn.Module, inputs: tuple[Tensor, Tensor], own: Tensor) -> Tensor | None:
+    return own + layer.adapter(*inputs) if layer.adapter.is_on else None
+
+
+def _layer_adapter(adapter: Adapter, model: HiddenStateModel, lora: Lora, seed: int) -> LayerAdapter:
+    architecture, cut = model.architecture, place_of(model)
+    weight = model.get_parameter(adapter.base.parameter)
+
+    def parameter(slot: Slot) -> Parameter:
+        shape = shard_shape(slot, architecture, tp=cut["tp"], ep=cut["ep"])
+        return Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+
+    factors = parameter(adapter.down), parameter(adapter.up), lora.scale, model.pg_collection.tp
+    _draw(factors[0], adapter.down, segments(adapter.down, architecture, **cut), seed)
+    if adapter.base.cut is Cut.EXPERTS:
+        return ExpertAdapter(architecture.num_experts // cut["ep"], *factors)
+    if adapter.base.cut is Cut.COLUMNS:
+        return RowAdapter(*factors)
+    whose = {source.name: number for number, source in enumerate(adapter.down.sources)}
+    owners_O: list[int | None] = []
+    for piece in segments(adapter.base, architecture, **cut):
+        down, _ = factor_names(adapter.base.sources[piece.source].name)
+        owners_O += [whose.get(down)] * (piece.stop - piece.start)
+    return ColumnAdapter(owners_O, *factors)
+
+
+@torch.no_grad()
+def _draw(down: Parameter, slot: Slot, pieces: Sequence[Segment], seed: int) -> None:
+    first = 0
+    for piece in pieces:
+        source, size = slot.sources[piece.source], piece.stop - piece.start
+        digest = hashlib.blake2b(f"{seed} {source.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        bound = source.shape[1] ** -0.5
+        whole = torch.empty(source.shape).uniform_(-bound, bound, generator=generator)
+        down.narrow(slot.dim, first, size).copy_(whole.narrow(slot.dim, piece.start, size))
+        first += size
+
+
+@contextmanager
+def adapters_off(model: HiddenStateModel) -> Iterator[None]:
+    """The model computes what its folder says: the policy that the run began with."""
+    layers = [module for module in model.modules() if isinstance(module, LayerAdapter)]
+    try:
+        for layer in layers:
+            layer.is_on = False
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
+
+
+class HeldWeights:
+    """This rank's weights as others are to have them: those of the model, where there are adapters with them merged."""
+
+    def __init__(self, model: HiddenStateModel) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._lora = model.lora
+        self._shards = partial(actor_shards, architecture=model.architecture, **place_of(model))
+        self._factors: dict[str, list[tuple[Slot, Rectangle]]] = {}
+        found = [] if model.lora is None else _own_adapters(model)
+        for slot, held in self._shards([slot for each in found for slot in (each.down, each.up)]):
+            self._factors.setdefault(held.source.name, []).append((slot, held))
+
+    def shard(self, slot: Slot) -> Tensor:
+        """This rank's shard of a parameter of the base, to be read."""
+        parameter = self._parameters[slot.parameter].detach()
+        if not any(self._adapts(source.name) for source in slot.sources):
+            return parameter
+        whole = parameter.clone()
+        for _, held in self._shards([slot]):
+            _view(whole, held).copy_(self.rectangle(slot.parameter, held, held.offsets, held.sizes))
+        return whole
+
+    def rectangle(self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """The numbers at `offsets`, so many, of a Hugging Face tensor, inside of what a parameter holds of it."""
+        weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
+        if not self._adapts(held.source.name):
+            return weight
+        down, up = factor_names(held.source.name)
+        up_NR = self._factor(up, (offsets[0], 0), (sizes[0], self._lora.rank))
+        down_RM = self._factor(down, (0, offsets[1]), (self._lora.rank, sizes[1]))
+        return merged(weight, up_NR, down_RM, self._lora.scale)
+
+    def stack(
+        self, parameter: str, held: Sequence[Rectangle], offsets: tuple[int, int], sizes: tuple[int, int]
+    ) -> Tensor:
+        """Of experts, whose matrices lie at equal distances in a parameter, the same rectangle of each [experts, ...];
+        with adapters, a copy."""
+        if self._adapts(held[0].source.name):
+            return torch.stack([self.rectangle(parameter, each, offsets, sizes) for each in held])
+        first = self.rectangle(parameter, held[0], offsets, sizes)
+        step = held[1].start - held[0].start if len(held) > 1 else first.numel()
+        return first.as_strided((len(held), *sizes), (step, *first.stride()))
+
+    def _adapts(self, name: str) -> bool:
+        return factor_names(name)[0] in self._factors
+
+    def _factor(self, name: str, offsets: tuple[int, int], sizes: tuple[int, int]) -> Tensor:
+        for slot, held in self._factors[name]:
+            starts = [start - first for start, first in zip(offsets, held.offsets, strict=True)]
+            if all(0 <= s <= s + size <= most for s, size, most in zip(starts, sizes, held.sizes, strict=True)):
+                return _part(_view(self._parameters[slot.parameter].detach(), held), held, offsets, sizes)
+        raise AssertionError(f"{name} at {offsets}, {sizes} is of another rank than its matrix")
+
+
+def _view(parameter: Tensor, held: Rectangle) -> Tensor:
+    """What of a parameter's shard the rectangle is."""
+    return parameter.view(-1)[held.start :][: torch.Size(held.sizes).numel()].view(held.sizes)
+
+
+def _part(tensor: Tensor, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start - held.offsets[dim], length)
+    return tensor

@@ -1,0 +1,71 @@
+"""The Hugging Face tensors behind a live Megatron model, and the way back from its shards.
+
+Not here: the arithmetic of shards, which needs no model (models/sharding/segments.py).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from hacpo_mega.megatron.model.model import HiddenStateModel
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.lora import adapter_slots
+from hacpo_mega.models.sharding.segments import Slot, Source, rank_slots, segments
+
+# A norm of the local layers -> where TransformerEngine's have its weight.
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
+    """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
+    slots = rank_slots(model.architecture, model.chunks, model.config.pipeline_model_parallel_size, pp_rank)
+    return tuple(_fused(slot, model.architecture) for slot in slots) if model.fuses_norms else slots
+
+
+def _fused(slot: Slot, architecture: Architecture) -> Slot:
+    """The same of TransformerEngine's layers, in which a norm's weight is a parameter of the projection after it; in
+    front of experts there is none."""
+    for norm, parameter in FUSED_NORMS.items():
+        is_fused = "mlp." not in parameter or not architecture.has_experts
+        if is_fused and slot.parameter.endswith(f".{norm}"):
+            return replace(slot, parameter=f"{slot.parameter.removesuffix(norm)}{parameter}")
+    return slot
+
+
+def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
+    """The same of what is trained: under LoRA the factors of its adapters, else all."""
+    if model.lora is None:
+        return slots_of(model, pp_rank)
+    pp = model.config.pipeline_model_parallel_size
+    return adapter_slots(model.architecture, model.chunks, pp, pp_rank, model.lora)
+
+
+def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
+    """Every Hugging Face tensor of the whole model, stage by stage, each once."""
+    stages = range(model.config.pipeline_model_parallel_size)
+    slots = (slot for stage in stages for slot in slots_of(model, stage))
+    return tuple(dict.fromkeys(source for slot in slots for source in slot.sources))
+
+
+def place_of(model: HiddenStateModel) -> dict[str, int]:
+    """Which shards this rank has, as segments.py asks: tp, tp_rank, ep, ep_rank."""
+    tp, ep = model.pg_collection.tp, model.pg_collection.ep
+    return {"tp": tp.size(), "tp_rank": tp.rank(), "ep": ep.size(), "ep_rank": ep.rank()}
+
+
+def write_back(
+    full: tuple[torch.Tensor, ...],
+    shard: torch.Tensor,
+    slot: Slot,
+    architecture: Architecture,
+    **place: int,
+) -> None:
+    """Copy the shard of the rank at `place` into the full tensors of `slot.sources`; padding is dropped."""
+    position = 0
+    for piece in segments(slot, architecture, **place):
+        size = piece.stop - piece.start
+        full[piece.source].narrow(slot.dim, piece.start, size).copy_(shard.narrow(slot.dim, position, size))
+        position += size

@@ -1,0 +1,226 @@
+"""Executes a plan of publication: the numbers of the actor's parameters to where the engines of a cell want them.
+
+A bucket at a time: what crosses goes as one message for each pair of ranks, all of them grouped, and while they travel
+this rank copies what it keeps, and then unpacks the bucket before. Two buckets are alive at a time.
+Not here: who sends what (models/sharding/publish_plan.py), where it arrives (rollout/weights/engine_weights.py).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from hacpo_mega.cluster.groups.spans import WatchedGroup
+from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
+from hacpo_mega.megatron.train.overlap import finish_gather
+from hacpo_mega.megatron.weights.lora import HeldWeights
+from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of
+from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, actor_stacks, stack_of
+from hacpo_mega.models.sharding.shards import Shard
+
+# A piece's place in memory, at the rank that reads it or at the one that writes it.
+View = Callable[[Piece], torch.Tensor]
+
+
+class ActorShards:
+    """What this rank's part of a model holds of the Hugging Face tensors.
+
+    shards      in a fixed order; their numbers are places in it; experts' matrices are stacked
+    published   every tensor of the whole model: name -> shape
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        bare: HiddenStateModel = unwrapped(model)
+        self._weights = HeldWeights(bare)
+        held = actor_stacks(slots_of(bare, bare.pg_collection.pp.rank()), bare.architecture, **place_of(bare))
+        self._places = [(slot.parameter, rectangles) for slot, rectangles in held]
+        self.shards = tuple(stack_of(rectangles) for _, rectangles in self._places)
+        self.published = {source.name: source.shape for source in sources_of(bare)}
+        self.dtype = bare.config.params_dtype
+
+    def settle(self) -> None:
+        """Waits for weights that the last update still gathers."""
+        finish_gather(self._model)
+
+    def view(self, number: int, what: Shard) -> torch.Tensor:
+        """The numbers of the rectangle `what`, which lies in the shard of this number; with adapters, a copy."""
+        parameter, rectangles = self._places[number]
+        shard = self.shards[number]
+        if shard.member(0) == shard:
+            return self._weights.rectangle(parameter, rectangles[0], what.offsets, what.sizes)
+        first = what.offsets[0] - shard.offsets[0]
+        return self._weights.stack(parameter, rectangles[first:][: what.sizes[0]], what.offsets[1:], what.sizes[1:])
+
+
+@dataclass(frozen=True)
+class NoShards:
+    """The same of a rank without an actor, which is told what the model is; its `view` is asked for nothing."""
+
+    published: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+    shards: tuple[Shard, ...] = ()
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def view(self, number: int, what: Shard) -> torch.Tensor:
+        """Raises AssertionError: no plan has a piece of a shard that is not there."""
+        raise AssertionError(f"{what} is read from shard {number} of a rank that has none")
+
+
+@dataclass
+class _Bucket:
+    """What one rank has to do in a bucket: copy, send to whom, receive from whom."""
+
+    kept: list[Piece] = field(default_factory=list)
+    sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Exchange:
+    """A plan as a rank of a cell executes it, any number of times; every method is collective over the cell."""
+
+    def __init__(
+        self,
+        plan: PublishPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout: timedelta,
+        group: WatchedGroup | None = None,
+    ) -> None:
+        """Numbers are of `dtype`, on `device`; `timeout` bounds what waits for other ranks. Collective over the agent.
+
+        `group` is that of the cell's ranks where some of them are in no group of Megatron's, else None.
+        RuntimeError where the ranks of the cell have made different plans.
+        """
+        self._beside = group
+        self._group = group or _cell_group(plan.num_ranks, timeout)
+        self._rank, self._dtype, self._device = self._group.rank(), dtype, device
+        assert plan.num_ranks == self._group.size(), (plan.num_ranks, self._group.size())
+        self._require_one_plan(plan)
+        self._buckets = [self._share(bucket) for bucket in plan.buckets]
+
+    def _require_one_plan(self, plan: PublishPlan) -> None:
+        """Also the group's first collective, which NCCL wants of all ranks before two of them exchange."""
+        mine = torch.tensor(list(plan.digest), dtype=torch.uint8, device=self._device)
+        all_RB = mine.new_empty(self._group.size() * len(mine))
+        if self._beside is None:
+            dist.all_gather_into_tensor(all_RB, mine, group=self._group)
+        else:
+            self._beside.allgather([list(all_RB.view(-1, len(mine)))], [mine]).wait()
+        if not bool((all_RB.view(-1, len(mine)) == mine).all()):
+            raise RuntimeError("the ranks of a cell have made different plans to publish: is one of another version?")
+
+    def _share(self, bucket: Iterable[Piece]) -> _Bucket:
+        share = _Bucket()
+        for piece in bucket:
+            if piece.source == piece.target == self._rank:
+                share.kept.append(piece)
+            elif piece.source == self._rank:
+                share.sent[piece.target].append(piece)
+            elif piece.target == self._rank:
+                share.received[piece.source].append(piece)
+        return share
+
+    def run(
+        self,
+        read: View,
+        write: View,
+        wrote: Callable[[Piece], None],
+        sent: Callable[[str, int], None] = lambda *_: None,
+        settled: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Moves every number once. `wrote` is told of each piece; `sent` what this rank gives to others of its cell.
+
+        `settled` is told of every bucket, by number, of which this rank has its part: all ranks of the cell are, or can
+        be without this one, so that they may meet there.
+        """
+        arriving: _Arrivals | None = None
+        for number, bucket in enumerate(self._buckets):
+            starting = self._start(bucket, read, sent)
+            own = bucket.kept
+            _copy([write(piece) for piece in own], [read(piece) for piece in own], wrote, own)
+            if arriving is not None:
+                arriving.unpack(write, wrote)
+                settled(number - 1)
+            arriving = starting
+        if arriving is not None:
+            arriving.unpack(write, wrote)
+            settled(len(self._buckets) - 1)
+
+    def _start(self, bucket: _Bucket, read: View, sent: Callable[[str, int], None]) -> "_Arrivals":
+        messages = {peer: torch.cat([read(p).reshape(-1) for p in pieces]) for peer, pieces in bucket.sent.items()}
+        room = {peer: self._room(pieces) for peer, pieces in bucket.received.items()}
+        if self._beside is not None:  # which counts what it sends
+            works = send_and_receive(self._beside, messages, room)
+        else:
+            operations = [self._operation(dist.isend, message, peer) for peer, message in messages.items()]
+            operations += [self._operation(dist.irecv, buffer, peer) for peer, buffer in room.items()]
+            for message in messages.values():
+                sent("cell", message.nbytes)
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return _Arrivals(works, messages, [(room[peer], pieces) for peer, pieces in bucket.received.items()])
+
+    def _operation(self, what: Callable[..., dist.Work], tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(what, tensor, group=self._group, group_peer=peer)
+
+    def _room(self, pieces: Iterable[Piece]) -> torch.Tensor:
+        return torch.empty(sum(piece.what.size for piece in pieces), dtype=self._dtype, device=self._device)
+
+
+def send_and_receive(
+    group: WatchedGroup, messages: Mapping[int, torch.Tensor], room: Mapping[int, torch.Tensor]
+) -> list[dist.Work]:
+    """`dist.batch_isend_irecv` in a group that was made directly (cluster/place.py): tensors by peer, all at once.
+
+    One after the other, NCCL's would wait for each other.
+    """
+    if not messages and not room:
+        return []
+    if group.supports_coalescing:
+        group._start_coalescing()
+    works = [group.send([message], peer, 0) for peer, message in messages.items()]
+    works += [group.recv([buffer], peer, 0) for peer, buffer in room.items()]
+    return [group._end_coalescing()] if group.supports_coalescing else works
+
+
+def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The ranks of this cell, which are neighbours: Megatron's group of a model, which leaves cp out, or a new one."""
+    group = parallel_state.get_model_parallel_group()
+    if group.size() == size:
+        return group
+    cells = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+    groups = [dist.new_group(list(cell), timeout=timeout) for cell in cells]
+    return groups[dist.get_rank() // size]
+
+
+@dataclass
+class _Arrivals:
+    """A bucket on its way: what is sent lives as long."""
+
+    works: list[dist.Work]
+    sending: dict[int, torch.Tensor]
+    buffers: list[tuple[torch.Tensor, list[Piece]]]
+
+    def unpack(self, write: View, wrote: Callable[[Piece], None]) -> None:
+        """Waits for it, and moves it to where it belongs."""
+        for work in self.works:
+            work.wait()
+        for buffer, pieces in self.buffers:
+            parts = buffer.split([piece.what.size for piece in pieces])
+            came = [part.view(piece.what.sizes) for part, piece in zip(parts, pieces, strict=True)]
+            _copy([write(piece) for piece in pieces], came, wrote, pieces)
+
+
+def _copy(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], wrote: Callable[[Piece], None], pieces: Iterable[Piece]
+) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    for piece in pieces:
+        wrote(piece)

@@ -1,0 +1,251 @@
+"""What a Hugging Face folder's config.json says about a model, as one frozen record. No weights, no Megatron.
+
+Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
+from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope
+from hacpo_mega.models.families.windows import read_windows
+from hacpo_mega.models.files.documents import one_line, short
+from hacpo_mega.models.files.fields import MOST, Fields
+from hacpo_mega.models.files.folder import read_config
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder with rotary positions, RMSNorm, a gated feed-forward or experts, and grouped key/value heads.
+
+    ffn_size            width of a feed-forward; 0 where every layer has experts in its place
+    num_experts         of a layer; 0: none
+    experts_per_token   experts that a token goes to
+    expert_ffn          width of an expert
+    normalises_experts  whether the shares of a token's experts are made to add up to 1
+    num_groups          in which experts lie; groups_per_token: to how many of them a token goes at the most
+    routed_scale        what its shares are multiplied with at the end
+    shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
+    dense_layers        how many layers, the first ones, have a feed-forward and no experts
+    Raises ValueError for sizes that no such decoder has.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope: Rope | None
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    rotary_share: float = 1.0
+    windows: tuple[int | None, ...] = ()
+    window_theta: float | None = None
+    query_scalar: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    normalises_experts: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    routed_scale: float = 1.0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} is more than {most:,}, which no model has")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
+                "the first number must be a multiple of the second"
+            )
+        choice = self.num_experts, self.experts_per_token, self.num_groups, self.groups_per_token
+        if problem := routing_problem(*choice):
+            raise ValueError(problem)
+        if self.has_experts and self.dense_layers >= self.num_layers:
+            raise ValueError(
+                f"first_k_dense_replace is {self.dense_layers}, and there are {self.num_layers} layers: none of them "
+                "would have experts"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"partial_rotary_factor {self.rotary_share} turns {self.rotary_dim} of the {self.head_dim} numbers of "
+                "a head; rotary positions turn pairs of numbers"
+            )
+        if isinstance(self.rope, YarnRope) and self.max_positions > self.rope.reach:
+            raise ValueError(
+                f"max_position_embeddings ({self.max_positions}) is beyond the {self.rope.reach} positions for which "
+                "vLLM has angles, original_max_position_embeddings x factor; write that or fewer"
+            )
+
+    @property
+    def kin(self) -> Family:
+        """What all models of its family have in common."""
+        return FAMILIES[self.family]
+
+    @property
+    def angle_size(self) -> int:
+        """How many angles a token has, of all layers together."""
+        return self.rotary_dim * (1 if self.window_theta is None else 2)
+
+    @property
+    def fits_te(self) -> bool:
+        """Whether it can have TransformerEngine's layers."""
+        return self.kin.fits_te and not self.windows
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """What scores are multiplied with; None: one over the root of the head size."""
+        return None if self.query_scalar is None else self.query_scalar**-0.5
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer sees, the token itself among them; None: all."""
+        return self.windows[layer] if self.windows else None
+
+    @property
+    def copies_qk_norm(self) -> bool:
+        """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
+        return self.qk_norm and not self.kin.whole_qk_norm
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of its layers have experts in the place of a feed-forward."""
+        return self.num_experts > 0
+
+    @property
+    def expert_layers(self) -> int:
+        """How many have."""
+        return self.num_layers - self.dense_layers if self.has_experts else 0
+
+    def has_experts_in(self, layer: int) -> bool:
+        """Whether this layer has."""
+        return self.has_experts and layer >= self.dense_layers
+
+    def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
+        """Models of a single layer for every kind among `layers`, without experts and with, and how many are such."""
+        counts: dict[bool, int] = {}
+        for layer in layers:
+            counts[self.has_experts_in(layer)] = counts.get(self.has_experts_in(layer), 0) + 1
+        thin = replace(self, num_layers=1, dense_layers=0)
+        plain = replace(thin, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
+                        groups_per_token=1)  # fmt: skip
+        return {thin if has_experts else plain: count for has_experts, count in counts.items()}
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether neighbouring numbers of a head turn together."""
+        return self.kin.interleaved
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head, its first ones, rotary positions turn."""
+        return int(self.head_dim * self.rotary_share)
+
+    @classmethod
+    def of_family(
+        cls, family: Family, *, attention_bias: bool = False, use_qk_norm: bool = False, **sizes: Any
+    ) -> "Architecture":
+        """A member of a family by its sizes, the fields above by name; both others as in its config.json."""
+        return cls(
+            family=family.model_type,
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias and family.output_bias,
+            qk_norm=use_qk_norm if family.qk_norm is None else family.qk_norm,
+            **sizes,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Architecture":
+        """Read `folder`/config.json. Raises ValueError for a folder without one or a model this project cannot run."""
+        path = Path(folder) / "config.json"
+        fields = Fields(path, read_config(Path(folder)))
+        family = _family(path, fields.given)
+        _refuse_variants(path, fields.given, family)
+        hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
+        num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
+        unsaid = family.unsaid
+        num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
+        angles = read_rope(path, fields, family)
+        try:
+            return cls.of_family(
+                family,
+                num_layers=num_layers,
+                hidden_size=hidden_size,
+                num_heads=num_heads,
+                num_kv_heads=fields.count(
+                    "num_key_value_heads",
+                    default=unsaid.get("num_key_value_heads", num_heads),
+                    most=MOST["num_kv_heads"],
+                ),
+                head_dim=fields.count(
+                    "head_dim", default=unsaid.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
+                ),
+                **read_feed_forward(fields, family.experts, unsaid),
+                vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
+                max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
+                norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
+                rope_theta=angles.theta,
+                rope=angles.rope,
+                rotary_share=angles.share,
+                windows=read_windows(path, fields, family, num_layers),
+                window_theta=angles.window_theta,
+                query_scalar=fields.count("query_pre_attn_scalar", default=unsaid["query_pre_attn_scalar"])
+                if family.query_scalar
+                else None,
+                tied=fields.flag("tie_word_embeddings", default=unsaid.get("tie_word_embeddings", False)),
+                attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
+                use_qk_norm=fields.flag("use_qk_norm", default=unsaid.get("use_qk_norm", False)),
+            )
+        except ValueError as error:
+            named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
+            raise ValueError(named) from error
+
+
+def _family(path: Path, given: Mapping[str, Any]) -> Family:
+    """The family that a config.json names by its model_type, and its `architectures` in the same way."""
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    named = given.get("architectures")
+    name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
+    if name not in supported.split(", "):
+        raise ValueError(f"{path}: architecture {name} is not supported; supported: {supported}")
+    model_type = given.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{path}: model_type {short(model_type)} is not supported; supported are {known}")
+    if family.architecture != name:
+        raise ValueError(
+            f"{path}: model_type {model_type!r} goes with architecture {family.architecture}, found {name}"
+        )
+    return family
+
+
+def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> None:
+    """ValueError for a member that computes something else than its family, or has a field that may ask for it."""
+    for key, only in family.values.items():
+        found = given.get(key)
+        # true == 1 in Python, and 1 is no answer to a question of true or false
+        if found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool)):
+            asked = f"{path}: {key} = {short(found)} is not supported"
+            raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
+                             else f"{asked}, only {only!r}")  # fmt: skip
+    if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
+        raise ValueError(
+            f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "
+            "known here, so the model may compute something else; if it does not, take it out of config.json"
+        )

@@ -1,0 +1,106 @@
+"""What a config.json says of a layer's feed-forward, or of the experts in its place. Imports no torch.
+
+Not here: what a family decides by itself (families.py), how a token's experts are chosen (megatron/model/router.py),
+and how experts are shared by ranks (layout.py, segments.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hacpo_mega.models.files.fields import MOST, Fields
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What a family has in the place of a feed-forward: a router, and experts of which a token goes to a few.
+
+    block           what its folders call this, next to the attention of a layer
+    gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
+    width           the field of config.json that says how wide an expert is
+    may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
+                    are
+    counts          the fields that may say how many experts there are: transformers 5 writes the second for all
+    shared          as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, a bias takes part in the choice, which may
+                    be limited to groups; all tokens go to shared experts, by this name; first layers may be dense
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    width: str
+    may_normalise: bool
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    shared: str | None = None
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What config.json may say of them."""
+        said = {*self.counts, "num_experts_per_tok", self.width}
+        said |= {"norm_topk_prob"} if self.may_normalise else set()
+        return frozenset(said | SHARED_FIELDS if self.shared is not None else said)
+
+
+SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
+
+
+def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an Architecture that say it, by name. ValueError for what no such model has."""
+    if experts is None:
+        return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
+    width = fields.count(experts.width, default=unsaid.get(experts.width), most=MOST["expert_ffn"])
+    found = {
+        "ffn_size": 0,
+        "num_experts": _num_experts(fields, experts, unsaid),
+        "experts_per_token": fields.count("num_experts_per_tok", default=unsaid["num_experts_per_tok"]),
+        "expert_ffn": width,
+        "normalises_experts": not experts.may_normalise
+        or fields.flag("norm_topk_prob", default=unsaid["norm_topk_prob"]),
+    }
+    if experts.shared is None:
+        return found
+    counts = {"num_groups": "n_group", "groups_per_token": "topk_group"}
+    dense_layers = fields.count("first_k_dense_replace", default=unsaid["first_k_dense_replace"], least=0)
+    return {
+        **found,
+        **{name: fields.count(key, default=unsaid[key]) for name, key in counts.items()},
+        "routed_scale": fields.positive("routed_scaling_factor", default=unsaid["routed_scaling_factor"]),
+        "shared_ffn": width * fields.count("n_shared_experts", default=unsaid["n_shared_experts"]),
+        "dense_layers": dense_layers,
+        "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
+    }
+
+
+def expert_number_bytes(num_experts: int) -> int:
+    """Of the unsigned number that says which expert, and has one more, its highest, for none (samples/routing.py)."""
+    return 1 if num_experts < 2**8 else 2
+
+
+def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) -> int:
+    found = {
+        name: fields.count(name, most=MOST["num_experts"])
+        for name in experts.counts
+        if fields.given.get(name) is not None
+    }
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name} = {count}" for name, count in found.items())
+        raise ValueError(f"{fields.path}: {said} both say how many experts there are; take the wrong one out")
+    return next(iter(found.values()), unsaid["num_experts"])
+
+
+def routing_problem(num_experts: int, per_token: int, num_groups: int, groups_per_token: int) -> str | None:
+    """Why no token can have so many experts, of so many groups; None where it can."""
+    if per_token > num_experts:
+        return (
+            f"num_experts_per_tok is {per_token}, and there are {num_experts} experts; a token goes to each of its "
+            "experts once"
+        )
+    size = num_experts // num_groups
+    if num_groups > 1 and (num_experts % num_groups or size < 2):
+        return f"n_group ({num_groups}) must divide the {num_experts} experts into groups of two or more"
+    if not groups_per_token <= num_groups:
+        return f"topk_group is {groups_per_token}, and there are {num_groups} groups of experts (n_group)"
+    if per_token > groups_per_token * size:
+        return f"num_experts_per_tok is {per_token}, and topk_group groups have {groups_per_token * size} experts"
+    return None

@@ -1,0 +1,320 @@
+"""The families of models that can be trained: one record each, and nothing about a family anywhere else.
+
+A record says which fields a config.json of the family may have, and what the family decides by itself. A field that it
+does not know is a refusal, since another field is how another computation is asked for (Mistral's `sliding_window`).
+Sources: the configuration classes of transformers, whose defaults tests/unit/test_families.py compares, and
+vllm/model_executor/models. Not here: public sizes (public.py), names of tensors (segments.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hacpo_mega.models.families.experts import Experts
+from hacpo_mega.models.files.folder import PREDICTS
+
+# What Architecture.from_folder, folder.py and the tokenizer's readers read.
+READ = frozenset(
+    {"architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    | {"num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps"}
+    | {"tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "dtype", "torch_dtype"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+# What describes a folder, its making or its sampling, and changes no log-prob.
+DESCRIBES = frozenset(
+    {"_name_or_path", "_attn_implementation_autoset", "auto_map", "initializer_range", "transformers_version"}
+    | {"use_cache", "pretraining_tp", "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class"}
+    | {"finetuning_task", "return_dict", "return_dict_in_generate", "output_attentions", "output_hidden_states"}
+    | {"output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "prefix", "sep_token_id", "max_length"}
+    | {"min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"}
+    | {"top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"}
+    | {"encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "chunk_size_feed_forward"}
+    | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
+    | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
+)
+# What may be said of every family with this value alone: with another the model computes something else.
+ONLY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
+
+# Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
+# What comes after is a part of the sum with the residual (megatron/model/norms.py, AddNormed).
+BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
+AROUND = {
+    **BEFORE,
+    "self_attn_bda.norm": "post_self_attn_layernorm",
+    "mlp_bda.norm": "post_mlp_layernorm",
+}
+SANDWICH = {
+    **AFTER,
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+}
+# Which layers may see a window alone -> the fields that say so.
+WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
+           "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
+
+    models          what is published of it, for people
+    model_type      as config.json and Megatron's model builder know it
+    architecture    the class that transformers and vLLM run
+    qkv_bias        whether queries, keys and values have a bias, whatever config.json says
+    may_have_bias   whether `attention_bias` may be true
+    output_bias     whether it then stands for a bias on the output projection, too
+    qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
+    whole_qk_norm   whether that is over all heads together, before they are split
+    interleaved     whether neighbours turn together, not the halves of what turns
+    windows         which layers may see a window alone: none, all, some (windows.py)
+    two_ropes       whether layers with a window have angles of their own
+    offset_norms    whether its folders hold what a norm's scale is beyond 1
+    activation      of the feed-forward's gate, by transformers' name
+    scaled_embedding    whether the embedding is multiplied with the root of the hidden size
+    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
+    experts         what it has in the place of its feed-forwards; None: feed-forwards
+    norms           the norms of a layer: Megatron's name -> that of its folders
+    stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
+    rope_kinds      the kinds of rotary scaling that it may have (rope.py)
+    rotary_share    how much of a head turns with the position, where config.json does not say it
+    may_turn_a_part whether config.json may say another share
+    unsaid          what a config.json means where it does not say a field; head_dim else is the hidden size over heads,
+                    num_key_value_heads as many as heads
+    ignores         fields of the family that change nothing, given what `only` fixes
+    only            fields of the family, with the one value that is supported
+    why             of an `only` field, what is wrong with another value; no entry: it computes something else
+    made_with       what a new config.json has to say, where transformers' default is another model
+    norm_eps, rope_theta    of the family's public models (public.py)
+    """
+
+    model_type: str
+    architecture: str
+    models: str
+    qkv_bias: bool = False
+    may_have_bias: bool = False
+    output_bias: bool = True
+    qk_norm: bool | None = False
+    whole_qk_norm: bool = False
+    interleaved: bool = False
+    windows: Literal["none", "all", "some"] = "none"
+    two_ropes: bool = False
+    offset_norms: bool = False
+    activation: str = "silu"
+    scaled_embedding: bool = False
+    query_scalar: bool = False
+    experts: Experts | None = None
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    stored_fused: frozenset[str] = frozenset()
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rotary_share: float = 1.0
+    may_turn_a_part: bool = False
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    ignores: frozenset[str] = frozenset()
+    only: Mapping[str, Any] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict)
+    made_with: Mapping[str, Any] = field(default_factory=dict)
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Fields that a config.json may have with one value alone."""
+        free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
+        return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
+
+    @property
+    def fits_te(self) -> bool:
+        """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
+        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes
+        return self.norms == BEFORE and not lacks
+
+    def knows(self, name: str) -> bool:
+        """Whether a config.json of the family may have this field."""
+        scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
+        scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
+        experts = self.experts.fields if self.experts is not None else frozenset()
+        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
+        return name in own or name in ONLY or name in self.only
+
+
+_WINDOW = {"use_sliding_window": False, "use_mrope": False}
+_NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
+
+LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    "Qwen2, Qwen2.5",
+    qkv_bias=True,
+    unsaid={"num_key_value_heads": 32},
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    "Qwen3",
+    qk_norm=True,
+    unsaid={"head_dim": 128, "num_key_value_heads": 32},
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+    why={
+        "attention_bias": "vLLM leaves out the bias of its output projection, so it would sample from another model "
+        "than the one that is trained"
+    },
+)
+# The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
+# a loss that answers do not earn would enter every update.
+_BALANCE = frozenset({"router_aux_loss_coef", "output_router_logits"})
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    models="Qwen3-30B-A3B, 235B-A22B",
+    experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
+    unsaid={
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ignores=_NO_WINDOW | _BALANCE,
+)  # fmt: skip
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    "Mixtral 8x7B, 8x22B",
+    experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
+    unsaid={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    only={"sliding_window": None, "router_jitter_noise": 0.0},
+    ignores=_BALANCE,
+    why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
+    norm_eps=1e-5,
+)
+# v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    "Mistral 7B, Nemo, Small",
+    windows="all",
+    unsaid={"num_key_value_heads": 8, "sliding_window": 4096},
+    made_with={"sliding_window": None},
+    norm_eps=1e-5,
+)
+# Phi-3 at 4k, Phi-4 and Phi-4-reasoning; others have longrope. transformers reads yarn as longrope.
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    "Phi-3 at 4k, Phi-4",
+    stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
+    windows="all",
+    rope_kinds=("default",),
+    may_turn_a_part=True,
+    unsaid={"rms_norm_eps": 1e-5},
+    ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
+    only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    norm_eps=1e-5,
+)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    "OLMo 2",
+    qk_norm=True,
+    whole_qk_norm=True,
+    norms=AFTER,
+    unsaid={"rms_norm_eps": 1e-5},
+    rope_theta=500_000.0,
+)
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    models="OLMo 3",
+    windows="some",
+    two_ropes=True,
+    unsaid={
+        "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+)  # fmt: skip
+# The models of April 2025; GLM-4-9B of 2024 is another architecture.
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    "GLM-4-0414",
+    may_have_bias=True,
+    output_bias=False,
+    norms=AROUND,
+    stored_fused=frozenset({"gate_up_proj"}),
+    interleaved=True,
+    rotary_share=0.5,
+    may_turn_a_part=True,
+    unsaid={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+)
+# Its folders have, behind the last layer, layers that predict further tokens (weight_files.py).
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    "GLM-4.5, 4.5-Air, 4.6",
+    may_have_bias=True,
+    output_bias=False,
+    qk_norm=None,
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True,
+        counts=("n_routed_experts",), shared="shared_experts",
+    ),
+    rotary_share=0.5,
+    may_turn_a_part=True,
+    unsaid={
+        "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
+        "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
+    },
+    ignores=frozenset(PREDICTS) | _BALANCE,
+    norm_eps=1e-5,
+)  # fmt: skip
+# The text models: 1B, and larger ones without their eyes.
+_TANH = "gelu_pytorch_tanh"
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma 3, text alone",
+    qk_norm=True,
+    offset_norms=True,
+    norms=SANDWICH,
+    windows="some",
+    two_ropes=True,
+    activation=_TANH,
+    scaled_embedding=True,
+    query_scalar=True,
+    rope_kinds=("default", "linear"),
+    unsaid={
+        "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6, "window_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
+    },
+    ignores=frozenset({"rope_local_base_freq", "cache_implementation", "_sliding_window_pattern"}),
+    only={
+        "hidden_act": _TANH, "hidden_activation": _TANH, "final_logit_softcapping": None,
+        "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+    },
+)  # fmt: skip
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (
+        LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
+    )
+}  # fmt: skip

@@ -1,0 +1,171 @@
+"""How positions become angles: the kinds of rotary scaling, a record each, as config.json asks for them.
+
+A kind is here only where transformers (modeling_rope_utils) and vLLM (layers.rotary_embedding) compute the same with
+it. They do not with "dynamic" (vLLM scales by the longest sequence that may come, transformers by the one at hand) and
+"longrope" (vLLM takes the long factors by the engine's limit, transformers by the sequence). Imports no torch.
+Not here: the frequencies themselves (megatron/model/rope.py).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hacpo_mega.models.families.families import Family
+from hacpo_mega.models.families.windows import FULL, WINDOWED
+from hacpo_mega.models.files.documents import one_line, short
+from hacpo_mega.models.files.fields import Fields
+
+# What a rope table of any kind may say.
+OF_ALL = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions are divided by `factor` (arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Rotary scaling of Llama 3.1 and later."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (arXiv 2309.00071).
+
+    beta_fast, beta_slow   turns over the original positions above which a frequency stays, below which it is divided
+    attention_factor       cosines and sines are multiplied by it
+    truncate               whether the edges of the blend are moved to whole pairs
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+    @property
+    def reach(self) -> int:
+        """Positions for which vLLM has angles."""
+        return int(self.original_positions * self.factor)
+
+
+Rope = LinearRope | Llama3Rope | YarnRope
+
+
+@dataclass(frozen=True)
+class Angles:
+    """What config.json says of a model's angles.
+
+    theta, rope    of all layers, but those with a window where window_theta is given, which have no scaling
+    share          how much of a head turns
+    """
+
+    theta: float
+    rope: Rope | None
+    share: float
+    window_theta: float | None
+
+
+def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
+    """The angles that a config.json asks for.
+
+    transformers 5 keeps all in rope_parameters, older folders in rope_theta, rope_scaling and partial_rotary_factor.
+    ValueError for a kind that the family cannot have here, by name, and for a field that the kind does not know.
+    """
+    table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
+    window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
+    if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
+        table = table.table(FULL)
+    usual = family.unsaid.get("rope_theta", 10_000.0)
+    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
+    share = _holder(table, fields, "partial_rotary_factor").positive(
+        "partial_rotary_factor", default=family.rotary_share
+    )
+    if share != family.rotary_share and not family.may_turn_a_part:
+        raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
+    kind = table.given.get("rope_type") or table.given.get("type") or "default"
+    if kind not in family.rope_kinds:
+        raise ValueError(
+            f"{path}: rope type {short(kind)} is not supported with {family.model_type}; "
+            f"supported are {', '.join(family.rope_kinds)}"
+        )
+    known, read = KINDS[kind]
+    if unknown := sorted(key for key, value in table.given.items() if value is not None and key not in known | OF_ALL):
+        raise ValueError(
+            f"{path}: {one_line(unknown[0])} = {short(table.given[unknown[0]])} is no field of rope type {kind!r} that "
+            "is known here, so the model may compute other angles; if it does not, take it out of config.json"
+        )
+    return Angles(theta, read(table), share, window_theta)
+
+
+def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
+    """Of layers with a window, which have a table of their own or, in older folders, a field."""
+    own = table.table(WINDOWED)
+    if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
+        raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")
+    kind = own.given.get("rope_type") or own.given.get("type") or "default"
+    if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
+    local = fields.positive("rope_local_base_freq", default=family.unsaid["window_theta"])
+    return own.positive("rope_theta", default=local)
+
+
+def _holder(table: Fields, fields: Fields, name: str) -> Fields:
+    return table if table.given.get(name) is not None else fields
+
+
+def _linear(table: Fields) -> LinearRope:
+    if type(table.given.get("factor")) is int:
+        raise ValueError(f"{table.path}: factor of rope type 'linear' must have a decimal point, which vLLM asks for")
+    return LinearRope(table.at_least_one("factor"))
+
+
+def _llama3(table: Fields) -> Llama3Rope:
+    return Llama3Rope(
+        factor=table.positive("factor"),
+        low_freq_factor=table.positive("low_freq_factor"),
+        high_freq_factor=table.positive("high_freq_factor"),
+        original_positions=table.count("original_max_position_embeddings"),
+    )
+
+
+def _yarn(table: Fields) -> YarnRope:
+    factor = table.at_least_one("factor")
+    # Both libraries: the two count together or not at all.
+    scales = [table.given.get(name) for name in ("mscale", "mscale_all_dim")]
+    above, below = [table.positive(name) for name in ("mscale", "mscale_all_dim")] if all(scales) else (1.0, 0.0)
+    usual = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+    return YarnRope(
+        factor=factor,
+        original_positions=table.count("original_max_position_embeddings"),
+        beta_fast=table.positive("beta_fast", default=32.0),
+        beta_slow=table.positive("beta_slow", default=1.0),
+        attention_factor=table.positive("attention_factor", default=usual),
+        truncate=table.flag("truncate", default=True),
+    )
+
+
+# kind -> the fields of its table, and their reading
+KINDS: Mapping[str, tuple[frozenset[str], Callable[[Fields], Rope | None]]] = {
+    "default": (frozenset(), lambda _: None),
+    "linear": (frozenset({"factor"}), _linear),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+        _llama3,
+    ),
+    "yarn": (
+        frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
+        | {"mscale", "mscale_all_dim", "truncate"},
+        _yarn,
+    ),
+}

@@ -1,0 +1,74 @@
+"""Typed reading of config.json, field by field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.models.files.documents import short
+
+# What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
+MOST = {
+    "num_layers": 10_000,
+    "hidden_size": 2**20,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**14,
+    "ffn_size": 2**24,
+    "num_experts": 2**16,
+    "expert_ffn": 2**24,
+    "shared_ffn": 2**24,
+    "vocab_size": 2**24,
+    "max_positions": 2**31,
+}
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given."""
+
+    path: Path
+    given: Mapping[str, Any]
+
+    def count(self, name: str, *, default: int | None = None, least: int = 1, most: int | None = None) -> int:
+        """An integer of at least `least`; one above `most` is that of no model."""
+        value = self._value(name, default)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{self.path}: {name} must be an integer of at least {least}, found {short(value)}")
+        if most is not None and value > most:
+            raise ValueError(f"{self.path}: {name} is more than {most:,}, which no model has; found {short(value)}")
+        return value
+
+    def positive(self, name: str, *, default: float | None = None) -> float:
+        """A number above 0 that float32 holds."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not 1e-30 <= value <= 1e30:
+            raise ValueError(f"{self.path}: {name} must be a number above 0, found {short(value)}")
+        return float(value)
+
+    def at_least_one(self, name: str) -> float:
+        """A number of at least 1 that float32 holds."""
+        value = self.positive(name)
+        if value < 1.0:
+            raise ValueError(f"{self.path}: {name} must be at least 1, found {short(value)}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if type(value) is not bool:
+            raise ValueError(f"{self.path}: {name} must be true or false, found {short(value)}")
+        return value
+
+    def table(self, name: str) -> "Fields":
+        """The object at `name`; an empty one where it is not given."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.path}: {name} must be an object, found {short(value)}")
+        return Fields(self.path, value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given.get(name)
+        if value is None and default is None:
+            raise ValueError(f"{self.path}: the field {name!r} is missing")
+        return default if value is None else value

@@ -1,0 +1,166 @@
+"""The JSON files of a Hugging Face folder: what each of them says is read here and nowhere else. Imports no torch.
+
+Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.models.files.documents import json_file, one_line, short
+from hacpo_mega.models.files.hub import missing_folder, not_cached
+
+DTYPES = ("float32", "bfloat16", "float16")
+# One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+# How many layers a folder may have behind the last one, which predict further tokens: the older field, the newer.
+PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
+# The text side of a folder, by which it is asked and its answers end: tokenizers of all kinds, templates, generation.
+TEXT_FILES = (
+    *TOKENIZER_FILES,
+    *("tokenizer.*.json", "*.model", "*.tiktoken", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
+    "additional_chat_templates/*.jinja",
+)
+NOTICES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")  # which go with every copy of a model
+ADAPTER_NAMES = ("adapter_config.json", "adapter_model.")
+MERGE = "merge it into its base (merge_and_unload of peft), or give the base, with [agents.lora] to train adapters"
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """`folder`/config.json. ValueError, one line, for a folder without one, or with one that is no JSON object."""
+    if not (folder / "config.json").is_file():
+        if adapter_files(folder):
+            raise ValueError(f"model folder {folder} holds an adapter{of_base(folder)} and no config.json; {MERGE}")
+        if model := not_cached(folder):
+            raise ValueError(
+                f"model folder {folder} has no config.json, and the Hugging Face cache has no model of that name; "
+                f"`{model.download}` fetches it, as `hacpo-mega train` does where there is a network"
+            )
+        if not folder.is_dir():
+            raise ValueError(missing_folder(folder))
+        raise ValueError(
+            f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"
+        )
+    return read_json(folder / "config.json")
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The files of TEXT_FILES that a folder has, and its Python files where it names code of its own (auto_map)."""
+    has_code = any("auto_map" in read_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    return _files(folder, (*TEXT_FILES, "*.py") if has_code else TEXT_FILES)
+
+
+def copied_files(folder: Path) -> list[Path]:
+    """What a copy of a model has beside its weights and config.json: no README of another model, no adapter, no state
+    of an optimizer."""
+    return [*text_files(folder), *_files(folder, NOTICES)]
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def adapter_files(folder: Path) -> list[str]:
+    """Names of the files with which peft marks a folder as that of an adapter."""
+    return sorted(path.name for path in folder.glob("adapter_*") if path.name.startswith(ADAPTER_NAMES))
+
+
+def of_base(folder: Path) -> str:
+    """The words that name the base of the adapter in a folder; none where its adapter_config.json does not."""
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    return f" of {one_line(base)}" if isinstance(base, str) and base else ""
+
+
+def read_json(file: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty without the file. ValueError, one line, when it holds anything else."""
+    if not file.is_file():
+        return {}
+    table = json_file(file)
+    if not isinstance(table, dict):
+        raise ValueError(f"{file}: must hold a JSON object, found a {type(table).__name__}")
+    return table
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
+
+    The files disagree in practice: one may name the end of a text, another that of a chat turn.
+    """
+    found = set(named_ends(folder)[1])
+    token = read_json(folder / "tokenizer_config.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = read_json(folder / "tokenizer.json").get("added_tokens", [])
+    found.update(entry["id"] for entry in added if text and entry["content"] == text)
+    return tuple(sorted(found))
+
+
+def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that end an answer by the model's own files, in their order: those of the first file, and all.
+
+    The first is generation_config.json; config.json where that names none.
+    """
+    named = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    by_file = [(ids,) if isinstance(ids, int) else tuple(ids or ()) for ids in named]
+    return by_file[0] or by_file[1], tuple(dict.fromkeys((*by_file[0], *by_file[1])))
+
+
+def dtype_name(folder: Path) -> str:
+    """The floating-point type that config.json names, such as "bfloat16". ValueError when it is none of DTYPES."""
+    config = read_config(folder)
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if not isinstance(name, str) or name not in DTYPES:
+        raise ValueError(f"{folder / 'config.json'}: dtype {short(name)} is unknown; expected {', '.join(DTYPES)}")
+    return name
+
+
+def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A config.json that names the dtype `name`, under the key that it uses already."""
+    return {**config, "torch_dtype" if "torch_dtype" in config else "dtype": name}
+
+
+def head_size(folder: Path) -> int | None:
+    """Numbers of one attention head, of any architecture; None where config.json does not say it."""
+    config = read_config(folder)
+    if config.get("head_dim"):
+        return config["head_dim"]
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return hidden // heads if hidden and heads else None
+
+
+def check_positions(folder: Path, max_prompt_tokens: int, max_answer_tokens: int) -> None:
+    """ValueError when prompt and answer may exceed the positions of the model."""
+    positions = read_config(folder).get("max_position_embeddings")
+    if positions is not None and max_prompt_tokens + max_answer_tokens > positions:
+        raise ValueError(
+            f"prompts of {max_prompt_tokens} and answers of {max_answer_tokens} tokens exceed the {positions} "
+            f"positions of {folder}: lower one of them, for example "
+            f"{_fitting(positions, max_prompt_tokens, max_answer_tokens)}"
+        )
+
+
+def _fitting(positions: int, prompt: int, answer: int) -> str:
+    """The options with which prompt and answer fit: a shorter answer, else a shorter prompt, else both."""
+    if positions > prompt:
+        return f"--max-tokens {positions - prompt}"
+    if positions > answer:
+        return f"--max-prompt-tokens {positions - answer}"
+    return f"--max-prompt-tokens {max(1, positions // 2)} --max-tokens {max(1, positions - positions // 2)}"
+
+
+def tokenizer_problem(folder: Path, needs_template: bool) -> str | None:
+    """A line when the folder holds no tokenizer, or no chat template although one is asked for; else None."""
+    try:
+        described = read_json(folder / "tokenizer_config.json")
+    except ValueError as error:
+        return str(error)
+    if "auto_map" not in described and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        known = ", ".join(TOKENIZER_FILES)
+        return f"model folder {folder} has no tokenizer (one of {known}); copy it from the original"
+    has_template = described.get("chat_template") or (folder / "chat_template.jinja").is_file()
+    if needs_template and not has_template:
+        return (
+            f"chat_template = true, but {folder} has none, neither chat_template.jinja nor in tokenizer_config.json; "
+            "set chat_template = false for a base model, or add the file"
+        )
+    return None

@@ -1,0 +1,71 @@
+"""Links in a folder that somebody else may have made, such as a run: nothing is read through one that leads out of it.
+
+A folder that the user names may itself be reached by links, and so may a model of the Hugging Face cache, whose files
+are links to `blobs` of the same model. Hard links cannot be told from files. Imports no torch.
+"""
+
+import os
+from pathlib import Path
+
+from hacpo_mega.models.files.hub import HubModel
+
+COPY = "If it is yours, copy what it leads to into its place, or name that place itself"
+TRUST = "--trust follows it, if you trust whoever made this run"
+OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
+
+
+def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
+    """ValueError, one line that ends with `advice`, where a place is outside `root`, or a link below it leads there.
+
+    Likewise for a pipe, which would be waited for, and for a device. What is not there passes.
+    """
+    real = Path(os.path.realpath(root))
+    waiting, seen = [str(place) for place in places], set()
+    while waiting:
+        path = waiting.pop()
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file() and not target.is_dir():
+            raise ValueError(f"{path} is a pipe or a device, not a file")
+        if not target.is_relative_to(real):
+            raise ValueError(
+                f"{path} leads out of {root}, to {target}: no link is followed out of a folder that another may have "
+                f"made. {advice}"
+            )
+        if target not in seen and target.is_dir():
+            seen.add(target)
+            waiting += _worth_a_look(path)
+
+
+def require_inside_its_run(path: Path) -> None:
+    """`require_inside` for what lies in a run, by its name or by where it leads; whatever lies elsewhere passes."""
+    for named in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
+        if (run := run_above(Path(named))) is not None:
+            require_inside(run, path)
+
+
+def require_own_model(folder: Path, run_dir: Path) -> None:
+    """`require_inside` for the model folder that a stored run names: links stay in the run, else in the model."""
+    named, above = os.path.abspath(folder), (os.path.abspath(run_dir), os.path.realpath(run_dir))
+    is_in_run = any(Path(named).is_relative_to(run) for run in above)
+    is_snapshot = HubModel.of_snapshot(folder) is not None
+    root = run_dir if is_in_run else folder.parent.parent if is_snapshot else folder
+    require_inside(root, folder, advice=TRUST)
+
+
+def run_above(path: Path) -> Path | None:
+    """The nearest folder at or above an absolute path that is a run by the names in it; None without one."""
+    for folder in (path, *path.parents):
+        if os.path.lexists(folder / "config.toml") and any(os.path.lexists(folder / name) for name in OF_A_RUN):
+            return folder
+    return None
+
+
+def _worth_a_look(folder: str) -> list[str]:
+    """What lies in a folder and is no plain file. ValueError where that cannot be seen."""
+    try:
+        with os.scandir(folder) as found:
+            return [entry.path for entry in found if not entry.is_file(follow_symlinks=False)]
+    except FileNotFoundError:  # a run removes its old checkpoints
+        return []
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read ({error.strerror}): give a folder that you may read") from error

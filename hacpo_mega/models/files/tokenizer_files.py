@@ -1,0 +1,244 @@
+"""Whether the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
+
+Told from files alone, before anything is loaded. What they cannot tell is whether a tokenizer of the right size is
+another model's, where the end tokens agree; and nothing is told of a tokenizer that is Python code of the folder, or
+SentencePiece's: whoever loads it asks again (samples/tokenizers.py).
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from hacpo_mega.models.files.documents import one_line, short
+from hacpo_mega.models.files.folder import read_json
+
+# Their tokenizer.json is all there is; another class may bring special tokens of its own.
+PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+# What a class of transformers adds where tokenizer_config.json has no such key.
+CLASS_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "GemmaTokenizer": {name + "_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+}
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OLDER_MAP = "special_tokens_map.json"
+LARGEST_BYTES = 256 * 2**20
+# Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
+# DeepSeek. Others are words of the model's own, such as <think>, and stay text.
+CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the folder's files name, by key. ValueError, one line, for one that is no text."""
+    described, found = read_json(folder / "tokenizer_config.json"), {}
+    older = _older_map(folder, described)
+    for key in SPECIAL:
+        file = folder / ("tokenizer_config.json" if described.get(key) is not None else OLDER_MAP)
+        value = described.get(key) if described.get(key) is not None else older.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        if value is not None and (not isinstance(text, str) or not text):
+            raise ValueError(f"{file}: {key} must be the text of a token, found {short(value)}")
+        if value is not None:
+            found[key] = text
+    return found
+
+
+def _older_map(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """special_tokens_map.json, which transformers reads where tokenizer_config.json does not list the added tokens."""
+    return {} if "added_tokens_decoder" in described else read_json(folder / OLDER_MAP)
+
+
+def token_texts(folder: Path, others: Collection[int]) -> dict[int, str]:
+    """The tokens that steer the model, by id: special ones, added ones of CONTROL_SHAPE, and `others`. ValueError.
+
+    None of a folder without tokenizer.json.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    tokenizer = _loaded(folder / "tokenizer.json")
+    found = {
+        number: token.content
+        for number, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special or CONTROL_SHAPE.fullmatch(token.content)
+    }
+    named = [*others, *map(tokenizer.token_to_id, special_tokens(folder).values())]
+    texts = {number: tokenizer.id_to_token(number) for number in named if number is not None}
+    return found | {number: text for number, text in texts.items() if text is not None}
+
+
+def chat_template(folder: Path) -> tuple[Path, str] | None:
+    """The template that transformers takes, and its file; None without one. ValueError for one that is no text."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file, _template_text(file)
+    file = folder / "tokenizer_config.json"
+    given = read_json(file).get("chat_template")
+    if isinstance(given, list):  # of several
+        named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+        if "default" not in named:
+            raise ValueError(f"{file}: chat_template has no template named 'default'")
+        given = named["default"]
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"{file}: chat_template must be a text, found {short(given)}")
+    return (file, given) if given else None
+
+
+def other_templates(folder: Path) -> list[str]:
+    """The texts of the named templates beside it, which a prompt with tools may be rendered by."""
+    given = read_json(folder / "tokenizer_config.json").get("chat_template")
+    named = [entry.get("template") for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
+    files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [text for text in named if isinstance(text, str)] + [_template_text(file) for file in files]
+
+
+def token_problems(folder: Path, vocab_size: int) -> list[str]:
+    """Why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
+    file, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    try:
+        special = special_tokens(folder)
+        ends = _model_ids(folder, vocab_size)
+        if not file.is_file() or "auto_map" in read_json(described):
+            return []
+        tokenizer = _loaded(file)
+        if read_json(described).get("tokenizer_class") in PLAIN_CLASSES and "eos_token" not in special:
+            return [f"{described} names no eos_token; answers could never end"]
+        return [*_size_problems(folder, tokenizer, special, vocab_size)] or [
+            *_end_problems(file, tokenizer, special, ends)
+        ]
+    except ValueError as problem:
+        return [str(problem)]
+
+
+def _model_ids(folder: Path, vocab_size: int) -> list[tuple[Path, int]]:
+    """The ids that end answers by the model's own files. ValueError, one line, for any id that is no token of it."""
+    ends = []
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        for key in ID_KEYS:
+            given = read_json(file).get(key)
+            numbers = given if isinstance(given, list) and key == "eos_token_id" else [given]
+            for number in numbers if given is not None else ():
+                if type(number) is not int or not 0 <= number < vocab_size:
+                    raise ValueError(
+                        f"{file}: {key} must be the id of a token, from 0 to {vocab_size - 1} (vocab_size of "
+                        f"config.json), found {short(number)}"
+                    )
+                ends += [(file, number)] if key == "eos_token_id" else []
+    return ends
+
+
+def _loaded(file: Path) -> tokenizers.Tokenizer:
+    if file.stat().st_size > LARGEST_BYTES:
+        raise ValueError(f"{file} has more than {LARGEST_BYTES:,} bytes")
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # it raises a bare Exception for whatever it does not understand
+        raise ValueError(f"{file} is no tokenizer: {one_line(str(error))}") from error
+
+
+def _size_problems(
+    folder: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], vocab_size: int
+) -> Iterator[str]:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        yield f"{folder / 'tokenizer.json'} has no token"
+        return
+    token, highest = max(vocabulary.items(), key=lambda entry: entry[1])
+    if highest >= vocab_size:
+        beyond = sum(number >= vocab_size for number in vocabulary.values())
+        yield (
+            f"{folder / 'tokenizer.json'}: {beyond} tokens are beyond the model's {vocab_size} (vocab_size of "
+            f"config.json), up to {short(token)} with id {highest}: it is another model's; copy the model's own"
+        )
+        return
+    described = folder / "tokenizer_config.json"
+    for number, entry in _described_tokens(described).items():
+        if (known := vocabulary.get(entry)) is not None and known != number:
+            yield f"{described}: {short(entry)} has id {number} there and {known} in tokenizer.json; copy both again"
+            return
+    if "eos_token" in special and special["eos_token"] not in vocabulary:
+        yield (
+            f"{described}: eos_token {short(special['eos_token'])} is no token of tokenizer.json, so the model has "
+            "never seen it and no answer would end; name the one that ends its answers"
+        )
+        return
+    unknown = {text: (file, key) for file, key, text in _named_tokens(folder) if text not in vocabulary}
+    if unknown and highest + len(unknown) >= vocab_size:
+        text, (file, key) = next(iter(unknown.items()))
+        yield (
+            f"{file}: {key} {short(text)} is no token of tokenizer.json and would get an id beyond the model's "
+            f"{vocab_size}; name one that there is"
+        )
+
+
+def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Every token that the files beside tokenizer.json name: file, key, text. transformers adds those that are new."""
+    described = folder / "tokenizer_config.json"
+    table = read_json(described)
+    older = _older_map(folder, table)
+    yield from ((described, "added_tokens_decoder", text) for text in _described_tokens(described).values())
+    if "added_tokens_decoder" not in table:
+        added = folder / "added_tokens.json"
+        yield from ((added, "the token", text) for text in read_json(added))
+    for file, named in ((described, table), (folder / OLDER_MAP, older)):
+        for key, value in named.items():
+            text = value.get("content") if key in SPECIAL and isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                yield file, key, text
+            elif key in LISTS and value is not None:
+                yield from ((file, key, token) for token in _listed(file, key, value))
+    for key, text in CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {}).items():
+        if key not in table and key not in older:
+            yield described, f"tokenizer_class {table['tokenizer_class']} with its {key}", text
+
+
+def _listed(file: Path, key: str, value: Any) -> list[str]:
+    """The texts in a list of tokens, or in a table of them. ValueError, one line, where one is no text."""
+    texts = list(value.values()) if isinstance(value, dict) else value
+    # Of a table older versions of transformers wrote the tokens with their flags, which it reads no longer.
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{file}: {key} must be the texts of tokens, found {short(value)}")
+    return texts
+
+
+def _described_tokens(file: Path) -> dict[int, str]:
+    """The added tokens that tokenizer_config.json lists, by id. ValueError, one line, for a list that is none."""
+    given = read_json(file).get("added_tokens_decoder") or {}
+    entries = given.items() if isinstance(given, dict) else [("", None)]
+    found = {key: entry.get("content") if isinstance(entry, dict) else None for key, entry in entries}
+    if not all(re.fullmatch("[0-9]{1,9}", key) and isinstance(text, str) for key, text in found.items()):
+        raise ValueError(f"{file}: added_tokens_decoder must be an object of id -> token, found {short(given)}")
+    return {int(key): text for key, text in found.items()}
+
+
+def _end_problems(
+    tokens: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], ends: list[tuple[Path, int]]
+) -> Iterator[str]:
+    """An id that ends answers has to be a token that is no text: where it is a word, the tokenizer is another's."""
+    steering = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
+    for file, number in ends:
+        if number not in steering:
+            token = tokenizer.id_to_token(number)
+            what = "no token" if token is None else f"the ordinary token {short(token)}"
+            yield (
+                f"{file}: eos_token_id {number} is {what} in {tokens}, so no answer would end where the model ends "
+                "it: one of the two files is another model's"
+            )
+            return
+
+
+def _template_text(file: Path) -> str:
+    with file.open("rb") as stream:
+        raw = stream.read(2**20 + 1)
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: invalid UTF-8 at byte {error.start}") from error
+    if len(raw) > 2**20:
+        raise ValueError(f"{file} has more than {2**20:,} bytes")
+    return text

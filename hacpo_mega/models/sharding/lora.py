@@ -1,0 +1,167 @@
+"""LoRA (arXiv 2106.09685): which matrices of a model get an adapter, and how its two factors lie on ranks.
+
+A matrix W [out, in] that is a target stays as it is and is used as W + alpha / rank * B A: A [rank, in] is the
+adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter
+each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
+Of a layer that is split along its output, down is on every rank and up is split; of one that is split along its input,
+the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
+or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Not here: modules and merging
+(megatron/weights/lora.py, megatron/weights/merging.py).
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import Cut, Slot, Source, rank_slots, segments, stage_slots
+
+ALL_LINEAR = "all-linear"
+# The layers of Megatron that may have an adapter.
+LAYERS = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.experts.gate_up", "mlp.experts.down"),
+)
+# By the cut of a layer those of down and up; else down is whole, and up is cut as the layer is.
+CUTS = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.EXPERTS: (Cut.EXPERTS, Cut.EXPERTS)}
+WEIGHT, PREFIX = ".weight", "base_model.model."
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What is adapted: `targets` are last parts of the names of Hugging Face modules, in the order of a layer."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """What the product of both factors is multiplied with."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapters of one Megatron layer `module`, whose weight is `base`; their factors are `down` and `up`."""
+
+    module: str
+    base: Slot
+    down: Slot
+    up: Slot
+
+
+def target_names(architecture: Architecture) -> tuple[str, ...]:
+    """Every name that a target may have in this model."""
+    layer = stage_slots(last_layer(architecture), (1,), 0)
+    names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+    return tuple(dict.fromkeys(names))  # those of an expert are those of every other
+
+
+def last_layer(architecture: Architecture) -> Architecture:
+    """The model of that layer alone, as which all are where there may be adapters."""
+    return next(iter(architecture.kinds([architecture.num_layers - 1])))
+
+
+def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
+    """The targets that are asked for, in the model's order. ValueError, a line each, for those that match nothing."""
+    there = target_names(architecture)
+    if asked == ALL_LINEAR:
+        return there
+    problems = []
+    for name in dict.fromkeys(asked):
+        if name not in there:
+            near = difflib.get_close_matches(name.rpartition(".")[2], there, n=1) or [ALL_LINEAR]
+            problems.append(
+                f"lora.targets: {name!r} matches nothing in this {architecture.family} model, whose matrices are "
+                f"{', '.join(there)}. Nearest: {near[0]!r}"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return tuple(name for name in there if name in asked)
+
+
+def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
+    """Why this model cannot have these adapters on `tp` ranks, a line each."""
+    if architecture.shared_ffn:
+        yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
+        return
+    for adapter in adapters(last_layer(architecture), (1,), 1, 0, lora):
+        smallest = min(min(source.shape) for source in adapter.base.sources)
+        if lora.rank > smallest:
+            yield (
+                f"lora.rank ({lora.rank}) is more than the smaller side of {adapter.base.sources[0].name} and its "
+                f"neighbours ({smallest}). Nearest: {smallest}"
+            )
+        matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
+        given = [name for name in matrices if name in lora.targets]
+        if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
+            yield (
+                f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
+                f"both. Nearest: both of {', '.join(matrices)}"
+            )
+        shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
+        if len({sum(piece.stop - piece.start for piece in shard) for shard in shards}) > 1:
+            yield (
+                f"lora.targets: tp ({tp}) cuts through the {architecture.num_kv_heads} key/value heads, so ranks have "
+                f"unequal shares of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
+            )
+
+
+def adapters(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> Iterator[Adapter]:
+    """The adapters of a pipeline rank, in a fixed order; arguments as those of `rank_slots`."""
+    for slot in rank_slots(architecture, chunks, pp, pp_rank):
+        chosen = tuple(n for n, source in enumerate(slot.sources) if _last(source) in lora.targets)
+        if _layer_of(slot) and chosen:
+            yield _adapter(slot, chosen, lora.rank)
+
+
+def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
+    module = base.parameter.removesuffix(WEIGHT)
+    sources = [base.sources[number] for number in chosen]
+    downs = tuple(Source(_peft_name(source, DOWN), (rank, source.shape[1])) for source in sources)
+    ups = tuple(Source(_peft_name(source, UP), (source.shape[0], rank)) for source in sources)
+    cut_down, cut_up = CUTS.get(base.cut, (Cut.WHOLE, base.cut))
+    takes_all = base.cut is Cut.EXPERTS or chosen == tuple(range(len(base.sources)))
+    down = Slot(f"{module}.adapter.down", cut_down, downs)
+    up = Slot(f"{module}.adapter.up", cut_up, ups, None if takes_all else chosen)
+    return Adapter(module, base, down, up)
+
+
+def adapter_slots(
+    architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int, lora: Lora
+) -> tuple[Slot, ...]:
+    """Both factors of every adapter of a pipeline rank."""
+    return tuple(slot for each in adapters(architecture, chunks, pp, pp_rank, lora) for slot in (each.down, each.up))
+
+
+def adapter_sources(architecture: Architecture, lora: Lora) -> tuple[Source, ...]:
+    """Every tensor of peft's adapter_model.safetensors, of the whole model."""
+    slots = adapter_slots(architecture, (architecture.num_layers,), 1, 0, lora)
+    return tuple(source for slot in slots for source in slot.sources)
+
+
+def adapter_numbers(architecture: Architecture, lora: Lora) -> int:
+    """Numbers in all adapters of the model."""
+    return sum(math.prod(source.shape) for source in adapter_sources(architecture, lora))
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """The names of down and up of the Hugging Face matrix `weight`."""
+    return _peft_name(Source(weight, ()), DOWN), _peft_name(Source(weight, ()), UP)
+
+
+def _peft_name(source: Source, factor: str) -> str:
+    return f"{PREFIX}{source.name.removesuffix(WEIGHT)}{factor}"
+
+
+def _layer_of(slot: Slot) -> bool:
+    return slot.parameter.endswith(tuple(f".{layer}{WEIGHT}" for layer in LAYERS))
+
+
+def _last(source: Source) -> str:
+    return source.name.removesuffix(WEIGHT).rpartition(".")[2]

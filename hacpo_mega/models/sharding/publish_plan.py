@@ -1,0 +1,282 @@
+"""Who sends which numbers to whom, so that every engine of a cell, or block, has the actor's weights: shard to shard.
+
+A shard is a rectangle of a tensor that a rank holds (shards.py). The actor's are cut by Megatron (segments.py), the
+engine's by vLLM's weight loaders (rollout/weights/parts.py). Where they meet is a piece, which one rank reads and one
+writes, most often the same: a strided copy. Only the others cross the wire, in buckets. So the bytes of a publication
+are known before it. Imports no torch; not here: the exchange itself (megatron/weights/publish.py), and where in memory
+a shard lies.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.segments import (
+    Cut,
+    Rectangle,
+    Slot,
+    gate_rows,
+    padded_vocab_size,
+    rectangles,
+    shard_shape,
+)
+from hacpo_mega.models.sharding.shards import Shard, runs, stack_name, stacked
+
+BUCKET_BYTES = 1 << 28
+NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What rank `source` reads from its shard number `read` and rank `target` writes into its number `written`."""
+
+    what: Shard
+    source: int
+    read: int
+    target: int
+    written: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it goes from one rank to another."""
+        return self.source != self.target
+
+
+@dataclass(frozen=True)
+class PublishPlan:
+    """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a block of cells.
+
+    itemsize   bytes of a number
+    """
+
+    num_ranks: int
+    itemsize: int
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal where the plans are."""
+        pieces = [
+            [[p.what.name, p.what.offsets, p.what.sizes, p.source, p.read, p.target, p.written] for p in bucket]
+            for bucket in self.buckets
+        ]
+        said = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
+        return hashlib.blake2b(said, digest_size=16).digest()
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All of them, in order."""
+        return (piece for bucket in self.buckets for piece in bucket)
+
+    @cached_property
+    def last_of_bucket(self) -> tuple[frozenset[str], ...]:
+        """Of every bucket, the tensors of which no rank gets anything in a later one."""
+        last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
+        return tuple(
+            frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
+            for number, bucket in enumerate(self.buckets)
+        )
+
+    def sent_bytes(self) -> list[int]:
+        """What each rank sends to others."""
+        return self._per_rank((p.source, p) for p in self.pieces if p.crosses)
+
+    def received_bytes(self) -> list[int]:
+        """What each rank receives from others: what its engine holds and its actor does not. No plan has less."""
+        return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
+
+    def written_bytes(self) -> list[int]:
+        """What each rank writes into its engine."""
+        return self._per_rank((p.target, p) for p in self.pieces)
+
+    def _per_rank(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
+        count: Counter[int] = Counter()
+        for rank, piece in pieces:
+            count[rank] += piece.what.size * self.itemsize
+        return [count[rank] for rank in range(self.num_ranks)]
+
+
+def publish_plan(
+    sources: Sequence[Sequence[Shard]],
+    targets: Sequence[Sequence[Shard]],
+    itemsize: int,
+    bucket_bytes: int = BUCKET_BYTES,
+    cell_size: int | None = None,
+) -> PublishPlan:
+    """The plan for ranks that hold `sources[rank]` and need `targets[rank]`; numbers are of `itemsize` bytes.
+
+    Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number, of
+    its own cell where it can: each `cell_size` ranks are one (None: all are). In a bucket no rank writes or sends more
+    than `bucket_bytes`. ValueError where nobody holds what a rank needs, or where shards overlap that are not the same.
+    """
+    holders: dict[str, dict[Shard, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, shards in enumerate(sources):
+        for number, shard in enumerate(shards):
+            if shard.size:
+                holders[shard.name][shard].append((rank, number))
+    shared: dict[Shard, _Shared] = {}  # engines over fewer ranks than the cell has need the same
+    pieces = []
+    for rank, shards in enumerate(targets):
+        for number, shard in enumerate(shards):
+            if shard not in shared:
+                shared[shard] = _shared(shard, rank, holders.get(shard.name, {}))
+            for overlap, where in shared[shard]:
+                source, read = min(where, key=partial(_distance, rank, cell_size or len(targets)))
+                pieces += _split(Piece(overlap, source, read, rank, number), bucket_bytes // itemsize)
+    order = {name: place for place, name in enumerate(holders)}
+    pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
+    return PublishPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
+
+
+# What others hold of a shard: each rectangle, and the ranks and numbers of their shards that it lies in.
+_Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
+
+
+def _distance(rank: int, cell_size: int, holder: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
+    """How far from `rank` a holder (its rank, the number of its shard) is: first whether it is in another cell."""
+    return holder[0] // cell_size != rank // cell_size, abs(holder[0] - rank), holder
+
+
+def _shared(shard: Shard, rank: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]) -> _Shared:
+    """`rank` is one that needs the shard. ValueError unless each of its numbers is held in one way."""
+    found = [(overlap, where) for held, where in holders.items() if (overlap := held.overlap(shard)) is not None]
+    num_found = sum(overlap.size for overlap, _ in found)
+    if num_found != shard.size:
+        raise ValueError(
+            f"{shard}, which the engine of rank {rank} of the cell needs, has {shard.size} numbers, and the actor's "
+            f"shards have {num_found} of them: the actor and the engine were not built from the same config.json"
+        )
+    return found
+
+
+def _split(piece: Piece, limit: int) -> Iterator[Piece]:
+    """The same in blocks of at most `limit` numbers, cut along the first dimension that has several rows."""
+    what = piece.what
+    if what.size <= limit:
+        yield piece
+        return
+    dim = next((dim for dim, size in enumerate(what.sizes) if size > 1), 0)
+    rows = max(1, limit // (what.size // what.sizes[dim]))
+    for start in range(0, what.sizes[dim], rows):
+        yield from _split(replace(piece, what=what.part(dim, start, min(rows, what.sizes[dim] - start))), limit)
+
+
+def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
+    bucket: list[Piece] = []
+    written: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for piece in pieces:
+        size, crossing = piece.what.size, piece.what.size * piece.crosses
+        if bucket and (written[piece.target] + size > limit or sent[piece.source] + crossing > limit):
+            yield tuple(bucket)
+            bucket = []
+            written.clear()
+            sent.clear()
+        bucket.append(piece)
+        written[piece.target] += size
+        sent[piece.source] += crossing
+    if bucket:
+        yield tuple(bucket)
+
+
+def said_whole(reasons: Mapping[str, str]) -> str:
+    """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
+
+    The number of a layer, or of an expert in it, is a star there.
+    """
+    names: dict[str, dict[str, None]] = {}
+    for name, reason in sorted(reasons.items()):
+        names.setdefault(reason, {})[NUMBER.sub(".*", name)] = None
+    whole = "; ".join(f"{', '.join(alike)}: {reason}" for reason, alike in names.items())
+    return whole and f"{len(reasons)} tensors are published whole to every rank: {whole}"
+
+
+def actor_shards(
+    slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
+) -> Iterator[tuple[Slot, Rectangle]]:
+    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter.
+
+    `tp` and `ep` ranks share what is no expert's and the experts, as in segments().
+    """
+    place = {"tp": tp, "tp_rank": tp_rank, "ep": ep, "ep_rank": ep_rank}
+    for slot in slots:
+        stop = math.prod(shard_shape(slot, architecture, tp=tp, ep=ep))
+        for rectangle in rectangles(slot, architecture, **place, start=0, stop=stop):
+            yield slot, rectangle
+
+
+def actor_stacks(
+    slots: Sequence[Slot], architecture: Architecture, **place: int
+) -> Iterator[tuple[Slot, tuple[Rectangle, ...]]]:
+    """The same, with those together that are published as one shard (`stack_of`); `place` is that of actor_shards."""
+    held = list(actor_shards(slots, architecture, **place))
+    for run in runs((_shard_of(rectangle), slot.parameter, rectangle.start) for slot, rectangle in held):
+        yield held[run[0]][0], tuple(held[number][1] for number in run)
+
+
+def stack_of(rectangles: Sequence[Rectangle]) -> Shard:
+    """As what these are published, which are of neighbouring experts or a single one."""
+    return stacked([_shard_of(rectangle) for rectangle in rectangles])
+
+
+def _shard_of(rectangle: Rectangle) -> Shard:
+    return Shard(rectangle.source.name, rectangle.offsets, rectangle.sizes)
+
+
+def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
+    """What rank `rank` of a vLLM engine over `tp` ranks holds, by arithmetic, for those who have no vLLM to ask.
+
+    Like the actor's, but that query, key and value are cut by heads, that key and value heads are copied where `tp` is
+    more than they are, and that every rank has a part of the columns of all experts. ValueError for a cut that vLLM
+    makes in a way that is not known here.
+    """
+    for slot in slots:
+        if slot.cut is Cut.EXPERTS:
+            yield from _engine_experts(slot, architecture, tp=tp, rank=rank)
+            continue
+        sources = slot.sources
+        # Matrices that a folder holds fused lie one below the other in a single tensor.
+        above = 0
+        for number, (rows, start, stop) in enumerate(_engine_rows(slot, architecture, tp=tp, rank=rank)):
+            source = sources[min(number, len(sources) - 1)]
+            offsets = tuple(above + start if dim == slot.dim else 0 for dim in range(len(source.shape)))
+            sizes = tuple(stop - start if dim == slot.dim else size for dim, size in enumerate(source.shape))
+            yield Shard(source.name, offsets, sizes)
+            above += rows * (len(sources) == 1)
+
+
+def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
+    """A part of what every expert computes between its two products."""
+    named, size = architecture.kin.experts, architecture.expert_ffn // tp
+    assert named is not None, architecture.family
+    for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
+        whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))
+        yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
+
+
+def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
+    """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
+    rows = slot.sources[0].shape[slot.dim]
+    if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
+        yield rows, 0, rows
+    elif slot.cut is Cut.COLUMNS:
+        yield rows, rows // tp * rank, rows // tp * (rank + 1)
+    elif slot.cut is Cut.GATE_UP:
+        ffn = gate_rows(slot)
+        yield from [(ffn, ffn // tp * rank, ffn // tp * (rank + 1))] * 2
+    elif slot.cut is Cut.VOCAB:
+        each = padded_vocab_size(rows, tp) // tp
+        yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
+    elif slot.cut is Cut.QKV:
+        for heads in (architecture.num_heads, architecture.num_kv_heads, architecture.num_kv_heads):
+            shares = min(tp, heads)
+            each, place = heads * architecture.head_dim // shares, rank // (tp // shares)
+            yield heads * architecture.head_dim, each * place, each * (place + 1)
+    else:
+        raise ValueError(f"{slot.sources[0].name}: how vLLM cuts what is {slot.cut.value} is not known here")

@@ -1,0 +1,331 @@
+"""Megatron parameters <-> Hugging Face tensors: names, and the arithmetic of fused and sharded matrices.
+
+One idea carries both directions. A rank's shard of a Megatron parameter is a list of segments, each a range of rows (or
+columns) of one Hugging Face tensor, laid end to end. Loading reads the segments; resharding writes them back.
+Matrices of the experts of a rank lie one below the other in one parameter, as torch's grouped product wants them.
+Fused shards: linear_qkv interleaves query, key and value heads by key/value group; linear_fc1 is gate then up.
+Imports no torch and no Megatron, so that a plan can be made where neither is. Not here: tensors (megatron/).
+"""
+
+import enum
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.weight_files import CORRECTION
+
+# vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
+VOCAB_MULTIPLE = 64
+
+
+class Cut(enum.Enum):
+    """How a parameter is made of Hugging Face tensors over tensor-parallel ranks."""
+
+    WHOLE = "replicated on every rank"
+    COLUMNS = "split along the input dimension"
+    ROWS = "split along the output dimension"
+    GATE_UP = "gate and up fused, each split along the output dimension"
+    QKV = "query, key and value fused by key/value group, split along the output dimension"
+    VOCAB = "rows of the vocabulary, padded"
+    EXPERTS = "matrices of whole experts, one below the other, each expert on one rank of ep"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor: name and full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows (or columns) start:stop of the source number `source` of a slot."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A rectangle of a Hugging Face tensor whose numbers lie end to end in a flattened shard, from its `start`."""
+
+    source: Source
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of.
+
+    matrices   those of a fused cut that it has, its sources one by one; None: all
+    """
+
+    parameter: str
+    cut: Cut
+    sources: tuple[Source, ...]
+    matrices: tuple[int, ...] | None = None
+
+    @property
+    def dim(self) -> int:
+        """The dimension along which segments are laid end to end."""
+        return 1 if self.cut is Cut.COLUMNS else 0
+
+
+def stage_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: int) -> tuple[Slot, ...]:
+    """The slots of pipeline stage `pp_rank`, in a fixed order; `stages` has the layers of every stage (stage_layers).
+
+    The embedding that a tied model keeps a second time on its last stage is a slot of both stages.
+    """
+    first, last = pp_rank == 0, pp_rank == len(stages) - 1
+    offset = sum(stages[:pp_rank])
+    slots = _embedding_slots(architecture) if first else []
+    for local in range(stages[pp_rank]):
+        slots += _layer_slots(architecture, local, local + offset)
+    if last:
+        slots.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", architecture.hidden_size))
+        slots += _head_slots(architecture, is_first=first)
+    return tuple(slots)
+
+
+def rank_slots(architecture: Architecture, chunks: tuple[int, ...], pp: int, pp_rank: int) -> tuple[Slot, ...]:
+    """The slots of a pipeline rank that has every pp-th of the chunks (chunk_layers), in a fixed order.
+
+    Its first chunk holds the others as `later` (megatron/model/model.py), and so their parameters.
+    """
+    own = range(pp_rank, len(chunks), pp)
+    prefixes = ["", *(f"later.{number}." for number in range(len(own) - 1))]
+    return tuple(
+        replace(slot, parameter=f"{prefix}{slot.parameter}")
+        for prefix, chunk in zip(prefixes, own, strict=True)
+        for slot in stage_slots(architecture, chunks, chunk)
+    )
+
+
+def all_sources(architecture: Architecture) -> Iterator[Source]:
+    """Every Hugging Face tensor of the whole model, each once, in a fixed order."""
+    slots = stage_slots(architecture, (architecture.num_layers,), 0)
+    yield from dict.fromkeys(source for slot in slots for source in slot.sources)
+
+
+def _embedding_slots(architecture: Architecture) -> list[Slot]:
+    source = Source("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
+    return [Slot("embedding.word_embeddings.weight", Cut.VOCAB, (source,))]
+
+
+def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
+    if architecture.tied and is_first:
+        return []
+    name = "model.embed_tokens.weight" if architecture.tied else "lm_head.weight"
+    source = Source(name, (architecture.vocab_size, architecture.hidden_size))
+    return [Slot("output_layer.weight", Cut.VOCAB, (source,))]
+
+
+def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:
+    """Of the stage's layer number `local`, which is the model's number `layer`."""
+    megatron, hugging = f"decoder.layers.{local}.", f"model.layers.{layer}."
+    hidden, kin = architecture.hidden_size, architecture.kin
+    query_rows, kv_rows = _projection_rows(architecture)
+    attention, self_attn = f"{megatron}self_attention.", f"{hugging}self_attn."
+    qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    norms = {
+        ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
+        for ours, theirs in kin.norms.items()
+    }
+    slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
+    weight = _fused(architecture, self_attn, "weight", qkv, "qkv_proj", hidden)
+    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, weight))
+    if architecture.qkv_bias:
+        bias = _fused(architecture, self_attn, "bias", qkv, "qkv_proj")
+        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, bias))
+    if architecture.qk_norm:
+        cut = Cut.ROWS if kin.whole_qk_norm else Cut.WHOLE
+        for name, rows in (("q", query_rows), ("k", kv_rows)):
+            source = Source(f"{self_attn}{name}_norm.weight", (rows if kin.whole_qk_norm else architecture.head_dim,))
+            slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
+    slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
+    if architecture.output_bias:
+        slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
+    slots += norms.values()
+    if architecture.has_experts_in(layer):
+        return slots + _expert_slots(architecture, megatron, hugging)
+    return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
+
+
+def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str, ffn: int) -> list[Slot]:
+    hidden, halves = architecture.hidden_size, {"gate_proj": ffn, "up_proj": ffn}
+    gate_up = _fused(architecture, hugging, "weight", halves, "gate_up_proj", hidden)
+    return [
+        Slot(f"{megatron}linear_fc1.weight", Cut.GATE_UP, gate_up),
+        _columns(f"{megatron}linear_fc2.weight", f"{hugging}down_proj.weight", hidden, ffn),
+    ]
+
+
+def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+    """The router, and the experts' matrices: gate and up of the first expert, of the second, and so on; so down."""
+    hidden, width, named = architecture.hidden_size, architecture.expert_ffn, architecture.kin.experts
+    assert named is not None, architecture.family
+    block = f"{hugging}{named.block}."
+
+    def matrices(*parts: str, shape: tuple[int, int]) -> tuple[Source, ...]:
+        pairs = itertools.product(range(architecture.num_experts), parts)
+        return tuple(Source(f"{block}experts.{expert}.{part}.weight", shape) for expert, part in pairs)
+
+    router = Source(f"{block}gate.weight", (architecture.num_experts, hidden))
+    gate_up = matrices(named.gate, named.up, shape=(width, hidden))
+    slots = [
+        Slot(f"{megatron}mlp.router.weight", Cut.WHOLE, (router,)),
+        Slot(f"{megatron}mlp.experts.gate_up.weight", Cut.EXPERTS, gate_up),
+        Slot(f"{megatron}mlp.experts.down.weight", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
+    ]
+    if named.shared is None:
+        return slots
+    bias = _whole(f"{megatron}mlp.router.bias", f"{block}gate.{CORRECTION}", architecture.num_experts)
+    shared = f"{megatron}mlp.shared.", f"{block}{named.shared}.", architecture.shared_ffn
+    return [*slots, bias, *_feed_forward_slots(architecture, *shared)]
+
+
+def _fused(
+    architecture: Architecture, prefix: str, kind: str, parts: dict[str, int], name: str, *columns: int
+) -> tuple[Source, ...]:
+    """Matrices of so many rows, or the one of this `name` as which the family's folders hold them."""
+    stored = {name: sum(parts.values())} if name in architecture.kin.stored_fused else parts
+    return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
+
+
+def _projection_rows(architecture: Architecture) -> tuple[int, int]:
+    """Rows of all queries, and of all keys or of all values."""
+    return architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
+
+
+def _whole(parameter: str, name: str, size: int) -> Slot:
+    return Slot(parameter, Cut.WHOLE, (Source(name, (size,)),))
+
+
+def _columns(parameter: str, name: str, rows: int, columns: int) -> Slot:
+    return Slot(parameter, Cut.COLUMNS, (Source(name, (rows, columns)),))
+
+
+def segments(
+    slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
+) -> tuple[Segment, ...]:
+    """What the shard of a rank is made of, in its order; a vocabulary shard may be padded after them.
+
+    tp, tp_rank   how many ranks share a parameter that is no expert's, and which of them it is
+    ep, ep_rank   the same of the experts
+    """
+    size = slot.sources[0].shape[slot.dim]
+    if slot.cut is Cut.WHOLE:
+        return tuple(Segment(number, 0, source.shape[0]) for number, source in enumerate(slot.sources))
+    if slot.cut is Cut.VOCAB:
+        rows = padded_vocab_size(size, tp) // tp
+        start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
+        return (Segment(0, start, stop),)
+    if slot.cut is Cut.QKV:
+        query_rows, kv_rows = _projection_rows(architecture)
+        pieces = _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
+        return _as_stored(pieces, slot, (query_rows, kv_rows, kv_rows))
+    if slot.cut is Cut.GATE_UP:
+        rows = gate_rows(slot)
+        share = rows // tp
+        pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
+        return _as_stored(pieces, slot, (rows, rows))
+    if slot.cut is Cut.EXPERTS:
+        share = len(slot.sources) // ep
+        return tuple(Segment(source, 0, size) for source in range(ep_rank * share, (ep_rank + 1) * share))
+    share = size // tp
+    return (Segment(0, tp_rank * share, (tp_rank + 1) * share),)
+
+
+def rectangles(
+    slot: Slot,
+    architecture: Architecture,
+    *,
+    tp: int,
+    tp_rank: int,
+    ep: int = 1,
+    ep_rank: int = 0,
+    start: int,
+    stop: int,
+) -> Iterator[Rectangle]:
+    """What the numbers start:stop of the flattened shard of a rank are; padding of the vocabulary is in none.
+
+    Data parallelism cuts the optimizer's state wherever it likes: a part of a row, whole rows, a part of a row.
+    """
+    rows, *columns = shard_shape(slot, architecture, tp=tp, ep=ep)
+    width, first = math.prod(columns), 0
+    for piece in segments(slot, architecture, tp=tp, tp_rank=tp_rank, ep=ep, ep_rank=ep_rank):
+        # Columns are cut for every row alike, and all that a rank has of them is one segment.
+        size = rows if slot.dim else piece.stop - piece.start
+        row_shift, column_shift = (0, piece.start) if slot.dim else (piece.start - first, 0)
+        low, high = max(start, first * width), min(stop, (first + size) * width)
+        while low < high:
+            row, column = divmod(low, width)
+            whole = column == 0 and high - low >= width
+            sizes = ((high - low) // width, width) if whole else (1, min(width - column, high - low))
+            ndim = 1 + len(columns)
+            offsets = (row + row_shift, column + column_shift)
+            yield Rectangle(slot.sources[piece.source], offsets[:ndim], sizes[:ndim], low)
+            low += math.prod(sizes)
+        first += size
+
+
+def shard_shape(slot: Slot, architecture: Architecture, *, tp: int, ep: int = 1) -> tuple[int, ...]:
+    """The shape of the Megatron parameter on every rank that shares it."""
+    size = sum(piece.stop - piece.start for piece in segments(slot, architecture, tp=tp, tp_rank=0, ep=ep))
+    if slot.cut is Cut.VOCAB:
+        size = padded_vocab_size(architecture.vocab_size, tp) // tp
+    shape = list(slot.sources[0].shape)
+    shape[slot.dim] = size
+    return tuple(shape)
+
+
+def gate_rows(slot: Slot) -> int:
+    """Rows of each matrix of a slot of gate and up, which may have one of them or both."""
+    return sum(source.shape[0] for source in slot.sources) // (2 if slot.matrices is None else len(slot.matrices))
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks; rows from vocab_size on are padding."""
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return -(-vocab_size // multiple) * multiple
+
+
+def _fused_qkv(architecture: Architecture) -> list[Segment]:
+    """The whole fused projection: for each key/value group its query heads, its key head, its value head."""
+    size, per_group = architecture.head_dim, architecture.num_heads // architecture.num_kv_heads
+    fused = []
+    for group in range(architecture.num_kv_heads):
+        for source, rows in ((0, per_group * size), (1, size), (2, size)):
+            fused.append(Segment(source, group * rows, (group + 1) * rows))
+    return fused
+
+
+def _as_stored(pieces: tuple[Segment, ...], slot: Slot, rows: tuple[int, ...]) -> tuple[Segment, ...]:
+    """The same where a folder holds several matrices, of so many `rows`, one below the other in a single tensor, and
+    where the slot has not all of them."""
+    if (there := slot.matrices) is not None:
+        return tuple(replace(piece, source=there.index(piece.source)) for piece in pieces if piece.source in there)
+    if len(slot.sources) > 1:
+        return pieces
+    above = tuple(itertools.accumulate(rows[:-1], initial=0))
+    return tuple(Segment(0, piece.start + above[piece.source], piece.stop + above[piece.source]) for piece in pieces)
+
+
+def _window(fused: list[Segment], *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
+    """The rank's equal share of a fused list; with more ranks than key/value groups it may cut through a head."""
+    total = sum(piece.stop - piece.start for piece in fused)
+    low, high = total * tp_rank // tp, total * (tp_rank + 1) // tp
+    inside, position = [], 0
+    for piece in fused:
+        start = piece.start + max(low - position, 0)
+        position += piece.stop - piece.start
+        stop = piece.stop - max(position - high, 0)
+        if start < stop:
+            inside.append(Segment(piece.source, start, stop))
+    return tuple(inside)

@@ -1,0 +1,71 @@
+"""A call of the engine in a thread of its own, while the main thread learns (rollout.one_step_off).
+
+The thread does nothing but that: prompts are tokens before it begins and answers stay what the engine gives, so no
+tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused
+(config/checks/checks.py), so it speaks in no group. What vLLM does to its process meanwhile is in host_process.py.
+Not here: of which step the answers are, and with which weights they were written (hacpo_mega/trainer/schedule.py).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from hacpo_mega.records import Completion
+from hacpo_mega.rollout.vllm.host_process import StreamBeside
+
+# `Engine.generate` with all that it is to answer; it is given when to stop.
+Generate = Callable[..., list[Completion]]
+
+
+class EngineThread:
+    """At most one call at a time; until `finish` or `stop` nobody else may use the engine.
+
+    hidden_s   seconds of the last call that `finish` did not have to wait for
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._is_unwanted = threading.Event()
+        self._completions: list[Completion] = []
+        self._error: BaseException | None = None
+        self._took_s = self.hidden_s = 0.0
+        self._beside = StreamBeside()
+
+    def begin(self, generate: Generate) -> None:
+        """Calls it beside this thread, on the weights that the engine has now."""
+        assert self._thread is None, "the last call was not finished"
+        self._thread = threading.Thread(
+            target=self._run, args=(generate, self._beside.follow()), name="engine", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call was begun and not finished."""
+        return self._thread is not None
+
+    def finish(self) -> list[Completion]:
+        """Waits for the answers of the call; what it died of is raised here."""
+        start = time.monotonic()
+        self._thread.join()
+        self.hidden_s = max(0.0, self._took_s - (time.monotonic() - start))
+        self._thread = None
+        if self._error is not None:
+            raise self._error
+        return self._completions
+
+    def stop(self) -> None:
+        """Returns when no call runs: the answers of one that does are cut where they are, and nobody gets them."""
+        if self._thread is not None:
+            self._is_unwanted.set()
+            self._thread.join()
+
+    def _run(self, generate: Generate, stream: AbstractContextManager[None]) -> None:
+        start = time.monotonic()
+        try:
+            with stream:
+                self._completions = generate(is_unwanted=self._is_unwanted.is_set)
+        except BaseException as error:  # for whoever waits for the answers
+            self._error = error
+        self._took_s = time.monotonic() - start

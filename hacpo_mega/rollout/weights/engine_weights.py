@@ -1,0 +1,257 @@
+"""New numbers for the weights of a live vLLM, part by part, where they lie.
+
+On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
+layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start;
+experts are packed when both of their tensors are there (expert_weights.py). A layer that quantizes is given its shard,
+too (quantized_weights.py). What was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
+It gets vLLM's model and functions handed in; only engine.py imports vllm.
+"""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hacpo_mega.models.sharding.shards import Shard
+from hacpo_mega.models.weight_files import HEAD
+from hacpo_mega.rollout.vllm.host_process import quiet
+from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
+from hacpo_mega.rollout.weights.held_weights import EMBEDDING
+from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_parts
+from hacpo_mega.rollout.weights.quantized_weights import Quantizing
+
+
+@dataclass(frozen=True)
+class Reloading:
+    """What of vLLM brings new weights into a live model.
+
+    begin, end   puts parameters on the meta device in the form in which they are loaded, and takes them back
+    plain        how layers hold weights that are what they load, but for the CPU's packing
+    logger       who would warn of layers that were not loaded
+    quantizing   how other layers make their weights of what they load
+    """
+
+    begin: Callable[[nn.Module], None]
+    end: Callable[[nn.Module, Any], None]
+    plain: tuple[type, ...]
+    logger: logging.Logger
+    quantizing: Quantizing
+
+
+class EngineWeights:
+    """The parameters of a live model that are written part by part.
+
+    parts   what is written, experts' matrices stacked; a part's number is its place here
+    """
+
+    @classmethod
+    def recorded(
+        cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: Any, reloading: Reloading
+    ) -> "EngineWeights":
+        """By what vLLM's loaders do with the `published` tensors (name -> shape); `config` is that of the model."""
+        with quiet(reloading.logger):
+            reloading.begin(model)
+            try:
+                recording = record(model, published, config.dtype, model.load_weights)
+            finally:
+                reloading.end(model, config)
+        return cls(model, recording, config, reloading)
+
+    def __init__(self, model: nn.Module, recording: Recording, config: Any, reloading: Reloading) -> None:
+        """What layers load that hold it in a form that is not known is left over in `recording`, each by name."""
+        self._modules = dict(model.named_modules())
+        self._shapes = recording.shapes
+        self._plain, self._quantizing, self._config = reloading.plain, reloading.quantizing, config
+        self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts that are not complete
+        for path, parts in _by_path(recording.parts).items():
+            if reason := self._problem(path, parts):
+                recording.leave([part.shard.name for part in parts], reason)
+        self._recording = recording
+        self.parts = stacked_parts(recording.parts)
+        self._packed = _packed_by_weight(model)
+
+    @property
+    def left_over(self) -> Mapping[str, str]:
+        """Published tensors that are not written part by part, and why."""
+        return self._recording.left_over
+
+    @property
+    def quantized(self) -> Set[str]:
+        """Published tensors of which layers make other numbers."""
+        return {part.shard.name for part in self.parts if self.quantizes(part.path)}
+
+    def converted_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(vLLM's name, tensor) of what these layers hold, and such as keep what they load in a form of their own."""
+        for path, module in self._modules.items():
+            method = getattr(module, "quant_method", None)
+            if method is not None and (not isinstance(method, self._plain) or experts_problem(method)):
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{path}.{name}", parameter.detach()
+
+    def leave(self, reasons: Mapping[str, str]) -> None:
+        """Leaves these over, too, and what is loaded into the same layers."""
+        for name, reason in reasons.items():
+            self._recording.leave([name], reason)
+        self.parts = stacked_parts(self._recording.parts)
+
+    def _problem(self, path: tuple[str, str], parts: list[Part]) -> str | None:
+        """Why a parameter cannot be written part by part; None where it can."""
+        module, shape = self._modules[path[0]], self._shapes[path]
+        method, live = getattr(module, "quant_method", None), getattr(module, path[1])
+        quantizes = self.quantizes(path)
+        if method is not None and not isinstance(method, (*self._plain, *self._quantizing.methods)):
+            return f"its layer may hold it in another form ({type(method).__name__})"
+        if problem := experts_problem(method):
+            return problem
+        if not (_is_packed(module, live) or quantizes) and (live.shape != shape or not live.is_contiguous()):
+            return f"its layer holds it as {tuple(live.shape)}, and loads it as {tuple(shape)}"
+        end = 0
+        for part in sorted(parts, key=lambda part: part.offset):
+            sizes = part.shard.sizes
+            if part.offset != end or part.strides != tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))):
+                return "its parts do not lie end to end"
+            end += part.shard.size
+        # Of a vocabulary rows are left, which stand for no token.
+        return None if end == shape.numel() or hasattr(module, "shard_indices") else "its loader leaves gaps"
+
+    def quantizes(self, path: tuple[str, str]) -> bool:
+        """Whether a layer makes other numbers of what it loads into this parameter."""
+        return self._quantizing.takes(self._modules[path[0]], path[1])
+
+    def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """What the parts of a parameter are written into, and whether that is new."""
+        live = getattr(self._modules[path[0]], path[1])
+        if not (_is_packed(self._modules[path[0]], live) or self.quantizes(path)):
+            return live.detach(), False
+        return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
+
+    def finish(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
+        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them.
+
+        Collective over the engine where the layer quantizes.
+        """
+        layer, parameter = path
+        module = self._modules[layer]
+        if self.quantizes(path):
+            self._quantizing.take(module, tensor, self._config)
+            return
+        tensor.view(-1)[num_written:].zero_()
+        if packs_experts(module):
+            both = self._unpacked[layer]
+            both[parameter] = tensor
+            if len(both) == 2:
+                take_experts(module, self._unpacked.pop(layer))
+            return
+        packed = self._packed.get(id(getattr(module, parameter)), []) if not is_new else [module]
+        if is_new:
+            setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
+        for holder in packed:
+            holder.quant_method.process_weights_after_loading(holder)
+
+
+class Receiver:
+    """Takes one publication: the views of parts, and word of what was written there."""
+
+    def __init__(self, weights: EngineWeights, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
+        """`load` takes full tensors by name: of what is left over all that belongs to a layer."""
+        self._weights, self.load = weights, load
+        self._left: dict[tuple[str, str], int] = defaultdict(int)
+        for part in weights.parts:
+            self._left[part.path] += part.shard.size
+        self._sizes = dict(self._left)
+        # Of those whose layers quantize, in an order that all ranks of the engine have: what they still wait for.
+        self._unsettled: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for part in weights.parts:
+            if weights.quantizes(part.path):
+                self._unsettled[part.path].add(part.shard.name)
+        self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+
+    def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
+        """Where the numbers of `what`, published in `dtype`, belong: in the part of this number."""
+        part = self._weights.parts[number]
+        if part.path not in self._open:
+            self._open[part.path] = self._weights.live(part.path, dtype)
+        return part.view(self._open[part.path][0], what)
+
+    def wrote(self, number: int, size: int) -> None:
+        """So many numbers of that part are there; with the last one of a parameter its layer takes it.
+
+        One that quantizes takes it when the ranks of the cell have theirs: `settled`.
+        """
+        path = self._weights.parts[number].path
+        self._left[path] -= size
+        assert self._left[path] >= 0, f"{path} was written twice"
+        if self._left[path] == 0 and path not in self._unsettled:
+            self._finish(path)
+
+    def settled(self, names: Set[str]) -> None:
+        """All ranks of the cell have all that they need of these tensors. Collective over the engine."""
+        for path, waits_for in list(self._unsettled.items()):
+            waits_for -= names
+            if not waits_for:
+                del self._unsettled[path]
+                self._finish(path)
+
+    def _finish(self, path: tuple[str, str]) -> None:
+        tensor, is_new = self._open.pop(path)
+        self._weights.finish(path, tensor, self._sizes[path], is_new=is_new)
+
+    @property
+    def missing(self) -> list[str]:
+        """Parameters of which parts were not written."""
+        return [".".join(path) for path, left in self._left.items() if left or path in self._unsettled]
+
+
+def _is_packed(module: nn.Module, live: Tensor) -> bool:
+    """Whether a parameter of the layer is not what it loads, but packed."""
+    return packs_experts(module) or (live.numel() == 0 and hasattr(module, "cpu_linear"))
+
+
+def _by_path(parts: Iterable[Part]) -> Mapping[tuple[str, str], list[Part]]:
+    found = defaultdict(list)
+    for part in parts:
+        found[part.path].append(part)
+    return found
+
+
+def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
+    """Layers that multiply with a packed copy of a weight that stands beside it, by the weight.
+
+    An embedding has one, too, which is used where it is the head, under that name or of a layer of its own.
+    """
+    found: dict[int, list[nn.Module]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and path != EMBEDDING and weight.numel() and module not in found[id(weight)]:
+            found[id(weight)].append(module)
+    return found
+
+
+def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head: bool) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors as vLLM's loaders take them, whose names are added to `given`.
+
+    `packs_head` says that the output layer has a packed copy of the embedding, which would stay as it was.
+    """
+    for name, tensor in weights:
+        given.add(name)
+        yield name, tensor
+        if packs_head and name == f"{EMBEDDING}.weight":
+            yield HEAD, tensor
+
+
+def require_names(given: Set[str], expected: Set[str]) -> None:
+    """ValueError when other tensors were given than the model folder has, if that has any.
+
+    vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
+    """
+    missing, unknown = expected - given, given - expected - {HEAD}
+    if expected and (missing or unknown):
+        raise ValueError(
+            f"published weights do not fit the model folder: {len(missing)} missing {sorted(missing)[:4]}, "
+            f"{len(unknown)} unknown {sorted(unknown)[:4]}"
+        )

@@ -1,0 +1,153 @@
+"""What a live engine multiplies with, part by part under the names of Hugging Face.
+
+An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). Which part of the
+published tensor that is follows from the layer's own numbers, not from the loader that put it there, so that a loader
+that cuts wrongly is found too. On the CPU linear layers hold a packed copy that nobody can read: it is multiplied with
+the unit matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
+It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who compares it, and when
+(agent/publication.py).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from hacpo_mega.models.sharding.shards import STAR, Shard
+from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts
+
+EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a published tensor that an engine has: `size` from `start` on in `dim`, at `place` of its own."""
+
+    dim: int
+    start: int
+    size: int
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """What an engine has of a published tensor, or of that of all experts (models/sharding/shards.py).
+
+    own         its own tensor, which may hold parts of others too
+    is_packed   whether that comes out of a product, which shows finite numbers alone
+    """
+
+    name: str
+    cut: Cut
+    own: Callable[[], Tensor]
+    is_packed: bool
+
+    def shard(self, shape: Sequence[int]) -> Shard:
+        """The same as a rectangle of the published tensor, which has this shape."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        offsets[self.cut.dim], sizes[self.cut.dim] = self.cut.start, self.cut.size
+        return Shard(self.name, tuple(offsets), tuple(sizes))
+
+    def view(self, what: Shard) -> Tensor:
+        """The numbers of the rectangle `what` of the published tensor, which lies in the shard."""
+        held = self.own()
+        for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
+            shift = self.cut.place - self.cut.start if dim == self.cut.dim else 0
+            held = held.narrow(dim, start + shift, size)
+        return held
+
+
+def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool) -> Iterator[HeldPart]:
+    """What the engine has of every tensor, layer by layer.
+
+    fused   what a layer's name stands for: {"gate_up_proj": ["gate_proj", "up_proj"]}
+    tied    whether the output layer is the embedding
+    """
+    seen: set[nn.Module] = set()
+    # A tied output layer may be the embedding itself, under a second name; so has the router of experts one.
+    for path, module in model.named_modules(remove_duplicate=False):
+        parent, _, last = path.rpartition(".")
+        if module in seen and path != HEAD_LAYER:
+            continue
+        seen.add(module)
+        if holds_experts(module):
+            yield from _held_experts(module, parent)
+            continue
+        names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
+        if tied and path == HEAD_LAYER:
+            names = [EMBEDDING]
+        for kind, parameter in module.named_parameters(recurse=False):
+            is_packed = kind == "weight" and hasattr(module, "cpu_linear") and path != EMBEDDING
+            own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
+            cuts = _cuts(module, len(names), kind, parameter)
+            # One published tensor may be several of the engine's parts: where folders hold matrices fused, too.
+            for name, cut in zip(names if len(names) > 1 else names * len(cuts), cuts, strict=True):
+                yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+
+
+def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
+    """What the engine has of every expert, all of which it has; nothing of what its kernel holds in another form."""
+    if experts_problem(module.quant_method):
+        return
+    halves = cache(lambda: expert_halves(module))
+    names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+    size = module.intermediate_size_per_partition
+    for place, name in enumerate(names):
+        cut = Cut(2 if place == 2 else 1, module.moe_config.tp_rank * size, size)
+        own = partial(_one_of, halves, place)
+        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, own, is_packed=False)
+
+
+def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
+    return halves()[place]
+
+
+def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
+    """Of each of the tensors that a layer's own is made of, by vLLM's numbers of the layer."""
+    if hasattr(module, "shard_indices"):
+        rows = module.shard_indices
+        return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
+    if num_names > 1 or hasattr(module, "output_sizes"):
+        parts = _rows_of_fused(module)
+        places = accumulate((part.size for part in parts[:-1]), initial=0)
+        above = accumulate((part.whole for part in parts[:-1]), initial=0) if num_names == 1 else [0] * len(parts)
+        return [
+            Cut(0, start + part.size * part.shard, part.size, place)
+            for part, place, start in zip(parts, places, above, strict=True)
+        ]
+    if kind == "weight" and hasattr(module, "input_size_per_partition"):
+        return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
+    # Of a layer that every rank has whole the parameter may be packed, and have no rows.
+    return [Cut(0, 0, getattr(module, "output_size", len(parameter)))]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Of one matrix in a fused one: the engine's `size` rows, which are shard number `shard` of `whole`."""
+
+    size: int
+    shard: int
+    whole: int
+
+
+def _rows_of_fused(module: nn.Module) -> list[_Rows]:
+    """Every matrix in a fused one; key and value heads may be on several ranks each."""
+    if not hasattr(module, "num_kv_head_replicas"):
+        return [_Rows(size // module.tp_size, module.tp_rank, size) for size in module.output_sizes]
+    size = module.head_size
+    of_keys = _Rows(
+        module.num_kv_heads * size, module.tp_rank // module.num_kv_head_replicas, module.total_num_kv_heads * size
+    )
+    return [_Rows(module.num_heads * size, module.tp_rank, module.total_num_heads * size), of_keys, of_keys]
+
+
+def _unpacked(module: nn.Module) -> Tensor:
+    """The weight [out, in] of a layer that holds it packed."""
+    # Of an embedding, of a layer that is cut, of one that every rank has whole.
+    names = ("embedding_dim", "input_size_per_partition", "input_size")
+    size = next(getattr(module, name) for name in names if hasattr(module, name))
+    unit = torch.eye(size, dtype=module.params_dtype)
+    return module.cpu_linear(unit, module.weight, None).T
