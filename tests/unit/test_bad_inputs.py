@@ -18,7 +18,6 @@ import pyarrow.parquet
 import pytest
 from bad_cases import GROUPS
 from dataset_rows import check_data
-from experiment_cases import grid_file
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import read_checkpoint
@@ -333,14 +332,3 @@ def test_a_level_and_a_language_that_libraries_do_not_know_are_refused(monkeypat
     monkeypatch.setattr("locale.getpreferredencoding", lambda do_setlocale: "ANSI_X3.4-1968")
     with pytest.raises(ValueError, match="Python reads files as ASCII here"):
         prepare_environment()
-
-
-def test_results_of_an_experiment_that_are_a_file_are_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "taken").write_text("")
-    grid = grid_file(tmp_path, results=str(tmp_path / "taken"))
-    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "experiment", str(grid)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert any("results" in line and str(tmp_path / "taken") in line for line in said), said
