@@ -41,7 +41,7 @@ DOORS = {
     "megatron": ("hacpo_mega/megatron/", f"{LAB}memory_trace.py"),
     **dict.fromkeys(("transformer_engine", "apex", "amp_C"), ("hacpo_mega/megatron/",)),
     # and where an experiment's server imports it for the ranks that it forks
-    "vllm": ("hacpo_mega/rollout/engine.py", f"{LAB}experiments/preloaded.py"),
+    "vllm": ("hacpo_mega/rollout/", f"{LAB}experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/files/metrics.py",),
     "matplotlib": ("hacpo_mega/report/", f"{LAB}throughput/figure.py"),
@@ -290,7 +290,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
-    (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
+    (one_door_per_library, {"hacpo_mega/agent/agent.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),
     (one_door_per_library, {A: "import wandb"}),
     (one_door_per_library, {"hacpo_mega/logbook/console.py": "def f():\n    from tensorboard import program"}),
