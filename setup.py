@@ -41,10 +41,20 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11,<3.14",
-    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels", *FILES],
-    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", **FILES},
+    packages=[
+        *find_packages(include=["hacpo_mega", "hacpo_mega.*"]),
+        *find_packages("packages/hacpo_grading"),
+        "hacpo_kernels",
+        *FILES,
+    ],
+    package_dir={
+        "hacpo_grading": "packages/hacpo_grading/hacpo_grading",
+        "hacpo_kernels": "kernels/hacpo_kernels",
+        **FILES,
+    },
     package_data={
         "hacpo_mega": ["py.typed"],
+        "hacpo_grading": ["py.typed"],
         "hacpo_kernels": ["py.typed"],
         "hacpo_mega.launch": ["*.sh", "*.sbatch"],
         "hacpo_mega.configs": ["*.toml", "*/*.toml"],

@@ -6,6 +6,7 @@ itself may be is in test_code_rules.py.
 
 import ast
 import collections
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,11 +58,14 @@ COLLECTIVES = (
     "hacpo_mega/lab/memory_trace.py",
     "kernels/hacpo_kernels/",
 )
+# Whoever grades answers needs no trainer, and no model beside it but one behind a server.
+UNKNOWN_TO_GRADERS = {"hacpo_mega", "hacpo_kernels", "hacpo_lab", "torch", "transformers", "vllm", "megatron"}
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
     *(
-        "hacpo_mega/grading/workers/grader_calls.py",
+        "hacpo_mega/grading/__init__.py",
+        "packages/hacpo_grading/hacpo_grading/workers/grader_calls.py",
         "hacpo_mega/logbook/files/trackers.py",
         "hacpo_mega/data/reading/hub_sets.py",
     ),
@@ -133,15 +137,15 @@ def parts_of_a_room_have_no_circle(sources: Sources) -> Complaints:
 
 
 def part_of(path: str) -> tuple[str, str] | None:
-    """(room, its folder or file) of a file; None of a room's __init__.py, which names what the room offers."""
-    room, _, rest = path.removeprefix("hacpo_mega/").partition("/")
+    """(room or package, its folder or file) of a file; None of its __init__.py, which names what it offers."""
+    room, _, rest = re.sub(r"^(hacpo_mega|packages/\w+)/", "", path).partition("/")
     inner = rest.partition("/")[0]
-    return (room, inner) if path.startswith("hacpo_mega/") and inner not in ("", "__init__.py") else None
+    return (room, inner) if not path.startswith("kernels/") and inner not in ("", "__init__.py") else None
 
 
 def folders_are_small(sources: Sources) -> Complaints:
     folders = collections.Counter(
-        source.path.rpartition("/")[0] for source in sources if source.path.startswith("hacpo_mega/")
+        source.path.rpartition("/")[0] for source in sources if not source.path.startswith("kernels/")
     )
     for folder, count in folders.items():
         if count > MAX_FILES:
@@ -153,7 +157,7 @@ def rooms_keep_their_net_lines(sources: Sources) -> Complaints:
     net: collections.Counter[str] = collections.Counter()
     for source in sources:
         net[room_of(source.path) or source.path.split("/")[1]] += source.net_lines()
-    beside_lab = net.total() - net["lab"] - net["hacpo_kernels"]
+    beside_lab = net.total() - net["lab"] - net["hacpo_kernels"] - net["hacpo_grading"]
     for room, lines in net.items():
         if lines > (most := read_limits().net_lines.get(room, 0)):
             yield f"room {room!r}: {lines} net lines, more than {most}; hacpo_mega beside the lab has {beside_lab}"
@@ -188,6 +192,13 @@ def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
         for line, name in source.imports():
             if source.path.startswith("kernels/") and name.split(".")[0] == "hacpo_mega":
                 yield f"{source.path}:{line}: hacpo_kernels stands alone, but imports {name}"
+
+
+def graders_know_nothing_of_us(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            if source.path.startswith("packages/hacpo_grading/") and name.split(".")[0] in UNKNOWN_TO_GRADERS:
+                yield f"{source.path}:{line}: hacpo_grading stands alone, without models, but imports {name}"
 
 
 def one_door_per_library(sources: Sources) -> Complaints:
@@ -242,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     rooms_keep_their_net_lines,
     a_file_has_more_than_one_importer,
     kernels_know_nothing_of_us,
+    graders_know_nothing_of_us,
     one_door_per_library,
     collectives_have_few_suspects,
     algorithm_is_the_paper,
@@ -256,6 +268,7 @@ def test_the_tree_keeps(rule: Rule) -> None:
 
 
 A = "hacpo_mega/agent/agent.py"
+GRADING = "packages/hacpo_grading/hacpo_grading/"
 
 
 BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
@@ -283,6 +296,19 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     ),
     (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "from hacpo_mega.records import Prompt"}),
+    (graders_know_nothing_of_us, {f"{GRADING}graders/x.py": "def f():\n    import torch"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "PRELOAD = 'hacpo_mega.config'"}),
+    (folders_are_small, {f"{GRADING}graders/x{number}.py": "" for number in range(MAX_FILES + 1)}),
+    (
+        parts_of_a_room_have_no_circle,
+        {
+            f"{GRADING}a/x.py": "from hacpo_grading.b import y",
+            f"{GRADING}b/y.py": "",
+            f"{GRADING}b/z.py": "from hacpo_grading.a import w",
+            f"{GRADING}a/w.py": "",
+        },
+    ),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
     (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),

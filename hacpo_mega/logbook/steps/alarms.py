@@ -8,12 +8,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from hacpo_grading.judge import JudgeReport
 from torch import Tensor
 
 from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.steps.sharing import SHARED_LEAST, Fates, fates_of
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
