@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+
 from hacpo_grading.judgement import Judgement as Judgement
 from hacpo_grading.judgement import Stop, Verdict
 

@@ -28,7 +28,6 @@ def inspect(
 ) -> None:
     """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
     from hacpo_grading.judge import Judge
-
     from hacpo_mega.commands.inspect_data import inspect as inspect_files
 
     with Judge("math", num_workers=2) if golds else nullcontext() as judge:
@@ -65,7 +64,6 @@ def grade(
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_grading.judge import Judge
-
     from hacpo_mega.commands.grade import grade as grade_answers
 
     options = parse_options(option or [])

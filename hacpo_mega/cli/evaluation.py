@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from hacpo_grading.registry import GRADERS
 
+from hacpo_grading.registry import GRADERS
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
 from hacpo_mega.models.files.hub import given_path, model_folder

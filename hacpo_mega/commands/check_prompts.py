@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from hacpo_grading.judge import Judge
 from hacpo_grading.registry import find_grader
-
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_grading.judge import Explained, Judge, JudgeCounts
-
 from hacpo_mega.commands.inspect_data import Findings
 from hacpo_mega.data.reading.files import (
     DataProblem,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_grading.judge import Judge
-
 from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_lengths, repetitions
 from hacpo_mega.data.datasets import LAYOUTS, Dataset, Layout, Problem, read_dataset
 from hacpo_mega.data.reading.row_values import quoted

@@ -17,7 +17,6 @@ from itertools import chain
 
 from hacpo_grading.workers import own_file
 from hacpo_grading.workers.own_file import module_of_file
-
 from hacpo_mega.config.tables.schema import Config
 
 # Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The

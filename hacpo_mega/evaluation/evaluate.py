@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
 from hacpo_grading.registry import final_answer, find_grader
 from hacpo_grading.weighted_judge import AnyJudge
-
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap

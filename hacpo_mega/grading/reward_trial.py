@@ -12,7 +12,6 @@ from hacpo_grading.judgement import Judgement, Stop
 from hacpo_grading.registry import find_grader
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_grading.workers.grader_calls import RETURNED
-
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.data.reading.row_values import quoted

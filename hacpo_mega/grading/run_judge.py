@@ -2,7 +2,6 @@
 
 from hacpo_grading.judge import FULL, Judge
 from hacpo_grading.weighted_judge import AnyJudge, RewardPart, WeightedJudge
-
 from hacpo_mega.config import RewardConfig
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hacpo_grading.judge import JudgeReport
 from torch import Tensor
 
+from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config

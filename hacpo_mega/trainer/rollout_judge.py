@@ -15,7 +15,6 @@ from typing import Self
 
 from hacpo_grading.judge import JudgeReport
 from hacpo_grading.weighted_judge import AnyJudge
-
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Answers that the judge is given in one call: whoever ends the thread waits for no more.

@@ -17,13 +17,13 @@ from grading_benchmark import (
     mutated,
     plain_math_verify,
 )
-from hacpo_grading.graders.math_grader import anywhere, boxed
-from hacpo_grading.judge import Judge
-from hacpo_grading.judgement import Stop, Verdict
 from hostile_answers import hostile_answers
 from labelled_pairs import same
 from repository import SHARED
 
+from hacpo_grading.graders.math_grader import anywhere, boxed
+from hacpo_grading.judge import Judge
+from hacpo_grading.judgement import Stop, Verdict
 from hacpo_mega.data.datasets import read_dataset
 
 REAL = SHARED / "data"

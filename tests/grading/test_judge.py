@@ -6,12 +6,12 @@ import threading
 
 import psutil
 import pytest
+from judged import CASES, FILE, verdicts
+
 from hacpo_grading.graders import math_grader
 from hacpo_grading.judge import Judge, judgement_of
 from hacpo_grading.judgement import Judgement, Stop, Verdict
 from hacpo_grading.workers.guarded_workers import Outcome
-from judged import CASES, FILE, verdicts
-
 from hacpo_mega.data.tasks import SKILLS, training_examples
 
 

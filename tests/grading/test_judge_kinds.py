@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from hacpo_grading.graders import choice, graders, json_equality
 from hacpo_grading.graders.number import Number, last_number
 from hacpo_grading.judge import Judge

@@ -10,11 +10,12 @@ import time
 
 import psutil
 import pytest
+from judged import CASES, FILE, verdicts
+
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict
 from hacpo_grading.workers import guarded_workers
 from hacpo_grading.workers.worker_process import SHOWN_BYTES
-from judged import CASES, FILE, verdicts
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ import pytest
 import sympy.physics.units as physics
 from gold_mutations import kind_of
 from grading_benchmark import golds_of
+from repository import SHARED
+from sympy.physics.units.systems.si import SI
+from written_answers import written_pairs
+
 from hacpo_grading.graders.answer_limits import powers, too_large
 from hacpo_grading.graders.math_grader import MatchRules, anywhere, boxed, decide, explain
 from hacpo_grading.graders.number_text import read_decimal_comma, read_number, read_numeral
 from hacpo_grading.texts.answer_text import plain, tidy
 from hacpo_grading.texts.units import find_unit
-from repository import SHARED
-from sympy.physics.units.systems.si import SI
-from written_answers import written_pairs
 
 COLUMN = r"\begin{pmatrix} -2 \\ -14 \\ -7 \end{pmatrix}"
 

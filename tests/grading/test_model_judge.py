@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+
 from hacpo_grading.graders.model_judge import ModelJudge, score_of
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from hacpo_grading.graders import program
 from hacpo_grading.graders.program import Case, Program
 from hacpo_grading.judge import Judge

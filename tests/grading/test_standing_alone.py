@@ -6,12 +6,12 @@ import re
 from contextlib import nullcontext
 
 import pytest
+from repository import ROOT
+
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop
 from hacpo_grading.registry import GRADERS, find_grader, gives_parts, value_problem
 from hacpo_grading.workers.grader_calls import Unjudged
-from repository import ROOT
-
 from hacpo_mega.config.checks.grader_checks import grader_problem
 
 README = ROOT / "packages" / "hacpo_grading" / "README.md"

@@ -5,10 +5,10 @@ import random
 import signal
 
 import pytest
-from hacpo_grading.graders.math_grader import anywhere, boxed
 from repository import SHARED
 from universal_answers import GOLD_FILES, GOLDS, golds_that_take, out_of_time, universal_candidates, wrapped
 
+from hacpo_grading.graders.math_grader import anywhere, boxed
 from hacpo_mega.data.datasets import read_dataset
 
 UNIVERSAL = (r"1e308^{\infty}", r"1.5e9^{\infty}", r"2\cdot308^{\infty}")

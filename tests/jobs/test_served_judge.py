@@ -18,11 +18,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from hacpo_grading.judge import Judge
 from job import ENVIRONMENT, free_port
 from repository import ROOT
 from tiny_models import make_model
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.records import Judgement, Stop
 
 pytestmark = pytest.mark.nightly

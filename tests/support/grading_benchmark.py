@@ -30,13 +30,13 @@ from pathlib import Path
 from unittest import mock
 
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
+from hostile_answers import GENERATED_GOLD, generated_answers
+from math_verify import parse, verify
+
 from hacpo_grading.graders import math_grader
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop
 from hacpo_grading.texts.answer_text import last_boxed
-from hostile_answers import GENERATED_GOLD, generated_answers
-from math_verify import parse, verify
-
 from hacpo_mega.data.datasets import read_dataset
 
 Grader = Callable[[str, str, str], float | None]

@@ -12,8 +12,8 @@ from repository import ROOT
 
 # The program itself, which is started by its name and not imported.
 PROGRAM = "hacpo_mega.cli"
-MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
-# Folders of what stands beside the product and is imported by a name of its own.
+MODULE_NAME = re.compile(r"hacpo_(mega|lab)(\.\w+)+")
+# Packages beside the product, each in a folder of its own.
 BESIDE = re.compile(r"^(kernels|packages/\w+)/")
 DESCRIBED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -106,8 +106,8 @@ Complaints = Iterator[str]
 
 @functools.cache
 def read_sources() -> Sources:
-    folders = [ROOT / "hacpo_mega", ROOT / "kernels" / "hacpo_kernels", ROOT / "packages"]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    beside = [ROOT / "kernels" / "hacpo_kernels", *(folder / folder.name for folder in (ROOT / "packages").iterdir())]
+    files = sorted(file for folder in (ROOT / "hacpo_mega", *beside) for file in folder.rglob("*.py"))
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
 
 

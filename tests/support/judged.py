@@ -1,7 +1,8 @@
 """What the tests of the judge share: a user's graders by their file, and verdicts by name."""
 
-from hacpo_grading.judgement import Stop
 from repository import ROOT
+
+from hacpo_grading.judgement import Stop
 
 FILE = ROOT / "tests/support/grading_cases.py"
 CASES = f"{FILE}:reward"

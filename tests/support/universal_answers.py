@@ -18,7 +18,6 @@ from typing import Any
 
 from hacpo_grading.graders import answer_values, math_grader
 from hacpo_grading.graders.math_grader import anywhere, boxed
-
 from hacpo_mega.data.datasets import read_dataset
 
 # one gold of each kind, none equal to another

@@ -21,11 +21,11 @@ from bad_case import ROWS
 from bad_cases import GROUPS
 from bad_sources import DATA
 from bad_values import INIT
-from hacpo_grading.registry import GRADERS
-from hacpo_grading.workers.grader_calls import load_by_name
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
+from hacpo_grading.registry import GRADERS
+from hacpo_grading.workers.grader_calls import load_by_name
 from hacpo_mega.cli import app as cli
 from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config

@@ -5,9 +5,9 @@ import os
 import threading
 
 import pytest
-from hacpo_grading.judge import Judge
 from typer.testing import CliRunner
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.convert_data import convert
 from hacpo_mega.commands.grade import grade

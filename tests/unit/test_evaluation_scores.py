@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from hacpo_grading.judge import Judge
-from hacpo_grading.registry import final_answer
 from repository import SHARED
 
+from hacpo_grading.judge import Judge
+from hacpo_grading.registry import final_answer
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_SUITE,

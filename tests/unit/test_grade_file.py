@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
-from hacpo_grading.judge import Judge
 from typer.testing import CliRunner
 
+from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
+from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.grade import grade_file
 from hacpo_mega.config.checks.grader_checks import parse_options

@@ -6,9 +6,9 @@ import re
 import sys
 
 import pytest
+
 from hacpo_grading.judge import Judge
 from hacpo_grading.workers.grader_calls import GraderCall
-
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.config.named_function import named_function
 from hacpo_mega.config.tables.chat_messages import messages_text

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 import typer
-from hacpo_grading.registry import GRADERS
 from typer.testing import CliRunner
 
+from hacpo_grading.registry import GRADERS
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.describe import describe_fields
 
@@ -38,6 +38,12 @@ def test_the_program_lists_its_commands_with_whole_sentences():
     for name, command in COMMANDS.items():
         if " " not in name:
             assert f"{name} {' '.join(command.help.split())}" in text
+
+
+def test_packages_beside_the_product_register_their_commands():
+    registered = importlib.metadata.entry_points(group="hacpo_mega.commands").names
+    assert registered == {"bench", "chaos", "experiment", "plan"}, "setup.py is newer than the installation: make env"
+    assert registered <= FIRST.keys()
 
 
 def test_a_judge_can_be_any_kind_that_there_is():

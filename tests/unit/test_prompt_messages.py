@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from dataset_rows import check_data, write_lines
-from hacpo_grading.workers.grader_calls import messages_in
 
+from hacpo_grading.workers.grader_calls import messages_in
 from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.reading.files import load_prompts

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hacpo_grading.judge import Judge
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Prompt, Rollout, Stop, Verdict

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_grading.registry import GRADERS
-
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import RewardConfig
 

@@ -9,9 +9,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from hacpo_grading.registry import gives_parts
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from hacpo_grading.registry import gives_parts
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.algorithm import AlgorithmConfig
 from hacpo_mega.config.tables.choices import TRACKERS, Skill

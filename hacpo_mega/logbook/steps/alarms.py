@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from hacpo_grading.judge import JudgeReport
 from torch import Tensor
 
+from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
