@@ -24,7 +24,7 @@ from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.config import Config
 from hacpo_mega.models.files.folder import dtype_name
 
-OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
+OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
 # What NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
 SHM_BYTES_WITH_GPUS = 1 << 30
