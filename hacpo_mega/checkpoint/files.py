@@ -41,7 +41,7 @@ WRITING, REMOVING = ".writing", ".removing"
 
 @dataclass(frozen=True)
 class AgentState:
-    """What is not in an agent's own files.
+    """State of an agent that is not in its own files.
 
     dtype         the type of its model's weights, which are the stored ones rounded to it: "bfloat16"
     band          BandTracker's state, None without a calibrated band
@@ -59,7 +59,7 @@ class AgentState:
 
 @dataclass(frozen=True)
 class FileState:
-    """What a file was when its step was committed."""
+    """Size and checksum of a file when its step was committed."""
 
     num_bytes: int
     sha256: str
@@ -109,7 +109,7 @@ class Checkpoint:
             raise ValueError(f"{file} is not a record that this version of hacpo_mega reads: {error}") from error
 
     def text(self) -> str:
-        """What `parse` reads."""
+        """The inverse of `parse`."""
         state = {key: value for key, value in asdict(self).items() if key != "folder"}
         return json.dumps({"format": FORMAT, "sha256": _digest(state), "state": state}, indent=1)
 
@@ -140,7 +140,7 @@ def file_sha256(path: Path) -> str:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies, once committed."""
+    """The path of a step's checkpoint, once committed."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -221,7 +221,7 @@ def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[s
 
 
 def older_step_offered(run_dir: Path, step: int) -> str:
-    """What to do when a step cannot be read: the newest one before it whose every byte is as it was written."""
+    """The older step to offer if one cannot be read: the newest before it whose every byte is as it was written."""
     for older in reversed([older for older in committed_steps(run_dir) if older < step]):
         try:
             if not list(read_checkpoint(folder_of(run_dir, older)).altered()):
@@ -233,7 +233,7 @@ def older_step_offered(run_dir: Path, step: int) -> str:
 
 
 class StartOptions(TypedDict, total=False):
-    """What a user says of where a run begins.
+    """The user's choice of where a run begins.
 
     fresh         whether what lies in run_dir is left alone
     accept        keys of the configuration that may differ from the run's

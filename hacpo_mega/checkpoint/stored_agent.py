@@ -38,12 +38,12 @@ class StoredAgent:
 
     @property
     def folder(self) -> Path:
-        """Where its state lies."""
+        """The folder of its state."""
         return self.checkpoint.folder / self.agent.name
 
     @property
     def file(self) -> Path:
-        """Where its run's configuration stands."""
+        """The file of its run's configuration."""
         return self.checkpoint.folder / RECORD
 
     @property
@@ -122,7 +122,7 @@ def stored_agent_at(path: Path) -> StoredAgent | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is, or by its name would be, a step of a run; another trainer's step is a model folder."""
+    """True if a path is, or by its name would be, a step of a run; another trainer's step is a model folder."""
     path = path.resolve()
     named = path.parent.name == "checkpoints" and path.name.startswith("step_")
     return (path / RECORD).is_file() or (named and not (path / "config.json").is_file())
@@ -139,7 +139,7 @@ def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
 
 
 def _others(folder: Path) -> str:
-    """What else the run has, for who asked in vain for `folder`."""
+    """Other agents of the run, for a user who asked in vain for `folder`."""
     folder = folder.resolve()
     run_dir = folder.parent.parent
     others = [str(step) for step in committed_steps(run_dir) if folder_of(run_dir, step) != folder]

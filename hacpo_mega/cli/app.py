@@ -77,7 +77,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _as_a_key(error: Any, given: list[str]) -> str | None:
-    """How an option that there is not, such as --num_steps 5, is written as key=value; None for one that is no key."""
+    """An unknown option such as --num_steps 5, written as key=value; None if it is no key."""
     option, command = error.option_name, error.ctx.command
     if not any(parameter.name == "overrides" for parameter in command.params):
         return None
@@ -191,7 +191,7 @@ def train(
 
 
 def _require_inputs(config: Config, how: StartOptions) -> int:
-    """How many rows of data.files are left out as repeated (data.repeated).
+    """Checks a run's inputs; returns the number of rows of data.files that are left out as repeated (data.repeated).
 
     ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes.
     """
@@ -290,7 +290,7 @@ def _require_folder() -> None:
 
 
 def _of_a_full_disk(error: Exception) -> str | None:
-    """What is said where a file, or what a command prints, found no room; None for any other error."""
+    """The message if a file, or a command's output, found no room; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return f"{error.filename or 'what this command prints'} cannot be written: {error.strerror}"

@@ -77,7 +77,7 @@ def check(
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What a user should know of a configuration that is right, a line each: every judge, suggestions, warnings."""
+    """Notes on a valid configuration, a line each: every judge, suggestions, warnings."""
     for key, grader in config.reward.graders.items():
         yield f"{key}: {shown_grader(grader.kind, grader.options)}"
     yield from unsaid_success(config)
@@ -105,7 +105,7 @@ def _settings(config_file: Path, config: Config) -> str:
 
 
 def _is_elsewhere(table: str, key: str) -> bool:
-    """Whether another part of the screen says it, or it is of a model that is to be made."""
+    """True if the key is shown elsewhere on the screen, or is about a model that is still to be made."""
     return table.startswith("agents.") and (key == "model" or key.startswith("init."))
 
 

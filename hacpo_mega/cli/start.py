@@ -1,4 +1,4 @@
-"""What commands do before their own work: the checked configuration, its models, and the ranks that do the work.
+"""The start of commands: the checked configuration, its models, and the ranks that do the work.
 
 Imports of what is heavy are inside functions, as in app.py.
 """

@@ -1,4 +1,4 @@
-"""Whether every node's memory holds what its processes are about to pin there, asked before any of them does.
+"""Checks, before any process pins memory, that every node's memory holds what its processes will pin.
 
 Pinned memory is never swapped: a node that has too little of it kills processes long after the start.
 Not here: how many bytes that is (memory/budget.py).

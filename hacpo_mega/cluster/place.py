@@ -173,7 +173,7 @@ class Place:
 
     @property
     def trains(self) -> bool:
-        """Whether this process has a part of the actor; else it only answers."""
+        """True if this process has a part of the actor; else it only answers."""
         return self.coordinate.trains
 
     def enter_phase(self, phase: str, when: str) -> None:
@@ -190,7 +190,7 @@ class Place:
         self._watchdog.defer_signals()
 
     def foretell(self, outlook: str) -> None:
-        """What is said of the next start when a signal ends the job."""
+        """Sets the line about the next start that is printed if a signal ends the job."""
         self._watchdog.foretell(outlook)
 
     def told_to_end(self) -> int:
@@ -209,7 +209,7 @@ class Place:
         return waits
 
     def clock_offset(self) -> ClockOffset:
-        """How far this process's clock is from that of rank 0; a collective over the job."""
+        """Offset of this process's clock to that of rank 0; a collective over the job."""
         if self._has_one_clock:
             return ClockOffset(0.0, 0.0)
         me, size = self.coordinate.global_rank, self.rank_map.world_size
@@ -248,7 +248,7 @@ class Place:
         return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
 
     def first_said(self, text: str | None) -> str | None:
-        """What the lowest rank of the job says that says anything, on every rank; None when nobody does. Collective."""
+        """The message of the lowest rank of the job that has one, on every rank; None if none has. Collective."""
         said = self.gather_to_first((text or "").encode())
         return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None
 

@@ -1,4 +1,4 @@
-"""Whether the main thread of a process gets on: the sign of life that a thread beside it cannot give.
+"""Liveness of a process's main thread, which a thread beside it cannot show.
 
 A process whose main thread is stuck, in an endless loop or before a collective that it never enters, still runs: its
 heartbeat is heard. So phases that consist of many small steps tell every one of them (an engine's step, a micro-batch,
@@ -21,7 +21,9 @@ COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # 
 
 
 class Progress:
-    """What the main thread is at. `waits_for` says for whom it waits in a collective of the job, None outside one."""
+    """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
+    one.
+    """
 
     def __init__(self) -> None:
         self.waits_for: str | None = None

@@ -205,7 +205,7 @@ def own_address() -> str:
 
 
 def listening_address() -> str:
-    """Where the processes of this job reach this one: its own address; "" (all) where its name leads to itself only."""
+    """The address at which processes of this job reach this one; "" (all) if its host name leads to itself only."""
     address, name = own_address(), os.environ["MASTER_ADDR"]
     if is_on_one_machine() or not ip_address(address).is_loopback:
         return address

@@ -1,4 +1,4 @@
-"""Where a launcher has put this process: its rank, its node, and how the job's first process is reached. No torch.
+"""Launcher environment of this process: its rank, its node, and the address of the job's first process. No torch.
 
 Read from the environment once; torchrun's names come before Slurm's. Not here: what a rank is for (rank_map.py).
 """
@@ -78,7 +78,7 @@ class Seat:
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether this process speaks for its node."""
+        """True if this process speaks for its node."""
         return self.local_rank == 0
 
 
@@ -96,7 +96,7 @@ def size_variable() -> str:
 
 
 def in_batch_script() -> bool:
-    """Whether this process is a Slurm batch script, or started by it without srun and without another launcher."""
+    """True if this process is a Slurm batch script, or started by it without srun and without another launcher."""
     has_step = any(os.environ.get(name) not in (None, "batch") for name in OF_A_STEP)
     return {"SLURM_JOB_ID", "SLURM_PROCID"} <= os.environ.keys() and "RANK" not in os.environ and not has_step
 
@@ -179,7 +179,7 @@ def num_local(world_size: int) -> int:
 
 
 def is_on_one_machine() -> bool:
-    """Whether the launcher says that all processes of the job are on this machine."""
+    """True if the launcher says that all processes of the job are on this machine."""
     world_size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return local == world_size

@@ -1,4 +1,4 @@
-"""Who died or hangs, and in which phase: every process watches its neighbour through one TCP connection.
+"""Watchdog: every process watches its neighbour over one TCP connection and reports who died or hangs, in which phase.
 
 The processes of a job form a ring; rank r listens to rank r + 1, who tells it every phase it enters. The kernel, not a
 heartbeat thread, says whether a process lives: when it ends, however it ends, its socket closes within milliseconds,
@@ -151,7 +151,7 @@ class Watchdog:
         self._defers = True
 
     def foretell(self, outlook: str) -> None:
-        """What a process that is ended by a signal says of the next start."""
+        """Sets the line about the next start that a process prints if a signal ends it."""
         self._outlook = f"; {outlook}"
 
     def keep_stack_in(self, folder: Path) -> None:
@@ -194,7 +194,7 @@ class Watchdog:
         self._go_down(cause, FAILED)
 
     def _is_first_to_say(self, text: str) -> bool:
-        """Whether no other process of the job has said this: all ranks of an agent find the same in its files."""
+        """True for the first process of the job that says this: all ranks of an agent find the same in its files."""
         with suppress(RuntimeError):  # the store ends with the process that keeps it
             return self._store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
         return True
@@ -323,7 +323,7 @@ def _signals() -> socket.socket:
 
 
 def _start_of(process: int) -> str:
-    """When a process of this machine started, in clock ticks since the boot; "gone" where there is none."""
+    """Start of a process of this machine, in clock ticks since the boot; "gone" if there is none."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -27,7 +27,7 @@ REACHED_S = 3.0
 
 
 def check_prompts(config: Config) -> str:
-    """What a run would train and evaluate on, in a sentence, and its first prompt as every agent and the judge read it.
+    """Prompts of training and evaluation in a sentence, and the first one as every agent and the judge read it.
 
     ValueError with a line per problem.
     """
@@ -64,7 +64,7 @@ def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Ite
 
 
 def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
-    """What the reward gives the gold of the first prompt and an empty answer. ValueError where it gives no reward.
+    """Rewards of the first prompt's gold and of an empty answer. ValueError if a grader gives no reward.
 
     A server (kind `model`) is asked only where it can be reached from here.
     """
@@ -81,7 +81,7 @@ def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether something listens where a URL leads."""
+    """True if something listens at a URL's address."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -92,7 +92,7 @@ def _is_reachable(url: str) -> bool:
 
 
 def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:
-    """What a judge makes of a gold that stands as the answer; of graders that run code or ask a server, the text."""
+    """A judge's reading of a gold as the answer; the plain text for a grader that runs code or asks a server."""
     kind = find_kind(grader.kind)
     if kind.is_own or grader.kind in ("program", "model"):
         return row.gold

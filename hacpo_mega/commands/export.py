@@ -74,7 +74,7 @@ class TrainedAgent:
 
     @property
     def file(self) -> Path:
-        """Where the run's configuration stands."""
+        """The file of the run's configuration."""
         return self.run_dir / "config.toml" if self.stored is None else self.stored.file
 
 
@@ -318,7 +318,7 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
 
 
 def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple[str, str]]:
-    """What held-out prompts gave before and after training, by a name that fits the rewards."""
+    """Scores on held-out prompts before and after training, by a name that fits the rewards."""
     is_accuracy = are_accuracies(evaluated) if evaluated else not may_be_graded
     measure = "accuracy" if is_accuracy else "mean reward"
     yield f"held-out {measure} at the start", f"{evaluated[0].value:.4f}" if evaluated else "not measured"
@@ -326,7 +326,7 @@ def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple
 
 
 def _wording(agent: AgentConfig) -> Iterator[str]:
-    """How the model was asked: a served model answers as trained only when it is asked in the same way."""
+    """Prompt format of the model: a served model answers as trained only when it is asked in the same way."""
     prompting = agent.prompting
     where = "in its chat template" if prompting.chat_template else "on plain text, without a chat template"
     yield f"It was trained {where}."

@@ -1,4 +1,4 @@
-"""What differs between the configuration that a run was begun with and the one it is to go on with, key by key.
+"""Differences, key by key, between the configuration that a run was begun with and the one it is to go on with.
 
 free      changes nothing that is trained: goes through (num_steps too, though it moves the rates of a falling schedule)
 asked     would make another run of it: refused, unless the user accepts this key
@@ -53,7 +53,7 @@ def content_change(key: str, names: Sequence[str]) -> OtherContent:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """What differs between two dumped configurations, in the order of the schema; agents are compared by name."""
+    """Differences between two dumped configurations, in the order of the schema; agents are compared by name."""
     old, new = dict(flat(before)), dict(flat(now))
     keys = [*new, *(key for key in old if key not in new)]
     if old["agents"] != new["agents"]:  # their order counts too; nothing below compares

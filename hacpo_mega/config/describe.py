@@ -58,7 +58,7 @@ def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Itera
 
 
 def describe(key: str | None = None) -> Group:
-    """What `hacpo-mega config KEY` prints: one field, a table with all that is in it, or everything.
+    """The output of `hacpo-mega config KEY`: one field, a table with all its fields, or everything.
 
     ValueError for an unknown key, with the nearest one.
     """
@@ -218,7 +218,7 @@ def _one_line(text: str | None) -> str:
 
 
 def batch_arithmetic(config: Config) -> str:
-    """How many answers, samples and optimizer updates a step is, as lines."""
+    """Answers, samples and optimizer updates of a step, as lines."""
     training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
     sources = num_agents if config.algorithm.shares_answers else 1
     return "\n".join(
@@ -235,7 +235,8 @@ def batch_arithmetic(config: Config) -> str:
 
 
 def differing(config: Config) -> dict[str, dict[str, str]]:
-    """What is not the default, as a TOML file says it, by table, "" before any; `agents.*` has what all agents share.
+    """Values that differ from the default, as in a TOML file, by table, "" before any; `agents.*` has those all agents
+    share.
 
     The algorithm's method and preset are always there; what these two set is the default of its other keys.
     """

@@ -46,7 +46,7 @@ TOLD_BYTES = 1 << 16
 
 
 def named_in(config: Config) -> tuple[str, ...]:
-    """What [algorithm] and [logging] name, trackers apart."""
+    """Functions that [algorithm] and [logging] name, without trackers."""
     algorithm = config.algorithm
     names = (algorithm.advantages, algorithm.objective, *config.logging.metrics)
     return tuple(name for name in names if name is not None)
@@ -59,8 +59,9 @@ def require_named_functions(config: Config) -> None:
 
 
 def unfinished_import(config: Config) -> str | None:
-    """What is said of named code, trackers included, whose import hangs or ends its process: it is tried in one of its
-    own, which has TRIAL_S, or half of what ranks wait for each other."""
+    """The message for named code, trackers included, whose import hangs or ends its process. The import is tried in a
+    process of its own, for TRIAL_S or half of the time that ranks wait for each other.
+    """
     own_trackers = (tracker for tracker in config.logging.trackers if ":" in tracker)
     names = tuple(dict.fromkeys(chain(named_in(config), own_trackers)))
     return _unfinished(names, min(TRIAL_S, config.wait_s / 2)) if names else None

@@ -29,7 +29,7 @@ def steadiness_notes(agent: AgentConfig) -> Iterator[str]:
 
 
 def time_problem(agent: AgentConfig) -> str | None:
-    """What is wrong with a chat_template_time that the agent's template does not read."""
+    """The problem of a chat_template_time that the agent's template does not read."""
     if agent.chat_template_time is None or _reads_clock(agent):
         return None
     return f"reads no clock: remove chat_template_time ({agent.chat_template_time!r})"
@@ -48,7 +48,7 @@ def with_times(config: Config, time: str) -> Config:
 
 
 def lacks_time(config: Config) -> bool:
-    """Whether a template of the configuration reads a clock that does not stand yet."""
+    """True if a template of the configuration reads a clock that is not yet fixed."""
     return any(agent.chat_template_time is None and _reads_clock(agent) for agent in config.agents)
 
 

@@ -1,4 +1,4 @@
-"""What can make a result on a dataset wrong: repeated problems, and evaluation problems that were trained on.
+"""Flaws of a dataset that distort results: repeated problems, and evaluation problems that were trained on.
 
 A problem is compared with another in three ways, the stricter first:
 
@@ -98,7 +98,7 @@ class _Wording:
         )
 
     def kind_of_copy(self, other: "_Wording", num_common: int) -> Kind | None:
-        """How this problem is the other again, when they have `num_common` grams in common; None if it is not."""
+        """The kind of copy that this problem is of the other, given `num_common` common grams; None if it is none."""
         if self.problem.prompt == other.problem.prompt:
             return "same text"
         if self.normalised == other.normalised:
@@ -109,7 +109,7 @@ class _Wording:
         return "contained" if enough and _one_holds(self.numbers, other.numbers) and self._agrees(other) else None
 
     def _agrees(self, other: "_Wording") -> bool:
-        """Whether one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
+        """True if one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
         differing = (self.gold - other.gold) + (other.gold - self.gold)
         no_number = not any(word.isdigit() and word != "10" for word in differing)
         return bool(self.gold and other.gold) and _one_holds(self.gold, other.gold) and no_number
@@ -206,7 +206,7 @@ def without_overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) 
 
 
 def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prompt_tokens: int) -> Lengths:
-    """How long the prompts are for one agent. ValueError for an empty sequence, or a character without a token."""
+    """Prompt lengths for one agent. ValueError for an empty sequence, or a character without a token."""
     if not problems:
         raise ValueError("there are no problems to measure")
     lengths = sorted(encoder.prompt_lengths([problem.prompt for problem in problems]))

@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a file or folder holds: its problems, in order, what could not be read, and the layout of its rows."""
+    """Content of a file or folder: its problems, in order, unreadable rows, and the layout of its rows."""
 
     path: Path
     layout: str
@@ -76,7 +76,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of row is recognised and where its problem, gold answer and solution are.
+    """A kind of row: how it is recognised, and its fields of problem, gold answer and solution.
 
     `prompt_field` and `gold_field` say where a person finds them. The extractors raise KeyError, TypeError or
     ValueError on a row that is not what it looks like; what they return is checked: a list is no gold answer.

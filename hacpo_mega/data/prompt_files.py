@@ -1,4 +1,4 @@
-"""Whether the prompt files of a run are good, asked by the process that starts it: imports no torch and no tokenizer.
+"""Checks of a run's prompt files, asked by the process that starts it: imports no torch and no tokenizer.
 
 Not here: how many of the prompts every agent can read (prompt_sets.py).
 """

@@ -1,4 +1,4 @@
-"""Which prompts a run trains on and which it is evaluated on, from its configuration.
+"""Training and evaluation prompts of a run, from its configuration.
 
 `num_tokens` says of each text how long it is for the agent that needs most tokens, up to a number that matters: a
 prompt beyond rollout.max_prompt_tokens is left out, never cut.
@@ -79,7 +79,7 @@ def _short_enough(
 def prompt_lengths(
     rows: Sequence[PromptRow], most: int, num_tokens: NumTokens, place_of: Callable[[int], str]
 ) -> list[int]:
-    """How many tokens each row has. ValueError, one line that begins with the place of the row, for the first row that
+    """Number of tokens of each row. ValueError, one line that begins with the place of the row, for the first row that
     a tokenizer or a chat template refuses.
     """
     texts = [row.text for row in rows]

@@ -104,7 +104,7 @@ SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation: about one in five, decided by its text alone."""
+    """True if a prompt belongs to evaluation: about one in five, decided by its text alone."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 5 == 0
 
 

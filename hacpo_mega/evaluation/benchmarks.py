@@ -1,4 +1,4 @@
-"""What is asked: benchmarks, the paper's seven of them as data, and the files they are found in.
+"""Benchmarks: the paper's seven as data, and the files they are found in.
 
 Not here: what rows look like in a file (data/), how a model is asked (config/tables/prompting.py).
 """

@@ -256,7 +256,7 @@ def request_seed(seed: int, request: Request) -> int:
 
 
 def final_answer(reward: str, text: str) -> str | None:
-    """What an answer votes for under maj@k: its final answer as normalised text, None without one.
+    """The vote of an answer under maj@k: its final answer as normalised text, None without one.
 
     The last box for mathematics, what follows the first `;` for the arithmetic task, else the whole text. Two wrong
     answers that are equal but written differently stay two candidates.

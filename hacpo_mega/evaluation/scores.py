@@ -123,6 +123,6 @@ def _mean_of_means(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
 
 
 def are_graded(problems: Sequence[Answers]) -> bool:
-    """Whether a reward lies between 0 and 1, so that the mean is no accuracy."""
+    """True if a reward lies between 0 and 1, so that the mean is no accuracy."""
     rewards = [reward for problem in problems for reward in problem.rewards]
     return bool(rewards) and is_graded(fmean(rewards), fmean(reward**2 for reward in rewards))

@@ -1,4 +1,4 @@
-"""What an evaluation asks of whom, and what a run's own folder says about it.
+"""Settings of an evaluation: those of the user, and those of a run's own folder.
 
 Not here: benchmarks and their files (benchmarks.py).
 """
@@ -86,7 +86,7 @@ class EvaluationSettings:
         return self.reward_parts[self.reward_success].kind if isinstance(self.reward_success, str) else self.reward
 
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
-        """Who judges, with a benchmark's tolerance as an option of `math`; the user's own option wins."""
+        """The reward of an evaluation; a benchmark's tolerance is an option of `math`, unless the user sets it."""
         how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
         how |= {"success": self.reward_success, "start_timeout_s": self.reward_start_timeout_s}
         if self.reward_parts:
@@ -152,7 +152,7 @@ def settings_for(
 
 
 def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None, None]:
-    """What the run says, and in which file, whose agent RUN/agents/NAME is; nothing for another folder."""
+    """Configuration of the run of which RUN/agents/NAME is an agent, and its file; nothing for another folder."""
     for path in map(Path, (os.path.abspath(model), os.path.realpath(model))):
         if path.parent.name == "agents" and os.path.lexists(path.parent.parent / "config.toml"):
             require_inside(path.parent.parent, model)
@@ -167,8 +167,9 @@ def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None,
 
 
 def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str | None) -> Mapping[str, Layout]:
-    """How rows are read: by the fields that the user names, of which the other is the run's; else, for an agent of a
-    run, by the run's own where a file has them, else in any known layout."""
+    """Row layouts: the fields that the user names, of which the other is the run's; else, for an agent of a run, the
+    run's own if a file has them, else any known layout.
+    """
     stored = None if model is None else stored_agent_at(model)
     config = stored.config if stored is not None else _of_run(model)[0] if model is not None else None
     is_asked = prompt_field is not None or gold_field is not None
@@ -211,7 +212,7 @@ def benchmarks_of(
 
 @dataclass(frozen=True)
 class Wording:
-    """What a command line says of how a problem is worded; None says nothing.
+    """The command line's wording of a problem; None leaves it unset.
 
     template_args    texts KEY=VALUE for the chat template
     prompt_template    a text, or @FILE that holds it
@@ -274,7 +275,7 @@ def ask(
 
 
 def _success_of(text: str, parts: Mapping[str, WeightedPartConfig]) -> str | float:
-    """What --success says: a part, or a number. ValueError for what reward.success of a run could not be."""
+    """The value of --success: a part, or a number. ValueError for a value that reward.success of a run could not be."""
     try:
         return RewardConfig(parts=parts, success=text if text in parts else _number_or_text(text)).success
     except ValidationError as error:

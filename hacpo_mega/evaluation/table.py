@@ -189,7 +189,7 @@ def print_table(evaluation: Evaluation) -> None:
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the scores must know: repeated and dropped problems, unjudged answers, what a success is."""
+    """Caveats for a reader of the scores: repeated and dropped problems, unjudged answers, the meaning of a success."""
     lines = []
     for result in evaluation.benchmarks:
         if result.num_repeated:
@@ -238,7 +238,7 @@ def _interval(estimate: Estimate) -> str:
 
 
 def _success_said(result: BenchmarkResult, success: str | float | None) -> str:
-    """What pass@k and maj@k count of graded rewards."""
+    """A sentence on the successes that pass@k and maj@k count for graded rewards."""
     if not any(name.startswith("pass@") for name in result.scores):
         return (
             "no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are left "

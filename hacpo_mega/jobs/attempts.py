@@ -67,7 +67,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _attempt(line: Any) -> dict[str, Any]:
-    """What a line says. ValueError where it is neither of a begin nor of an end."""
+    """The attempt that a line notes. ValueError if it is neither a begin nor an end."""
     if not isinstance(line, dict):
         raise ValueError("no object")
     kinds = BEGIN if "step" in line or "ended" not in line else END
@@ -81,8 +81,9 @@ def _attempt(line: Any) -> dict[str, Any]:
 
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
-    """Whether attempts of this job have died after the step that this one begins after. What this one notes is left
-    out, and attempts that were told to end or lost a node do not count."""
+    """True if attempts of this job have died after the step that this one begins after. Its own notes are left out, and
+    attempts that were told to end or lost a node do not count.
+    """
     num_died = 0
     for line in reversed(read_attempts(run_dir)):
         if line["job"] == job and line["attempt"] < attempt:

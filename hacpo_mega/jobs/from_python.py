@@ -110,7 +110,7 @@ def _options(how: StartOptions) -> list[str]:
 
 
 class _Seen:
-    """What callbacks have been shown of a run that goes on; each step once, in order."""
+    """Steps of a running run that callbacks have been shown; each once, in order."""
 
     def __init__(self, config: Config, on_step: OnStep | None, on_answers: OnAnswers | None,
                  on_evaluation: OnEvaluation | None, *, is_new: bool) -> None:  # fmt: skip
@@ -152,7 +152,7 @@ class _Seen:
                 self._on_answers(step, prompts)
 
     def _read(self, what: str, reader: Callable[..., Any], *place: Any) -> Any:
-        """What a callback is to be shown; None, and a line the first time, where it cannot be read."""
+        """Reads data for a callback with `reader`; None, and a line the first time, if it fails."""
         try:
             return reader(*place)
         except Exception as error:

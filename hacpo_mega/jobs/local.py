@@ -91,7 +91,7 @@ def _passing_on(ranks: "_Ranks") -> Iterator[None]:
 
 
 def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) -> dict[str, str]:
-    """What a launcher on one machine tells a process; `folder` is the job's private one."""
+    """Environment of a process started by a launcher on one machine; `folder` is the job's private one."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -1,4 +1,4 @@
-"""Who runs on which node of a Slurm job: pure arithmetic on the rank map and the [slurm] table.
+"""Layout of a Slurm job: ranks on nodes, as pure arithmetic on the rank map and the [slurm] table.
 
 Nodes are filled with whole cells in the order of ranks, so that
 
@@ -23,7 +23,7 @@ SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 @dataclass(frozen=True)
 class NodeKind:
-    """What is asked of a node. `ranks` is how many processes it takes: one per GPU, where it has some."""
+    """Request for a node. `ranks` is its number of processes: one per GPU, if it has some."""
 
     partition: str | None
     constraint: str | None
@@ -54,7 +54,7 @@ class Component:
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes have the same number of processes."""
+        """True if all nodes have the same number of processes."""
         return len(set(self.counts)) == 1
 
 
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def components(self) -> list[Component]:
-        """What is asked for, in the order of ranks: one for an ordinary job, else parts of equal nodes."""
+        """Requested components, in the order of ranks: one for an ordinary job, else parts of equal nodes."""
         if len({node.kind for node in self.nodes}) == 1:
             return [Component(self.nodes[0].kind, tuple(node.num_ranks for node in self.nodes))]
         alike = groupby(self.nodes, key=lambda node: (node.kind, node.num_ranks))

@@ -1,4 +1,4 @@
-"""What Slurm says on the machine that submits: the jobs of a run, and the nodes of the partitions. Imports no torch.
+"""Queries to Slurm on the machine that submits: the jobs of a run, and the nodes of partitions. Imports no torch.
 
 A run's jobs have a name of their own, so that whoever submits another one finds them, and --dependency=singleton lets
 one go at a time. Not here: the job script (jobs/slurm_script.py), what is asked for (slurm.py).
@@ -96,7 +96,7 @@ def num_gpus(gres: str) -> int:
 
 
 def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = "") -> subprocess.CompletedProcess:
-    """How a program of Slurm's ends; asked again for `patience_s` while the controller is away, which is said once."""
+    """Runs a Slurm program and returns its end; retries for `patience_s` while the controller is away."""
     end = time.monotonic() + patience_s
     is_said = False
     while True:
@@ -114,7 +114,7 @@ def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = 
 
 
 def _ask(program: str, *options: str, patience_s: float) -> str | None:
-    """What a program of Slurm's says; None without it, when it fails, or does not answer in time."""
+    """Output of a Slurm program; None without it, if it fails, or if it does not answer in time."""
     if shutil.which(program) is None:
         return None
     try:

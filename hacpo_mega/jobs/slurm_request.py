@@ -1,4 +1,4 @@
-"""What a job asks of each of its nodes: processors, memory, GPUs; and what no node of the cluster could give. Pure.
+"""Resources that a job asks of each of its nodes: processors, memory, GPUs; and requests that no node can meet. Pure.
 
     processors   slurm.cpus_per_rank, else an equal share of a whole node, else those of one of its GPUs
     memory       slurm.mem, else all of a whole node (--mem=0), else the share of what the job takes of its GPUs
@@ -22,8 +22,8 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class Request:
-    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem`
-    of a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give.
+    """Resources of a job: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem` of
+    a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give.
     """
 
     cpus: int
@@ -90,7 +90,7 @@ def _problems(
     known: Mapping[str, Sequence[NodeGroup]],
     cpus: int,
 ) -> Iterator[str]:
-    """What no node of the cluster could give to a component, which shares its partitions with other `parts`."""
+    """Requests that no node could meet for a component, which shares its partitions with other `parts`."""
     for name in _partitions(part) if known else ():
         if name not in known:
             asked = f"slurm.partition {name}: there is no such partition" if name else "there is no default partition"

@@ -275,7 +275,7 @@ def _directives(job: Job) -> Iterator[str]:
 
 
 def _settings(job: Job, number: int) -> Iterator[str]:
-    """What the script's own lines refer to."""
+    """Lines that set the variables of the script's body."""
     slurm, plan, folder = job.slurm, job.plan, job.folder()
     counts = plan.components[0].counts if len(plan.components) == 1 else ()
     yield f"launch={shlex.quote(str(LAUNCH))}"

@@ -45,14 +45,14 @@ NO_REASON = re.compile(
 
 @dataclass(frozen=True)
 class Status:
-    """What is shown, and 0 (done, or somebody works on it), 1 (nobody does), 2 (there is no run)."""
+    """The shown status, and 0 (done, or somebody works on it), 1 (nobody does), 2 (there is no run)."""
 
     text: str
     exit_code: int
 
 
 def status_of(run_dir: Path) -> Status:
-    """How the run of a folder stands."""
+    """The status of the run in a folder."""
     if not any((run_dir / name).exists() for name in ("slurm", "config.toml", "logs/attempts.jsonl")):
         return Status(f"{run_dir} holds no run", NO_RUN)
     jobs, ended = jobs_of(run_dir), dict(_end_times(run_dir))
@@ -101,7 +101,7 @@ def _date(time_unix_s: float) -> str:
 
 
 def _num_steps(run_dir: Path, jobs: Sequence[QueuedJob]) -> int | None:
-    """Of the job that runs, else of the run's folder; before its first start of the newest submission."""
+    """Steps of the running job, else of the run's folder; before its first start, of the newest submission."""
     numbers = [re.search(r"/job\.(\d+)\.sbatch$", job.script) for job in jobs if job.state != "PENDING"]
     running = [run_dir / f"slurm/config.{number[1]}.toml" for number in numbers if number]
     submitted = sorted(run_dir.glob("slurm/config.*.toml"), key=lambda path: path.stat().st_mtime)
@@ -114,7 +114,7 @@ def _num_steps(run_dir: Path, jobs: Sequence[QueuedJob]) -> int | None:
 
 
 def _end_times(run_dir: Path) -> Iterator[tuple[int, float]]:
-    """When the last steps ended, in seconds since 1970; a line that is torn, or none of ours, is left out."""
+    """End times of the last steps, in seconds since 1970; a torn or foreign line is left out."""
     for line in _last_lines(run_dir / "metrics.jsonl"):
         with suppress(ValueError, KeyError, TypeError, OverflowError):
             table = parse_json(line)
@@ -158,7 +158,7 @@ def _trouble(run_dir: Path) -> str:
 
 
 def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
-    """Why the attempt whose end a job's log shows has failed: a line and its file; none where no rank is named."""
+    """The reason why the attempt at the end of a job's log failed: a line and its file; none if no rank is named."""
     for line in reversed(lines):
         ranks: tuple[str, ...] = ()
         if found := ENDED_FIRST.search(line):

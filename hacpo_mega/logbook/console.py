@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar with the phase on a terminal, plain lines in a Slurm log.
+"""Console output of a run: a bar with the phase on a terminal, plain lines in a Slurm log.
 
 One line per step, for example
     step 12/40 | qwen reward .420 ratio .870 shared 63% | llama reward .512 | learn 1.4 of 2.1 s | 0:01:02 left | safe 9
@@ -74,7 +74,7 @@ class Console:
 
     @property
     def _has_terminal(self) -> bool:
-        """Whether a bar can be drawn; rich believes FORCE_COLOR, which Jupyter sets for a pipe into a cell's output."""
+        """True if a bar can be drawn; rich believes FORCE_COLOR, which Jupyter sets for a pipe into a cell's output."""
         return self._rich.is_terminal and self._rich.file.isatty()
 
     def phase(self, phase: str) -> None:
@@ -117,7 +117,7 @@ class Console:
         stop.join(CLEARING_S)
 
     def _left(self, step: int) -> timedelta | None:
-        """How long the steps that are left take at the pace of the last ones; None before there is one."""
+        """Time that the remaining steps take at the pace of the last ones; None before there is one."""
         self._ended = [*self._ended[-STEPS_AVERAGED:], time.monotonic()]
         if len(self._ended) < 2 or step >= self._num_steps:
             return None
@@ -278,7 +278,7 @@ def _rate_cells(metrics: StepMetrics) -> dict[str, Cell]:
 
 
 def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -> dict[str, Cell]:
-    """What a line says of an agent, by AGENT_CELLS."""
+    """An agent's part of a line, by AGENT_CELLS."""
     prefix = f"agent/{name}/"
     ratios = _over_sources(values, prefix, "ratio_mean")
     inside = _over_sources(values, prefix, "inside")

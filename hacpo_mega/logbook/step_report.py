@@ -1,4 +1,4 @@
-"""What a training step leaves in metrics and log, and what a person is told of it: who adds what, and the alarms.
+"""Report of a training step: the metrics and log lines each part adds, and the alarms.
 
 Every leader speaks for its cell, the job's rank 0 for what is the same everywhere. Not here: what each number is
 (step_metrics.py) and when an alarm goes off (alarms.py).
@@ -52,7 +52,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class StepFindings:
-    """What a step has found out, on one rank.
+    """Findings of a step on one rank.
 
     pool, advantages_PNG   of the lane
     rollouts, scores       of the cell      judgements, trajectories   the same on its leader, elsewhere none
@@ -118,7 +118,7 @@ class StepReport:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the alarms have seen and said on this rank, and what gains are measured from, as plain values."""
+        """State of the alarms on this rank, and the baseline of gains, as plain values."""
         return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ class StepReport:
         return self.write_metrics(step, phase)
 
     def write_metrics(self, step: int, phase: Phase) -> StepMetrics:
-        """What has been measured since the last time. Collective over the job."""
+        """Writes all measurements since the last call. Collective over the job."""
         with phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self._place.barrier()
         with phase("write"):

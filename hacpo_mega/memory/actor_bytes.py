@@ -1,4 +1,4 @@
-"""How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
+"""Bytes that an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
 tests/unit/test_memory_trace.py holds the sums to the real model (lab/memory_trace.py). Letters are those of arXiv
@@ -27,7 +27,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Device:
-    """How a kind of device computes, as far as it shows in bytes.
+    """Properties of a device kind that show in bytes.
 
     number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
     flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
@@ -42,7 +42,7 @@ class Device:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are kept in half precision and in float32."""
+        """True if weights are kept in half precision and in float32."""
         return self.number < FLOAT32
 
 
@@ -202,17 +202,18 @@ class _Layer:
         )
 
     def kept(self, recompute: Recompute) -> int:
-        """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
+        """Bytes a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
         norms = self.norm + self.more_norms
         return 2 * self.residual + self.attention + norms + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
-        """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
-        output, and the most of the feed-forward's three: where the second matrix gets its gradient, that of the
-        output, gathered, and of what the matrix read; at the activation, which lets go of what that matrix read, the
-        gradients of gate and up; where the first matrix gets its gradient, these and that of what it read."""
+        """Bytes that the backward of one layer takes: its recomputed activations with its output, the gradient of that
+        output, and the largest of three moments of the feed-forward. At the second matrix's gradient: that gradient,
+        that of the output, gathered, and the matrix's input. At the activation, after that input is freed: the
+        gradients of gate and up. At the first matrix's gradient: these and that of its input.
+        """
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
@@ -223,7 +224,7 @@ class _Layer:
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
-    """What a block keeps more, or less, where its adapters are trained in place of its matrices."""
+    """Bytes that a block keeps more, or less, if its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
     return kept_by_adapters(plan.architecture, plan.layout, plan.lora, block, plan.own_tokens) * plan.device.number
@@ -275,7 +276,7 @@ _Chunk = list[tuple[_Layer, int]]
 
 
 def _chunks(plan: ActorPlan, stage: int) -> list[_Chunk]:
-    """Of a pipeline stage."""
+    """Chunks of a pipeline stage: its kinds of layers and their numbers."""
     ranges = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
     kinds = (plan.architecture.kinds(layers) for layers in ranges)
     return [[(_Layer.of(replace(plan, architecture=thin)), count) for thin, count in of.items()] for of in kinds]
@@ -293,7 +294,7 @@ def _turns(plan: ActorPlan) -> int:
 
 
 def _masks(plan: ActorPlan, stage: int) -> int:
-    """What the masks of layers with a window keep for backward, in the chunk where they keep the most."""
+    """Bytes that masks of layers with a window keep for backward, in the chunk where they keep the most."""
     if plan.recompute == "full":
         return 0
     chunks = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
@@ -313,8 +314,9 @@ def _end(layer: _Layer) -> int:
 
 
 def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
-    """What backward takes in the first layer of each kind that it comes to, where the final norm and all layers of
-    other kinds after it have let go of their tensors."""
+    """Bytes that backward takes in the first layer it reaches of each kind, after the final norm and all layers of
+    other kinds behind it have freed their tensors.
+    """
     gone = _end(chunk[-1][0]) if is_last else 0
     for layer, count in reversed(chunk):
         yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone

@@ -1,4 +1,4 @@
-"""What one device holds in every phase of a step, and the first of them that it cannot hold.
+"""Budget of one device in every phase of a step, and the first phase that does not fit.
 
 An agent's device has an actor (actor_bytes.py) and a part of an engine; the phases are those of
 hacpo_mega/trainer/trainer.py, and who sleeps in which is decided in hacpo_mega/agent/devices.py. Everything is a sum
@@ -180,13 +180,13 @@ class Budget:
 
     @property
     def engine_is_too_small(self) -> bool:
-        """Whether its share of the device is less than that."""
+        """True if its share of the device is less than `engine_needs`."""
         if self.does == "trains" or self.engine.memory_share is None:
             return False
         return self.parts["engine awake"] < self.engine_needs
 
     def fits(self, room: float = 0.0) -> bool:
-        """Whether every phase fits and leaves `room`, a share of the device."""
+        """True if every phase fits and leaves `room`, a share of the device."""
         return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
 
 
@@ -201,7 +201,7 @@ def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, do
 
 
 def left_behind(engine: EnginePlan) -> int:
-    """What an agent whose turn it is not cannot give back of a device."""
+    """Bytes that an agent cannot free on a device while another has its turn."""
     return CONTEXT + (GRAPHS if engine.keeps_graphs else 0)
 
 
@@ -216,12 +216,12 @@ def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
 
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
-    """What of them is experts, of all of which every rank has a part."""
+    """Bytes of experts in an engine's weights; every rank has a part of every expert."""
     return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
-    """What arrives to be quantized waits until all ranks have theirs: two buckets; and a matrix is copied for it."""
+    """Bytes that wait to be quantized until all ranks have theirs: two buckets; and a matrix is copied for it."""
     if engine.quantization is None:
         return 0
     return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.number
@@ -235,7 +235,7 @@ def cache_per_token(budget: Budget) -> int:
 
 
 def bucket_bytes(actor: ActorPlan) -> int:
-    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received.
+    """Most bytes of a weight sync: two buckets on their way, each of sent and of received numbers.
 
     What adapters are merged into is a copy, a bucket more.
     """

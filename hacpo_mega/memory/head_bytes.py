@@ -1,4 +1,4 @@
-"""What the log-probs of a micro-batch and their backward take on a device: a formula. Imports no torch.
+"""Bytes that the log-probs of a micro-batch and their backward take on a device: a formula. Imports no torch.
 
 Not here: what is there beside it (actor_bytes.py), and the kernels themselves (kernels/hacpo_kernels).
 """

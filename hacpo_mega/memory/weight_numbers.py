@@ -1,4 +1,4 @@
-"""How many numbers the weights of a rank are, those of experts by themselves. Imports no torch."""
+"""Numbers of a rank's weights, those of experts by themselves. Imports no torch."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> i
 
 
 def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
-    """What of them is experts: of another distributed optimizer, whose ranks are those with the same experts."""
+    """Number of a rank's expert weights; their distributed optimizer spans the ranks with the same experts."""
     return _numbers(architecture, layout, stage)[1]
 
 

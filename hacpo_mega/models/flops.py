@@ -57,7 +57,7 @@ def touched_experts(model: Architecture, tokens: float) -> float:
 
 
 def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
-    """Of a forward and a backward pass: backward costs two forwards, one for what is before a matrix and one for it.
+    """FLOPs of a forward and a backward pass: backward costs two forwards, one for a matrix's input and one for itself.
 
     With adapters the matrices themselves have no gradient, and what the factors cost comes on top.
     """
@@ -90,7 +90,7 @@ def _met_adapters(model: Architecture, lora: Lora) -> float:
 
 
 def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:
-    """Of one forward pass over `num_sequences` sequences of `length` tokens each.
+    """FLOPs of one forward pass over `num_sequences` sequences of `length` tokens each.
 
     2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
     dimension and pair of tokens, of which there are length^2 / 2.

@@ -46,7 +46,7 @@ NUM_BLOCKS = 1000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says; `file` is a name in the folder, `dtype` the format's, as "BF16".
+    """A tensor's place and header; `file` is a name in the folder, `dtype` the format's, as "BF16".
 
     Its bytes are those from `start` to `stop` of the file.
     """
@@ -119,7 +119,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, family: str, tied: bool) -> list[str]:
-    """What keeps the tensors of a folder from being exactly `wanted` (name -> shape), a line each, by headers alone.
+    """Differences between the tensors of a folder and `wanted` (name -> shape), a line each, by headers alone.
 
     A tied folder may keep its head: `head_problem` compares it.
     """
@@ -171,7 +171,7 @@ def require_one_reading(folder: Path) -> None:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head of a model is its embedding, by its config.json or its family's default."""
+    """True if the head of a model is its embedding, by its config.json or its family's default."""
     family = FAMILIES.get(str(config.get("model_type")))
     return bool(config.get("tie_word_embeddings", family is not None and family.unsaid.get("tie_word_embeddings")))
 
@@ -197,7 +197,7 @@ def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] =
 
 
 def extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of tensors begin that predict further tokens: they lie behind the last layer, and are not used."""
+    """Name prefixes of multi-token prediction layers: they lie behind the last layer, and are not used."""
     first, counts = config.get("num_hidden_layers"), [config.get(name) or 0 for name in PREDICTS]
     if any(type(count) is not int or not 0 <= count < 100 for count in counts) or type(first) is not int:
         return ()
@@ -298,7 +298,7 @@ def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
 
 
 def _is_map_of_names(index: Any) -> bool:
-    """Whether it is name -> file name; a path would lead out of the folder."""
+    """True if it maps names to file names; a path would lead out of the folder."""
     return isinstance(index, dict) and all(isinstance(f, str) and f == Path(f).name for f in index.values())
 
 

@@ -257,7 +257,7 @@ class Preflight:
 
 
 def _changed(logs: Path | None) -> int | None:
-    """When the file for programs was last written; None where there is none."""
+    """Time at which the file for programs was last written; None if there is none."""
     with suppress(OSError):
         return (logs / FILE).stat().st_mtime_ns if logs is not None else None
     return None

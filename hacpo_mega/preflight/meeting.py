@@ -83,7 +83,7 @@ class Meeting:
         self.store.set(f"{round_name}/answer", json.dumps(word))
 
     def await_answer(self, round_name: str) -> Word:
-        """What rank 0 has answered. Unreachable when it has not in the time that it may wait for the others."""
+        """Waits for rank 0's answer; Unreachable after the time that rank 0 may wait for the others."""
         limit_s = 3 * self._patience_s + PROBE_S
         try:
             self.store.wait([f"{round_name}/answer"], timedelta(seconds=limit_s))
@@ -165,7 +165,7 @@ def leave_mark(folder: Path, token: str, node: str) -> str | None:
 
 
 def see_mark(folder: Path, token: str) -> str:
-    """Whose mark is seen from here. Nodes that see the same one share the folder."""
+    """The node whose mark is seen from here, in words. Nodes that see the same one share the folder."""
     try:
         return f"seen from here is what {(folder / f'preflight.{token}').read_text(encoding='utf-8')} wrote"
     except OSError as error:
@@ -271,7 +271,7 @@ class GroupTest:
             self.measured.append(Measured.of(link, statistics.median(seconds[1:])))
 
     def word(self, error: str = "") -> Word:
-        """What this rank tells of it."""
+        """This rank's report of the group."""
         return {
             "passed": self.passed,
             "stage": self.stage,

@@ -1,4 +1,4 @@
-"""Which nodes differ from the others, and in what. Pure: from reports to findings. Imports no torch."""
+"""Comparison of node reports: nodes that differ from the others. Pure. Imports no torch."""
 
 import statistics
 from collections import Counter
@@ -16,7 +16,7 @@ PROBED_NEIGHBOURS = 2  # a node that nobody reaches is told from one that reache
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a node."""
+    """A problem of a node."""
 
     node: str
     text: str
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Look:
-    """What a node found out about others.
+    """A node's findings about others.
 
     home         whose file it sees in the run folder; equal on all nodes if they share it
     unreached    the nodes that it could not connect to, of those that it was asked to, with the error
@@ -38,7 +38,7 @@ class Look:
 
 
 def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
-    """What the reports say: each node's own problems, and what differs from most others'.
+    """Findings of the reports: each node's own problems, and differences from most others.
 
     A node that could not read its configuration has no facts to compare.
     """
@@ -55,7 +55,7 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def warnings(reports: Sequence[NodeReport]) -> list[str]:
-    """What slows a run down wherever it runs, so that leaving nodes out would not mend it; the first node's words."""
+    """Warnings that hold on every node, so that leaving some out would not help; in the first node's words."""
     said = {}
     for report in reports:
         at = f"{report.node}: {report.cores} processor(s) of each process"
@@ -67,7 +67,7 @@ def warnings(reports: Sequence[NodeReport]) -> list[str]:
 
 
 def look_findings(looks: Mapping[str, Look], told_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
-    """What the nodes found out about each other: run folder, ways between them, clocks.
+    """Findings of nodes about each other: run folder, ways between them, clocks.
 
     `told_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
     than heard - told from what it shows, so a node is named only if no delay can explain it.

@@ -1,4 +1,4 @@
-"""What one node says of itself before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
+"""A node's report before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
 
 Not here: what others make of it (node_comparison.py), and what takes two nodes to find out (preflight.py).
 """
@@ -144,7 +144,7 @@ def _digest(content: bytes) -> str:
 
 
 def _model(folder: Path) -> tuple[str, int, int]:
-    """(what must be equal elsewhere, bytes of the weights, parameters). OSError, ValueError if it cannot be read."""
+    """A model's (digests of its files, bytes of the weights, parameters). OSError, ValueError if unreadable."""
     config = (folder / "config.json").read_bytes()
     files = sorted(folder.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]

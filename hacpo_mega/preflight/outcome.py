@@ -1,4 +1,4 @@
-"""What a preflight has found: the exit code, the table for people, the record for programs. Pure.
+"""Result of a preflight: the exit code, the table for people, the record for programs. Pure.
 
 Not here: how it is found out (preflight.py).
 """
@@ -19,7 +19,7 @@ MOST_ROWS = 32  # of the table: beyond them, nodes without a finding are only co
 
 @dataclass
 class Outcome:
-    """What rank 0 finds out.
+    """Result on rank 0.
 
     words      of every rank that came      findings   in the order in which they were found
     measured   rows of preflight/meeting.py's Measured    failure    what went wrong where no node can be named
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def reports(self) -> list[NodeReport]:
-        """Of the nodes that came, by their first rank."""
+        """Reports of the nodes that came, by their first rank."""
         return [NodeReport(**word["report"]) for _, word in sorted(self.words.items()) if "report" in word]
 
     @property
@@ -113,8 +113,9 @@ def table(outcome: Outcome, seconds: float) -> str:
 
 
 def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
-    """What programs read of it: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
-    `warnings`."""
+    """The record for programs: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
+    `warnings`.
+    """
     return {
         "time_unix_s": round(time.time(), 3),
         "seconds": round(seconds, 3),

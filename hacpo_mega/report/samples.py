@@ -126,7 +126,7 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
 
 
 def _learners(answer: dict[str, Any]) -> list[str]:
-    """Those who have to do with an answer: its own agent, and whoever trained on it or left it out for a reason."""
+    """Learners to do with an answer: its own agent, and all that trained on it or left it out for a reason."""
     reasons = answer.get("not_trained")
     others = answer["advantage"] if reasons is None else reasons  # an older run does not say why
     own = [answer["agent"]] if answer["agent"] in answer["advantage"] else []

@@ -26,7 +26,7 @@ THINNEST = 1 / 2000  # of the width: a bar that is thinner would not be seen, an
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row's rank does from `begin_s` on, `length_s` long. A wait lies on the phase that it is part of."""
+    """An activity of a row's rank from `begin_s` on, `length_s` long. A wait lies on the phase that it is part of."""
 
     phase: str
     begin_s: float

@@ -1,4 +1,4 @@
-"""What this process does when, and what it sends: named spans of its own clock, and bytes by phase and group.
+"""Trace of this process: named spans of its own clock, and bytes sent by phase and group.
 
 Spans are recorded while a step is traced and not otherwise. Bytes are always counted, where they are sent, from the
 sizes of tensors, which no device is asked for. A collective knows its group and its turn in it, so that the spans of
@@ -56,7 +56,7 @@ class Spans:
         self.is_on, self._found, self._turns = True, [], Counter()
 
     def stop(self) -> list[Span]:
-        """What was recorded since `start`, in the order in which it ended."""
+        """Records since `start`, in the order in which they ended."""
         self.is_on = False
         return self._found
 
@@ -112,7 +112,7 @@ class WatchedGroup:
         return work
 
     def _sent_bytes(self, operation: str, arguments: Sequence[Any]) -> int:
-        """What this rank gives to others, whichever way the library takes: around a ring, along a tree.
+        """Bytes that this rank sends, whichever way the library takes: around a ring, along a tree.
 
         A broadcast's are all its root's, though a tree's inner nodes pass them on.
         """

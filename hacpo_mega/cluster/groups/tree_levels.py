@@ -1,4 +1,4 @@
-"""Who is in which group of a tree (tree.py), as arithmetic on ranks; imports no torch."""
+"""Groups of a tree (tree.py) as arithmetic on ranks; imports no torch."""
 
 from typing import NamedTuple
 

@@ -126,12 +126,12 @@ def _require_sound_variables() -> None:
 
 
 def library_settings(*, on_cuda: bool) -> dict[str, str]:
-    """What torch, vLLM and transformers are told on a machine with or without an NVIDIA driver."""
+    """Environment variables for torch, vLLM and transformers on a machine with or without an NVIDIA driver."""
     return EVERYWHERE | (ON_CUDA if on_cuda else ON_CPU)
 
 
 def _inductor_folder() -> str:
-    """What torch is told until own_caches says more; it stays empty where nothing is compiled."""
+    """Torch's cache folder until own_caches chooses one; it stays empty if nothing is compiled."""
     with suppress(ValueError, OSError):
         folder = own_folder() / CACHES[INDUCTOR]
         folder.mkdir(exist_ok=True)
@@ -170,7 +170,7 @@ def one_queue(tp: int) -> None:
 
 
 def _is_blackwell() -> bool:
-    """Whether a GPU of this machine has compute capability 10 or more; False where nvidia-smi does not tell."""
+    """True if a GPU of this machine has compute capability 10 or more; False if nvidia-smi does not tell."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
@@ -180,7 +180,7 @@ def _is_blackwell() -> bool:
 
 
 def compiler_problems() -> list[str]:
-    """What Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
+    """Tools that Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
     scheme = sysconfig.get_default_scheme()
     # As Triton: Debian's own scheme has a folder that nothing installs headers to.
     header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
@@ -190,12 +190,12 @@ def compiler_problems() -> list[str]:
 
 
 def compiles() -> bool:
-    """Whether torch's compiler is at work in this process."""
+    """True if torch's compiler is at work in this process."""
     return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
 def may_fork_ranks() -> bool:
-    """Whether ranks may be forked from a process that has imported what they need.
+    """True if ranks may be forked from a process that has imported all they need.
 
     Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
     """
@@ -203,12 +203,12 @@ def may_fork_ranks() -> bool:
 
 
 def _has_cuda() -> bool:
-    """Whether this machine has an NVIDIA driver, asked without importing torch."""
+    """True if this machine has an NVIDIA driver; does not import torch."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
 def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
-    """What a launcher tells a process and srun does not, from a Slurm task's variables; it may use `allowed` cores.
+    """Variables that a launcher sets and srun does not, from those of a Slurm task; it may use `allowed` cores.
 
     Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
     """
@@ -278,7 +278,7 @@ def _interface_towards(host: str) -> str | None:
 
 
 def has_tracker_login() -> bool:
-    """Whether wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
+    """True if wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
@@ -295,7 +295,7 @@ def shown_environment() -> str:
 
 
 def attempt_of_job() -> tuple[str, int] | None:
-    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again.
+    """The job of this process and its attempt, from 1 on; None if nobody starts a job again.
 
     The same before and after Place.join, which sets RANK.
     """
@@ -316,7 +316,7 @@ def _slurm_job() -> str | None:
 
 
 def ends_are_noted() -> bool:
-    """Whether the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    """True if the job script that started this process notes how an attempt ends, unless Slurm ends it."""
     return ENDS_NOTED in os.environ
 
 
@@ -358,22 +358,22 @@ def used_since_begin() -> Used:
 
 
 def _is_slurm_task() -> bool:
-    """Whether srun started this process, and nothing below it that says RANK itself."""
+    """True if srun started this process, with no other launcher below it that sets RANK."""
     return "SLURM_PROCID" in os.environ and "RANK" not in os.environ
 
 
 def is_first_of_the_job() -> bool:
-    """Whether this process is rank 0 of its job; outside a job it is."""
+    """True if this process is rank 0 of its job, or outside a job."""
     return _variable("RANK", "SLURM_PROCID") == 0
 
 
 def inside_a_job() -> bool:
-    """Whether this process is one rank of a job."""
+    """True if this process is one rank of a job."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def is_first_of_its_node() -> bool:
-    """Whether this process is the one of its node that says what all of them find; outside a job it is."""
+    """True if this process reports its node's shared findings, or is outside a job."""
     return _variable("LOCAL_RANK", "SLURM_LOCALID") == 0
 
 
@@ -384,7 +384,7 @@ def _variable(*names: str) -> int:
 
 
 def reads_first() -> bool:
-    """Whether no process of this node has read what this one reads; local ranks begin after their launcher has."""
+    """True if no process of this node has read the same before; local ranks begin after their launcher has."""
     return is_first_of_its_node() and LAUNCHER_PID not in os.environ
 
 

@@ -1,4 +1,4 @@
-"""How many processes of a run one machine can hold: asked by `hacpo-mega train` before it starts them all here.
+"""Number of a run's processes that one machine can hold; asked by `hacpo-mega train` before it starts them all here.
 
 A typo in tp or lanes would start hundreds, and the machine would answer nobody any more. Who starts the ranks himself,
 by torchrun or srun, is not asked. The memory that is left is the least of what the kernel, the cgroups around this
@@ -58,7 +58,7 @@ def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) ->
 
 
 def num_memory_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed a process of this cgroup for want of memory; of the machine outside of one."""
+    """Number of out-of-memory kills in this process's cgroup, or on the machine outside of one."""
     files = [folder / name for folder in _memory_cgroups(root) for name in ("memory.events", "memory.oom_control")]
     for file in (*files, root / "proc/vmstat"):
         if "oom_kill" in (counts := _counts(file)):
@@ -83,7 +83,7 @@ def _memory_cgroups(root: Path) -> list[Path]:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
-    """What each cgroup of this process has left; pages of files that nobody uses can be dropped."""
+    """Memory left in each cgroup of this process; unused file pages can be dropped."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,4 +1,4 @@
-"""Which processors a process of a Slurm job may use, and those near its GPU. Before any thread is born; no torch.
+"""Processors that a process of a Slurm job may use, and those near its GPU. Runs before any thread starts; no torch.
 
 `srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
 node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node

@@ -1,4 +1,4 @@
-"""What a process of the job says to another in torch's object collectives: plain values and tensors, nothing that runs.
+"""Messages between processes in torch's object collectives: plain values and tensors, nothing that runs.
 
 This project sends bytes of a stated layout. Its libraries send objects by `all_gather_object` and the like: Megatron
 the keys of its parameter groups, vLLM names of shared memory and handles of it, numbers and settings it has measured.
@@ -33,7 +33,7 @@ def plain_objects_only() -> None:
 
 
 class _PlainUnpickler:
-    """What torch calls in place of pickle.Unpickler."""
+    """The replacement that torch calls instead of pickle.Unpickler."""
 
     def __init__(self, file: io.BytesIO) -> None:
         self._data = file.read()

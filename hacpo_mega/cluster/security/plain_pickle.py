@@ -23,7 +23,7 @@ KEYS = (str, int, float, bytes)
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle would have made: of a class or a function, with these arguments, and its state if it had one.
+    """A pickled object left unmade: its class or function, the arguments, and its state if it had one.
 
     Equal to itself alone, so that it can be the key of a dictionary. `is_made` is false for the class itself.
     """

@@ -53,7 +53,7 @@ def _remove_left(parent: Path) -> None:
 
 
 class SocketFolder:
-    """Where this process's engine puts its sockets: the job's folder, the user's choice, or one of its own."""
+    """Folder of this process's engine sockets: the job's, the user's choice, or one of its own."""
 
     def __init__(self) -> None:
         self._own: Path | None = None

@@ -39,11 +39,11 @@ MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one
 
 
 class Stranger(OSError):
-    """Who is at the other end does not know the job's secret, or does not speak like one of its processes."""
+    """Raised if the other end does not know the job's secret, or does not speak like one of its processes."""
 
 
 class AnotherSecret(Stranger):
-    """Who is at the other end speaks like a process of a job, and has another secret."""
+    """Raised if the other end speaks like a process of a job, and has another secret."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Secret:
 
     @classmethod
     def of_job(cls, seat: Seat) -> Self:
-        """What the launcher has given to all processes; on one machine also what a file of the user's says.
+        """The secret that the launcher has given to all processes; on one machine also that of a file of the user's.
 
         ValueError where processes on several machines were given none, or something else.
         """
@@ -156,7 +156,7 @@ def _decoded(said: str) -> bytes:
 
 
 def _of_this_machine() -> bytes:
-    """Of all jobs that this user starts by hand on this machine; made by whichever process comes first."""
+    """The secret of all jobs that this user starts by hand on this machine; the first process makes it."""
     path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
     draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""Whether engines can have devices of their own as a configuration asks for it (placement = "apart").
+"""Checks of placement = "apart", where engines have devices of their own.
 
 Not here: whether engine_tp divides them (models/sharding/layout.py), and how many processes that makes
 (cluster/rank_map.py).

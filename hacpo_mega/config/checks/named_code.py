@@ -1,4 +1,4 @@
-"""What a stored configuration would have executed: graders, Python in model folders, plug-ins of the engine.
+"""Code that a stored configuration would execute: graders, Python in model folders, plug-ins of the engine.
 
 `eval` and `export` read the configuration of whoever made the run, which lies beside the model and is not the user's
 own. Ordinary keys are taken from there; what leads to code is not, unless the user says --trust. Whether a key leads to

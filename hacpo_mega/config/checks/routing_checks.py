@@ -1,4 +1,4 @@
-"""Whether an agent can replay the routing of its engine (agents.router_replay): its model, vLLM, its arguments."""
+"""Checks that an agent can replay its engine's routing (agents.router_replay): its model, vLLM, its arguments."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a model's config.json asks for and no run does: lines for people. Imports no torch.
+"""Fields of a model's config.json that no run acts on, as lines for people. Imports no torch.
 
 Not here: what is refused (models/families/families.py).
 """

@@ -54,7 +54,7 @@ class OptimizerConfig(Section):
 
 
 class DataParallelConfig(Section):
-    """How the cells of an agent add up their gradients: options of Megatron's DistributedDataParallelConfig."""
+    """Gradient reduction over the cells of an agent: options of Megatron's DistributedDataParallelConfig."""
 
     overlap_grad_reduce: Flag = False
     """Whether gradients are reduced in buckets while backward still computes, in updates in which every cell has
@@ -88,7 +88,7 @@ class LoraConfig(Section):
 
 
 class SkillShare(Section):
-    """How much of the warm start is one skill."""
+    """Share of the warm start that is one skill."""
 
     share: Share
     """Share of the examples that are of this skill; the shares of all skills add up to 1."""
@@ -222,7 +222,7 @@ class AgentConfig(Section):
 
     @property
     def prompting(self) -> Prompting:
-        """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
+        """The prompt format of this agent, in training and in evaluation. ValueError for wording that is never read."""
         words = self.system_prompt, self.prompt_template, self.chat_template_time
         return Prompting(self.chat_template, self.chat_template_kwargs, *words)
 
@@ -233,7 +233,7 @@ class AgentConfig(Section):
         return Lora(self.lora.rank, self.lora.alpha, chosen_targets(architecture, self.lora.targets))
 
     def layout(self, lanes: int) -> Layout:
-        """How the cells of this agent share its model. ValueError for numbers of layers that are none."""
+        """The parallel layout of this agent's cells. ValueError for impossible numbers of layers."""
         sizes = self.engine_tensor_parallel, self.cp, self.ep, self.rollout_gpus
         return Layout.of(self.tp, self.pp, self.megatron, *sizes, lanes * self.cells_per_lane)
 

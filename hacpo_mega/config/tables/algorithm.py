@@ -174,17 +174,17 @@ class AlgorithmConfig(Section):
 
     @property
     def shares_answers(self) -> bool:
-        """Whether a learner trains on the answers of other agents."""
+        """True if a learner trains on the answers of other agents."""
         return METHODS[self.method].cross is not None
 
     @property
     def uses_capability(self) -> bool:
-        """Whether omega changes an advantage."""
+        """True if omega changes an advantage."""
         return self.method == "hacpo" and (self.capability_baseline or self.omega_in_loss)
 
     @property
     def success_readers(self) -> tuple[str, ...]:
-        """What of the method asks which answers are a success (reward.success), each as a name."""
+        """Parts of the method that need to know which answers are a success (reward.success), by name."""
         if self.method == "sgt":
             return ("sgt",)
         if self.uses_capability and self.capability_metric == "positive_rate":
@@ -193,12 +193,12 @@ class AlgorithmConfig(Section):
 
     @property
     def is_token_level(self) -> bool:
-        """Whether the ratio is one per token (grpo) instead of one per answer."""
+        """True if the ratio is one per token (grpo) instead of one per answer."""
         return self.method == "grpo"
 
     @property
     def cross_objective(self) -> str:
-        """Which objective others' answers have."""
+        """The objective of others' answers."""
         if self.cross_clip == "own":
             return "own"
         return METHODS[self.method].cross or "own"

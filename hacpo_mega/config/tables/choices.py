@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Option:
-    """Of a judge: which values it takes, and that in words."""
+    """An option of a judge: the values it takes, and these in words."""
 
     said: str
     takes: Callable[[Any], bool]
@@ -58,7 +58,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {"model": ("url", "model")}
 
 
 def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
-    """Which option a kind of judge lacks, or has with a value that it does not take; the names of all are known."""
+    """The option that a kind of judge lacks or has with a wrong value; the names of all are known."""
     known = REWARD_KINDS[kind]
     if missing := [name for name in NEEDED.get(kind, ()) if name not in options]:
         return f"{kind!r} needs {' and '.join(f'{name} ({known[name].said})' for name in missing)}"
@@ -67,7 +67,7 @@ def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
 
 
 def gives_parts(kind: str, options: Mapping[str, Any]) -> bool:
-    """Whether a grader may give a part of a reward: a program's with `graded`, a model's, and the user's own."""
+    """True if a grader may give partial rewards: a program's with `graded`, a model's, and the user's own."""
     if kind == "program":
         return bool(options.get("graded"))
     return kind == "model" or kind not in REWARD_KINDS
@@ -80,7 +80,7 @@ Skill = Literal["add", "sub", "mul", "srt", "sum"]
 
 @dataclass(frozen=True)
 class SkillSize:
-    """How many different prompts of a skill there are to train on, and how many are held out for evaluation."""
+    """Number of different prompts of a skill to train on, and of those held out for evaluation."""
 
     num_training: int
     num_held_out: int

@@ -1,4 +1,4 @@
-"""What each key of a configuration changes: nothing that is trained, its results by rounding, or the results.
+"""Effect of each key of a configuration: none on training, on results by rounding only, or on results.
 
 The one place that says so; whoever goes on with a run (changes.py) and whoever compares runs
 (lab/experiments/identity.py) asks here. A key that no pattern names changes results.
@@ -31,7 +31,7 @@ ROUNDING = (
 
 
 def effect_of(key: str) -> Effect:
-    """Of a dotted key, an agent's under agents.NAME."""
+    """The effect of a dotted key; those of an agent are under agents.NAME."""
     for effect, patterns in (("none", NONE), ("rounding", ROUNDING)):
         if any(covers(pattern, key) for pattern in patterns):
             return effect
@@ -39,7 +39,7 @@ def effect_of(key: str) -> Effect:
 
 
 def covers(pattern: str, key: str) -> bool:
-    """Whether the pattern names the key, or a table that it is in."""
+    """True if the pattern names the key or a table around it."""
     return fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
 
 

@@ -47,7 +47,7 @@ PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 
 
 class DataConfig(Section):
-    """Where prompts come from: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
+    """Source of prompts: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
 
     files: tuple[FilePath, ...] = ()
     """Files of training prompts, JSON Lines or Parquet, or folders that `datasets` has saved (one split), each once,
@@ -87,7 +87,7 @@ class RewardPartConfig(Section):
 
     @property
     def may_be_graded(self) -> bool:
-        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        """True if a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
         return gives_parts(self.kind, self.options) or self.range != (0.0, 1.0)
 
     @model_validator(mode="after")
@@ -105,7 +105,7 @@ class WeightedPartConfig(RewardPartConfig):
 
 
 class RewardConfig(RewardPartConfig):
-    """Who judges an answer, and how much one judgement may cost."""
+    """The judge of answers, and the most that one judgement may cost."""
 
     parts: dict[PartName, WeightedPartConfig] = Field(default_factory=dict)
     """Several named rewards, [reward.parts.NAME] each, in place of kind, options and range."""
@@ -146,7 +146,7 @@ class RewardConfig(RewardPartConfig):
 
     @property
     def may_be_graded(self) -> bool:
-        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        """True if a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
         if len(self.parts) > 1:
             return True
         return any(part.may_be_graded for part in self.parts.values()) if self.parts else super().may_be_graded
@@ -158,7 +158,7 @@ class RewardConfig(RewardPartConfig):
 
 
 class RolloutConfig(Section):
-    """How answers are sampled: by every agent, several to every prompt."""
+    """Sampling of answers: by every agent, several to every prompt."""
 
     rollouts_per_prompt: Count = 8
     """Answers of each agent to each prompt (G of the paper); the method gspo_x2 takes twice as many."""
@@ -222,7 +222,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the run is put on disk so that it can go on from there, and how many such steps are kept."""
+    """Checkpoints: when the run is stored to resume from, and the number of steps that are kept."""
 
     every_steps: CountOrZero = 10
     """Steps from one checkpoint to the next; the last step has one too. With every_minutes, too, at 0: none ever."""
@@ -243,7 +243,7 @@ class CheckpointConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether a run is ever put on disk."""
+        """True if the run is ever stored."""
         return bool(self.every_steps or self.every_minutes)
 
 
@@ -254,7 +254,7 @@ def _tracker(name: str) -> str:
 
 
 class LoggingConfig(Section):
-    """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
+    """Destinations of a run's numbers beside its own folder, and the steps that are traced; changes no result."""
 
     metrics: tuple[OwnFunction, ...] = ()
     """Numbers of your own: FILE.py:function or module:function, called for every answer of a step with what its
@@ -366,7 +366,7 @@ class Config(Section):
 
     @property
     def why_scored_before(self) -> tuple[str, ...]:
-        """What needs the scores of own answers before an update, each as the end of a complaint about the key."""
+        """Reasons why own answers must be scored before an update, each as the end of a complaint about the key."""
         reasons = []
         if self.algorithm.shares_answers and len(self.agents) > 1:
             reasons.append(

@@ -24,7 +24,7 @@ def _limit(text: str) -> str:
 
 
 def time_note(limit: str | None) -> str | None:
-    """How Slurm reads a limit that is easily taken for hours; None for every other."""
+    """The meaning of a Slurm time limit that is easily taken for hours; None for every other."""
     found = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
     if found is None or (found[2] is None and int(found[1]) > LIKE_HOURS):
         return None
@@ -77,7 +77,7 @@ class SlurmAgentConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What the run asks a Slurm cluster for; read by `hacpo-mega slurm` alone."""
+    """Resources that the run asks a Slurm cluster for; read by `hacpo-mega slurm` alone."""
 
     partition: Line | None = None
     """Partition of the nodes; not given: the cluster's default."""

@@ -63,7 +63,7 @@ def _rows_of_file(file: Path, name: str) -> Iterator[Row]:
 
 
 def _rows_of_json(file: Path, name: str) -> Iterator[Row]:
-    """Of a .json file: rows of JSON Lines when its first line is an object and there is another, else one document."""
+    """Rows of a .json file: JSON Lines if its first line is an object and there is another, else one document."""
     try:
         with open_bytes(file) as lines:
             is_lines = _is_object(lines.readline(MAX_LINE_BYTES)) and bool(lines.readline(MAX_LINE_BYTES).strip())

@@ -66,7 +66,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class DataProblem:
-    """What is wrong with a data file. `line` counts from 1 (a Parquet row likewise); None: the whole file."""
+    """A problem of a data file. `line` counts from 1 (a Parquet row likewise); None: the whole file."""
 
     file: Path
     line: int | None
@@ -259,7 +259,7 @@ def field_names(record: dict[str, Any]) -> str:
 
 
 def absence(record: dict[str, Any], field: str) -> str:
-    """What a problem says of a field without a value: not there, or there and null."""
+    """The words for a field without a value: not there, or there and null."""
     return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
 
 
@@ -391,7 +391,7 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
 
 
 def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
-    """What is said of a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
+    """The complaint about a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
     groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
     sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
     largest = max(sizes, default=0)

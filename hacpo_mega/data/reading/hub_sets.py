@@ -47,7 +47,9 @@ class HubSplit:
 
     @classmethod
     def parse(cls, path: Path) -> Self | None:
-        """What a path such as hub:openai/gsm8k/main/train names; None for one of a file. ValueError for half a name."""
+        """The data set that a path such as hub:openai/gsm8k/main/train names; None for a file. ValueError for half a
+        name.
+        """
         if not str(path).startswith(HUB):
             return None
         found = NAME.fullmatch(str(path))
@@ -81,7 +83,7 @@ class HubSplit:
             yield from table.to_batches() if self.num_first is None else (table,)
 
     def _builder(self, library: Any) -> Any:
-        """What reads it: one of BUILDERS, or ValueError."""
+        """The reader of it: one of BUILDERS, or ValueError."""
         builder = library.load_dataset_builder(self.repo, self.config, revision=self.revision)
         # a data set with configurations derives its own
         if not {kind.__module__ for kind in type(builder).__mro__} & BUILDERS:

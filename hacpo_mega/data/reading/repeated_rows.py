@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FirstRow(NamedTuple):
-    """Where a prompt was met first: FILE:LINE, the gold there, and a number for the set of files that it is in."""
+    """First place of a prompt: FILE:LINE, the gold there, and the number of its set of files."""
 
     place: str
     gold: str
@@ -23,7 +23,7 @@ class PromptsMet:
         self._number = 0
 
     def begin_set(self) -> None:
-        """What comes now belongs to another set."""
+        """Starts another set for the rows that come now."""
         self._number += 1
 
     def meet(self, prompt_id: str, place: str, gold: str) -> FirstRow | None:
@@ -33,5 +33,5 @@ class PromptsMet:
         return None if first is mine else first
 
     def is_of_this_set(self, row: FirstRow) -> bool:
-        """Whether it is in the set that was begun last."""
+        """True if it is in the set that was begun last."""
         return row.number == self._number

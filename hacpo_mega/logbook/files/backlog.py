@@ -1,4 +1,4 @@
-"""What a process writes into a run folder that may be full, read-only or away for a while: now, or as soon as it can.
+"""Writes into a run folder that may be full, read-only or away for a while: now, or as soon as possible.
 
 A write that fails stays in memory and so do all after it, in order, until they fit; said once, and again when all is
 written. What was half written is written over, so nothing is doubled and nothing missing. A folder that is not the one

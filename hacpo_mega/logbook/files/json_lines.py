@@ -31,17 +31,17 @@ class Kind(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that one can compute with: not NaN, not beyond MOST."""
+    """True if a value is a number that one can compute with: not NaN, not beyond MOST."""
     return type(value) in (int, float) and abs(value) <= MOST
 
 
 def list_of(kind: Kind) -> Kind:
-    """Of lists of a kind."""
+    """The check of lists of a kind."""
     return Kind(f"a list, each {kind.needs}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
 def table_of(kind: Kind) -> Kind:
-    """Of tables whose values are of a kind."""
+    """The check of tables whose values are of a kind."""
     return Kind(
         f"a table, each {kind.needs}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values()))
     )

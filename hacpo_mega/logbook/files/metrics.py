@@ -1,4 +1,4 @@
-"""What a step measured: sums and counts kept by every rank, reduced once per step, divided once, written in one place.
+"""Metrics of a step: sums and counts kept by every rank, reduced once per step, divided once, written in one place.
 
 A metric that nobody added in a step is absent from it, not 0. Nothing here knows what a metric means; the names do:
 
@@ -119,7 +119,7 @@ class Metrics:
         self._accumulate("weights", name, float(sum), float(sum_of_squares), float(count))
 
     def shares(self, name: str, numbers: Mapping[str, int]) -> None:
-        """How a total divides: `<name>/<part>` is the part's share of everything added under `name` in the job.
+        """Shares of a total: `<name>/<part>` is the part's share of everything added under `name` in the job.
 
         A part that one rank has not seen still counts in its total: shares of a name add up to 1.
         """

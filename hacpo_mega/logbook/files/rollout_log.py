@@ -94,7 +94,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True)
 class AnswerNotes:
-    """What one learner adds to the log of a lane's answers.
+    """Notes of one learner on the answers in a lane's log.
 
     ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
     prompts_seen   what its model reads for each prompt of the lane

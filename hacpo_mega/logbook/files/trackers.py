@@ -24,7 +24,7 @@ IDENTITY = "tracked_as"  # the file of a run folder that names the run for its t
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when a run begins, or goes on.
+    """Data for a tracker when a run begins or goes on.
 
     name       of this run and of no other, the same when it goes on
     settings   the whole configuration as plain values

@@ -1,4 +1,4 @@
-"""What a run that goes on should find in its folder, and does not: said, since nobody else would notice for months."""
+"""Warnings about logs that a resumed run should find in its folder and does not."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What lies at a run's folder from before, and how it gets out of the way. Imports no torch."""
+"""Older content of a run's folder, and moving it out of the way. Imports no torch."""
 
 import os
 from pathlib import Path

@@ -98,7 +98,7 @@ class RunFolder:
             self._rollouts.write(step, pool, advantages_PNG, notes)
 
     def misplaced(self) -> str | None:
-        """Why what this process finds at `run_dir` is not the folder that the run opened; None when it is.
+        """The reason why the content of `run_dir` is not the folder that the run opened; None if it is.
 
         RunStopped, on rank 0, where it is that folder and another job's by now.
         """
@@ -111,7 +111,7 @@ class RunFolder:
         return why
 
     def unwritten(self) -> str | None:
-        """Why logs of this process are still not on disk; None when all of them are."""
+        """The reason why logs of this process are still not on disk; None if all of them are."""
         error = self._backlog.flush()
         return None if error is None else f"logs of {self._path} wait to be written ({error.strerror})"
 

@@ -37,8 +37,9 @@ def start_with_same_inputs(
 
 
 def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
-    """What a run would read otherwise than the one that `start` is of; files that only one of them names are left to
-    whoever compares the keys."""
+    """Inputs that a run would read otherwise than the run of `start`. Files that only one of the two names are left to
+    the comparison of keys.
+    """
     if not start.inputs:  # of an older version
         return []
     now, found = run_inputs(config), []
@@ -54,7 +55,7 @@ def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
 
 
 def run_inputs(config: Config) -> Inputs:
-    """What is there of it; who reads a file says why it cannot be read."""
+    """Inputs that exist; the reader of a file says why it cannot be read."""
     found: Inputs = {
         "data.files": _of_files(config.data.files),
         "evaluation.files": _of_files(config.evaluation.files),

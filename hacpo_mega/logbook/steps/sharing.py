@@ -29,7 +29,7 @@ TEACH_NOBODY = ("zero_advantage", "unjudged")
 
 @dataclass(frozen=True)
 class Fates:
-    """How many answers of a source came to which end: `reached` gave a gradient, `lost` says why the others did not."""
+    """Outcome counts of a source's answers: `reached` gave a gradient, `lost` says why the others did not."""
 
     reached: int
     lost: Mapping[str, int]
@@ -41,7 +41,7 @@ class Fates:
 
     @property
     def usable(self) -> int:
-        """Those that would teach: judged, with an advantage other than 0."""
+        """Answers that would teach: judged, with an advantage other than 0."""
         return self.answers - sum(self.lost.get(reason, 0) for reason in TEACH_NOBODY)
 
     @property
@@ -56,7 +56,7 @@ class Fates:
 
     @property
     def reasons(self) -> list[tuple[str, int]]:
-        """Why usable answers were lost, the most frequent reason first."""
+        """Reasons why usable answers were lost, the most frequent first."""
         return sorted(
             ((reason, n) for reason, n in self.lost.items() if n and reason not in TEACH_NOBODY),
             key=lambda pair: (-pair[1], pair[0]),

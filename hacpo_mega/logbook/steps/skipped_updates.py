@@ -51,7 +51,7 @@ class SkippedUpdates:
 
     @property
     def num_in_row(self) -> int:
-        """Of the agent's last updates, how many in a row were skipped."""
+        """Number of the agent's latest updates that were skipped in a row."""
         return self._num_before + len(self._row)
 
     def go_on(self, num_in_row: int) -> None:

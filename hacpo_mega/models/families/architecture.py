@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's config.json says about a model, as one frozen record. No weights, no Megatron.
+"""A model's architecture as its Hugging Face config.json describes it, one frozen record. No weights, no Megatron.
 
 Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
@@ -95,45 +95,45 @@ class Architecture:
 
     @property
     def kin(self) -> Family:
-        """What all models of its family have in common."""
+        """Properties that all models of its family share."""
         return FAMILIES[self.family]
 
     @property
     def angle_size(self) -> int:
-        """How many angles a token has, of all layers together."""
+        """Number of rotary angles per token, all layers together."""
         return self.rotary_dim * (1 if self.window_theta is None else 2)
 
     @property
     def fits_te(self) -> bool:
-        """Whether it can have TransformerEngine's layers."""
+        """True if it can have TransformerEngine's layers."""
         return self.kin.fits_te and not self.windows
 
     @property
     def softmax_scale(self) -> float | None:
-        """What scores are multiplied with; None: one over the root of the head size."""
+        """Factor on attention scores; None: one over the root of the head size."""
         return None if self.query_scalar is None else self.query_scalar**-0.5
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer sees, the token itself among them; None: all."""
+        """Number of tokens that a layer attends to, the token itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
     @property
     def copies_qk_norm(self) -> bool:
-        """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
+        """True if every tensor-parallel rank holds the whole norm of queries and of keys."""
         return self.qk_norm and not self.kin.whole_qk_norm
 
     @property
     def has_experts(self) -> bool:
-        """Whether some of its layers have experts in the place of a feed-forward."""
+        """True if some of its layers have experts in place of a feed-forward."""
         return self.num_experts > 0
 
     @property
     def expert_layers(self) -> int:
-        """How many have."""
+        """Number of layers with experts."""
         return self.num_layers - self.dense_layers if self.has_experts else 0
 
     def has_experts_in(self, layer: int) -> bool:
-        """Whether this layer has."""
+        """True if this layer has experts."""
         return self.has_experts and layer >= self.dense_layers
 
     def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
@@ -148,12 +148,12 @@ class Architecture:
 
     @property
     def interleaved(self) -> bool:
-        """Whether neighbouring numbers of a head turn together."""
+        """True if rotary pairs are interleaved (GPT-J style) instead of half-split (NeoX style)."""
         return self.kin.interleaved
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head, its first ones, rotary positions turn."""
+        """Number of a head's leading dimensions that rotary positions turn."""
         return int(self.head_dim * self.rotary_share)
 
     @classmethod

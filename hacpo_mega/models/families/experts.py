@@ -1,4 +1,4 @@
-"""What a config.json says of a layer's feed-forward, or of the experts in its place. Imports no torch.
+"""The feed-forward of a layer, or the experts in its place, as config.json describes them. Imports no torch.
 
 Not here: what a family decides by itself (families.py), how a token's experts are chosen (megatron/model/router.py),
 and how experts are shared by ranks (layout.py, segments.py).
@@ -13,7 +13,7 @@ from hacpo_mega.models.files.fields import MOST, Fields
 
 @dataclass(frozen=True)
 class Experts:
-    """What a family has in the place of a feed-forward: a router, and experts of which a token goes to a few.
+    """The experts of a family: a router that sends each token to a few of them.
 
     block           what its folders call this, next to the attention of a layer
     gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
@@ -36,7 +36,7 @@ class Experts:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What config.json may say of them."""
+        """Fields of config.json about experts."""
         said = {*self.counts, "num_experts_per_tok", self.width}
         said |= {"norm_topk_prob"} if self.may_normalise else set()
         return frozenset(said | SHARED_FIELDS if self.shared is not None else said)
@@ -73,7 +73,7 @@ def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[s
 
 
 def expert_number_bytes(num_experts: int) -> int:
-    """Of the unsigned number that says which expert, and has one more, its highest, for none (samples/routing.py)."""
+    """Bytes of an unsigned expert number, whose highest value stands for no expert (samples/routing.py)."""
     return 1 if num_experts < 2**8 else 2
 
 
@@ -90,7 +90,7 @@ def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) ->
 
 
 def routing_problem(num_experts: int, per_token: int, num_groups: int, groups_per_token: int) -> str | None:
-    """Why no token can have so many experts, of so many groups; None where it can."""
+    """The reason why no token can have so many experts of so many groups; None if it can."""
     if per_token > num_experts:
         return (
             f"num_experts_per_tok is {per_token}, and there are {num_experts} experts; a token goes to each of its "

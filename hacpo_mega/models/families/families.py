@@ -137,12 +137,12 @@ class Family:
 
     @property
     def fits_te(self) -> bool:
-        """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
+        """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
-        """Whether a config.json of the family may have this field."""
+        """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()

@@ -1,4 +1,4 @@
-"""How positions become angles: the kinds of rotary scaling, a record each, as config.json asks for them.
+"""Rotary positions: the kinds of scaling, a record each, as config.json asks for them.
 
 A kind is here only where transformers (modeling_rope_utils) and vLLM (layers.rotary_embedding) compute the same with
 it. They do not with "dynamic" (vLLM scales by the longest sequence that may come, transformers by the one at hand) and
@@ -64,7 +64,7 @@ Rope = LinearRope | Llama3Rope | YarnRope
 
 @dataclass(frozen=True)
 class Angles:
-    """What config.json says of a model's angles.
+    """Rotary angles of a model as config.json describes them.
 
     theta, rope    of all layers, but those with a window where window_theta is given, which have no scaling
     share          how much of a head turns
@@ -109,7 +109,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
 
 
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
-    """Of layers with a window, which have a table of their own or, in older folders, a field."""
+    """The base of layers with a window: in a table of their own or, in older folders, in a field."""
     own = table.table(WINDOWED)
     if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
         raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")

@@ -1,4 +1,4 @@
-"""Which layers of a model see the last tokens alone, and how many of them, as config.json says. Imports no torch.
+"""Sliding windows: the layers that have one, and its length, as config.json says. Imports no torch.
 
 A window of w is the token itself and the w - 1 before it, in transformers as in vLLM.
 """

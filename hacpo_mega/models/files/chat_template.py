@@ -66,7 +66,7 @@ def render_closed(
 def _asked(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None
 ) -> dict[str, Any]:
-    """What the process answers. ValueError where it comes to no end."""
+    """The answer of the process. ValueError if it never ends."""
     given = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
     asked = json.dumps(given)
     command = [sys.executable, "-P", __file__]
@@ -120,20 +120,19 @@ def same_draws(template: str, messages: Messages) -> Iterator[None]:
 
 
 def reads_clock(template: str) -> bool:
-    """Whether a template asks for the time anywhere. For one that can be rendered."""
+    """True if a template that can be rendered asks for the time anywhere."""
     return CLOCK in names_in(template)
 
 
 @functools.lru_cache(maxsize=64)
 def draws(template: str) -> bool:
-    """Whether a template draws at random anywhere, also by the name of a filter in quotes. For one that can be
-    rendered."""
+    """True if a template that can be rendered draws at random anywhere, also by the name of a filter in quotes."""
     quoted = {value[1:-1] for _, kind, value in environment().lex(template) if kind == "string"}
     return not DRAWS.isdisjoint(names_in(template) | quoted)
 
 
 def environment(time: str | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Where a template runs: the sandbox, filters and functions that transformers gives it; the clock stands."""
+    """The Jinja sandbox of templates, with the filters and functions of transformers and a fixed clock."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -158,7 +157,7 @@ def names_in(template: str) -> frozenset[str]:
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the process says of a request: of each conversation its text, or None and in one line what went wrong."""
+    """The process's reply to a request: the text of each conversation, or None and one line about the failure."""
     given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
     texts: list[str | None] = []
     errors = []

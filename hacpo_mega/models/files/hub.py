@@ -38,7 +38,7 @@ class HubModel:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What a text such as Qwen/Qwen3-4B or Qwen/Qwen3-4B@v1.1 names; None for one that can only be a path."""
+        """The Hub model of a text such as Qwen/Qwen3-4B or Qwen/Qwen3-4B@v1.1; None for one that can only be a path."""
         found = NAME.fullmatch(text)
         if found is None or ".." in text:
             return None
@@ -82,7 +82,7 @@ def given_path(text: str | Path) -> Path:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model that a user names lies: the snapshot, for a name on the Hub that the cache has; else the path.
+    """The folder of the model that a user names: the cached snapshot for a name on the Hub, else the path.
 
     A folder of that name comes first.
     """

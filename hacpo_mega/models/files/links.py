@@ -61,7 +61,7 @@ def run_above(path: Path) -> Path | None:
 
 
 def _worth_a_look(folder: str) -> list[str]:
-    """What lies in a folder and is no plain file. ValueError where that cannot be seen."""
+    """Entries of a folder that are no plain files. ValueError if they cannot be seen."""
     try:
         with os.scandir(folder) as found:
             return [entry.path for entry in found if not entry.is_file(follow_symlinks=False)]

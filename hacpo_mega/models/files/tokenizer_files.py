@@ -1,4 +1,4 @@
-"""Whether the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
+"""Checks that the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
 
 Told from files alone, before anything is loaded. What they cannot tell is whether a tokenizer of the right size is
 another model's, where the end tokens agree; and nothing is told of a tokenizer that is Python code of the folder, or
@@ -98,7 +98,7 @@ def other_templates(folder: Path) -> list[str]:
 
 
 def token_problems(folder: Path, vocab_size: int) -> list[str]:
-    """Why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
+    """Reasons why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
     file, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         special = special_tokens(folder)

@@ -1,4 +1,4 @@
-"""Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
+"""Parallel layouts that a model can have, decided here alone: `hacpo-mega check` and the model builder call it.
 
 A layout cuts every layer into tp shards, the layers into pp stages and the tokens of a micro-batch into cp parts, whose
 ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, or all of these
@@ -71,7 +71,7 @@ class Layout:
         return block_cells(self.ep, self.tp, self.cp)
 
     def product(self) -> str:
-        """How the ranks of a cell come about, in words: "tp x pp (2 x 2 = 4)", with cp where there is any."""
+        """The arithmetic of a cell's ranks in words: "tp x pp (2 x 2 = 4)", with cp if there is any."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
         return f"{' x '.join(named)} ({' x '.join(map(str, named.values()))} = {self.cell_size})"
@@ -89,7 +89,7 @@ def layout_problems(
     max_positions: int | None = None,
     engine_head_sizes: Collection[int] | None = None,
 ) -> list[str]:
-    """Why the model cannot have this layout, a line each; empty when it can.
+    """Reasons why the model cannot have this layout, a line each; empty if it can.
 
     max_positions       tokens of the longest prompt and answer together
     engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
@@ -160,7 +160,7 @@ def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
 
 
 def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
-    """Why cp ranks cannot share the heads that a tensor rank has; its tp must be one that the model can have.
+    """Reasons why cp ranks cannot share the heads of a tensor rank; its tp must be one that the model can have.
 
     With more ranks than key/value heads, each head goes to several.
     """
@@ -179,7 +179,7 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
 
 
 def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str]:
-    """Why ep ranks cannot share the experts of a layer."""
+    """Reasons why ep ranks cannot share the experts of a layer."""
     ranks, experts, ep, cells = layout.tp * layout.cp, architecture.num_experts, layout.ep, layout.cells
 
     def fits(ep: int) -> bool:
@@ -218,7 +218,7 @@ def _engine_problems(
 
 
 def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Mapping[str, int]) -> list[str]:
-    """Why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
+    """Reasons why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
 
     With more ranks than key/value heads, each head is copied to several.
     """
@@ -245,7 +245,7 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
 
 
 def _copies(kv_heads: int, ranks: int) -> bool:
-    """Whether each rank has equally many key/value heads, or each head is on equally many ranks."""
+    """True if each rank has equally many key/value heads, or each head is on equally many ranks."""
     return max(kv_heads, ranks) % min(kv_heads, ranks) == 0
 
 
@@ -269,7 +269,7 @@ def _pipeline_problems(num_layers: int, layout: Layout) -> Iterator[str]:
 
 
 def _chunk_problems(num_layers: int, layout: Layout) -> Iterator[str]:
-    """Why the stages cannot be of several chunks; the pipeline itself must be one that the model can have."""
+    """Reasons why the stages cannot have several chunks; the pipeline itself must be one that the model can have."""
     pp, vpp = layout.pp, layout.vpp
     if vpp == 1:
         return

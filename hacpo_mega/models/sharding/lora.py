@@ -31,7 +31,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class Lora:
-    """What is adapted: `targets` are last parts of the names of Hugging Face modules, in the order of a layer."""
+    """LoRA adapters: `targets` are last parts of the names of Hugging Face modules, in the order of a layer."""
 
     rank: int
     alpha: float
@@ -39,7 +39,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of both factors is multiplied with."""
+        """Factor on the product of both adapter matrices."""
         return self.alpha / self.rank
 
 
@@ -84,7 +84,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
-    """Why this model cannot have these adapters on `tp` ranks, a line each."""
+    """Reasons why this model cannot have these adapters on `tp` ranks, a line each."""
     if architecture.shared_ffn:
         yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return

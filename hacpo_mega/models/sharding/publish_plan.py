@@ -1,4 +1,5 @@
-"""Who sends which numbers to whom, so that every engine of a cell, or block, has the actor's weights: shard to shard.
+"""Plan of a weight sync, shard to shard: every piece's sender and receiver, so that each engine has the actor's
+weights.
 
 A shard is a rectangle of a tensor that a rank holds (shards.py). The actor's are cut by Megatron (segments.py), the
 engine's by vLLM's weight loaders (rollout/weights/parts.py). Where they meet is a piece, which one rank reads and one
@@ -34,7 +35,9 @@ NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Piece:
-    """What rank `source` reads from its shard number `read` and rank `target` writes into its number `written`."""
+    """A part of a tensor: rank `source` reads it from its shard `read`, rank `target` writes it into its shard
+    `written`.
+    """
 
     what: Shard
     source: int
@@ -44,7 +47,7 @@ class Piece:
 
     @property
     def crosses(self) -> bool:
-        """Whether it goes from one rank to another."""
+        """True if it goes from one rank to another."""
         return self.source != self.target
 
 
@@ -76,7 +79,7 @@ class PublishPlan:
 
     @cached_property
     def last_of_bucket(self) -> tuple[frozenset[str], ...]:
-        """Of every bucket, the tensors of which no rank gets anything in a later one."""
+        """For every bucket, the tensors of which no rank gets anything in a later one."""
         last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
         return tuple(
             frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
@@ -84,15 +87,17 @@ class PublishPlan:
         )
 
     def sent_bytes(self) -> list[int]:
-        """What each rank sends to others."""
+        """Bytes that each rank sends to others."""
         return self._per_rank((p.source, p) for p in self.pieces if p.crosses)
 
     def received_bytes(self) -> list[int]:
-        """What each rank receives from others: what its engine holds and its actor does not. No plan has less."""
+        """Bytes that each rank receives from others: what its engine holds and its actor does not, the least
+        possible.
+        """
         return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
 
     def written_bytes(self) -> list[int]:
-        """What each rank writes into its engine."""
+        """Bytes that each rank writes into its engine."""
         return self._per_rank((p.target, p) for p in self.pieces)
 
     def _per_rank(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
@@ -139,7 +144,7 @@ _Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
 
 
 def _distance(rank: int, cell_size: int, holder: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
-    """How far from `rank` a holder (its rank, the number of its shard) is: first whether it is in another cell."""
+    """Distance between `rank` and a holder (its rank, the number of its shard); another cell is farthest."""
     return holder[0] // cell_size != rank // cell_size, abs(holder[0] - rank), holder
 
 
@@ -200,7 +205,7 @@ def said_whole(reasons: Mapping[str, str]) -> str:
 def actor_shards(
     slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
 ) -> Iterator[tuple[Slot, Rectangle]]:
-    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter.
+    """Shards of an actor's rank with these parameters: each rectangle is contiguous in its flat parameter.
 
     `tp` and `ep` ranks share what is no expert's and the experts, as in segments().
     """
@@ -230,7 +235,7 @@ def _shard_of(rectangle: Rectangle) -> Shard:
 
 
 def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """What rank `rank` of a vLLM engine over `tp` ranks holds, by arithmetic, for those who have no vLLM to ask.
+    """Shards of rank `rank` of a vLLM engine over `tp` ranks, by arithmetic, for callers that have no vLLM to ask.
 
     Like the actor's, but that query, key and value are cut by heads, that key and value heads are copied where `tp` is
     more than they are, and that every rank has a part of the columns of all experts. ValueError for a cut that vLLM

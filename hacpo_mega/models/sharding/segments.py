@@ -21,7 +21,7 @@ VOCAB_MULTIPLE = 64
 
 
 class Cut(enum.Enum):
-    """How a parameter is made of Hugging Face tensors over tensor-parallel ranks."""
+    """Partition of a parameter, made of Hugging Face tensors, over tensor-parallel ranks."""
 
     WHOLE = "replicated on every rank"
     COLUMNS = "split along the input dimension"
@@ -127,7 +127,7 @@ def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
 
 
 def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:
-    """Of the stage's layer number `local`, which is the model's number `layer`."""
+    """Parameters of layer number `local` of the stage, which is the model's number `layer`."""
     megatron, hugging = f"decoder.layers.{local}.", f"model.layers.{layer}."
     hidden, kin = architecture.hidden_size, architecture.kin
     query_rows, kv_rows = _projection_rows(architecture)
@@ -214,7 +214,7 @@ def _columns(parameter: str, name: str, rows: int, columns: int) -> Slot:
 def segments(
     slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
 ) -> tuple[Segment, ...]:
-    """What the shard of a rank is made of, in its order; a vocabulary shard may be padded after them.
+    """Slices that make up the shard of a rank, in order; a vocabulary shard may be padded after them.
 
     tp, tp_rank   how many ranks share a parameter that is no expert's, and which of them it is
     ep, ep_rank   the same of the experts
@@ -253,7 +253,7 @@ def rectangles(
     start: int,
     stop: int,
 ) -> Iterator[Rectangle]:
-    """What the numbers start:stop of the flattened shard of a rank are; padding of the vocabulary is in none.
+    """Rectangles that the numbers start:stop of a rank's flattened shard cover; padding of the vocabulary is in none.
 
     Data parallelism cuts the optimizer's state wherever it likes: a part of a row, whole rows, a part of a row.
     """
