@@ -50,8 +50,7 @@ def load_checked(
     before_download: Callable[[Config], object] = lambda config: None,
 ) -> Config:
     """The checked configuration; `with_models` also asks for the model folders that `init` would make, and downloads
-    those of the Hub, outside a job and after `before_download` and everything else has found no fault.
-    """
+    those of the Hub, outside a job and after `before_download` and everything else has found no fault."""
     with one_voice_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)

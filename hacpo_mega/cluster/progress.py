@@ -22,8 +22,7 @@ COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # 
 
 class Progress:
     """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
-    one.
-    """
+    one."""
 
     def __init__(self) -> None:
         self.waits_for: str | None = None

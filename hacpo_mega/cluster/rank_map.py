@@ -288,8 +288,7 @@ class RankMap:
 
     def share_of_lane(self, who: Coordinate) -> slice:
         """A cell's part of its lane's prompts, to answer and to train on: every cells_per_lane-th, from its own
-        place.
-        """
+        place."""
         return slice(who.cell_in_lane, None, self.agents[who.agent].cells_per_lane)
 
     def share_of_agent(self, who: Coordinate) -> slice:

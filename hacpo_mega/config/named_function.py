@@ -60,8 +60,7 @@ def require_named_functions(config: Config) -> None:
 
 def unfinished_import(config: Config) -> str | None:
     """The message for named code, trackers included, whose import hangs or ends its process. The import is tried in a
-    process of its own, for TRIAL_S or half of the time that ranks wait for each other.
-    """
+    process of its own, for TRIAL_S or half of the time that ranks wait for each other."""
     own_trackers = (tracker for tracker in config.logging.trackers if ":" in tracker)
     names = tuple(dict.fromkeys(chain(named_in(config), own_trackers)))
     return _unfinished(names, min(TRIAL_S, config.wait_s / 2)) if names else None

@@ -80,8 +80,7 @@ def prompt_lengths(
     rows: Sequence[PromptRow], most: int, num_tokens: NumTokens, place_of: Callable[[int], str]
 ) -> list[int]:
     """Number of tokens of each row. ValueError, one line that begins with the place of the row, for the first row that
-    a tokenizer or a chat template refuses.
-    """
+    a tokenizer or a chat template refuses."""
     texts = [row.text for row in rows]
     try:
         return num_tokens(texts, most)

@@ -146,8 +146,7 @@ class ReadRows(NamedTuple):
 
 def read_rows(file: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> ReadRows:
     """The problems of a file in one of the layouts. One ValueError names its bad rows, and those that have the text of
-    an earlier one and another gold: nobody can say which is right.
-    """
+    an earlier one and another gold: nobody can say which is right."""
     dataset = read_dataset(file, layouts)
     if dataset.defects:
         raise ValueError(describe(dataset.defects))

@@ -82,8 +82,7 @@ def _attempt(line: Any) -> dict[str, Any]:
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
     """True if attempts of this job have died after the step that this one begins after. Its own notes are left out, and
-    attempts that were told to end or lost a node do not count.
-    """
+    attempts that were told to end or lost a node do not count."""
     num_died = 0
     for line in reversed(read_attempts(run_dir)):
         if line["job"] == job and line["attempt"] < attempt:

@@ -23,8 +23,7 @@ WHOLE_NODE = "--exclusive"
 @dataclass(frozen=True)
 class Request:
     """Resources of a job: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem` of
-    a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give.
-    """
+    a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give."""
 
     cpus: int
     why: str

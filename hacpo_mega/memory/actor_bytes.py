@@ -212,8 +212,7 @@ class _Layer:
         """Bytes that the backward of one layer takes: its recomputed activations with its output, the gradient of that
         output, and the largest of three moments of the feed-forward. At the second matrix's gradient: that gradient,
         that of the output, gathered, and the matrix's input. At the activation, after that input is freed: the
-        gradients of gate and up. At the first matrix's gradient: these and that of its input.
-        """
+        gradients of gate and up. At the first matrix's gradient: these and that of its input."""
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
@@ -315,8 +314,7 @@ def _end(layer: _Layer) -> int:
 
 def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
     """Bytes that backward takes in the first layer it reaches of each kind, after the final norm and all layers of
-    other kinds behind it have freed their tensors.
-    """
+    other kinds behind it have freed their tensors."""
     gone = _end(chunk[-1][0]) if is_last else 0
     for layer, count in reversed(chunk):
         yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone

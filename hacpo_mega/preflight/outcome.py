@@ -114,8 +114,7 @@ def table(outcome: Outcome, seconds: float) -> str:
 
 def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
     """The record for programs: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
-    `warnings`.
-    """
+    `warnings`."""
     return {
         "time_unix_s": round(time.time(), 3),
         "seconds": round(seconds, 3),

@@ -100,8 +100,7 @@ def tracker_problem(name: str) -> str | None:
 
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
     """Options that a grader found by `grader_problem` lacks, as far as its source tells, or that a built-in one
-    refuses.
-    """
+    refuses."""
     known = REWARD_KINDS[kind] if kind in REWARD_KINDS else _parameters(_definition(kind))
     if known is None or not (unknown := sorted(set(options) - set(known))):
         return value_problem(kind, options) if kind in REWARD_KINDS else None

@@ -48,8 +48,7 @@ class HubSplit:
     @classmethod
     def parse(cls, path: Path) -> Self | None:
         """The data set that a path such as hub:openai/gsm8k/main/train names; None for a file. ValueError for half a
-        name.
-        """
+        name."""
         if not str(path).startswith(HUB):
             return None
         found = NAME.fullmatch(str(path))

@@ -38,8 +38,7 @@ def start_with_same_inputs(
 
 def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
     """Inputs that a run would read otherwise than the run of `start`. Files that only one of the two names are left to
-    the comparison of keys.
-    """
+    the comparison of keys."""
     if not start.inputs:  # of an older version
         return []
     now, found = run_inputs(config), []

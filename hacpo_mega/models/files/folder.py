@@ -53,8 +53,7 @@ def text_files(folder: Path) -> list[Path]:
 
 def copied_files(folder: Path) -> list[Path]:
     """Files that a copy of a model keeps beside its weights and config.json: no README of another model, no adapter, no
-    state of an optimizer.
-    """
+    state of an optimizer."""
     return [*text_files(folder), *_files(folder, NOTICES)]
 
 

@@ -36,8 +36,7 @@ NUMBER = re.compile(r"\.\d+(?=\.)")
 @dataclass(frozen=True)
 class Piece:
     """A part of a tensor: rank `source` reads it from its shard `read`, rank `target` writes it into its shard
-    `written`.
-    """
+    `written`."""
 
     what: Shard
     source: int
@@ -92,8 +91,7 @@ class PublishPlan:
 
     def received_bytes(self) -> list[int]:
         """Bytes that each rank receives from others: what its engine holds and its actor does not, the least
-        possible.
-        """
+        possible."""
         return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
 
     def written_bytes(self) -> list[int]:
