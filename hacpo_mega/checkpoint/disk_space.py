@@ -30,7 +30,7 @@ def num_parameters(agent: AgentConfig) -> int:
 
 
 def num_trained(agent: AgentConfig) -> int:
-    """The same of what is trained: the model's own, or those of its adapters."""
+    """The number of trained parameters: the model's own, or those of its adapters."""
     architecture = architecture_of(agent)
     lora = agent.adapters(architecture)
     return num_parameters(agent) if lora is None else adapter_numbers(architecture, lora)

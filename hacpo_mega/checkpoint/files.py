@@ -123,7 +123,7 @@ class Checkpoint:
                 yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
 
     def altered(self, share: slice = slice(None)) -> Iterator[str]:
-        """A line for every file of a share of them whose bytes are not those that were written; reads them all."""
+        """A line for every file, of a share of them, with bytes other than those written; reads them all."""
         for path, expected in list(self.files.items())[share]:
             if file_sha256(self.folder / path) != expected.sha256:
                 yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
@@ -205,7 +205,7 @@ def latest_checkpoint(
 def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
     """Moves the committed steps after one, which are damaged, to names that are no step's; says so, in a line each.
 
-    `known` is what is wrong with some; what it is with the others, reading them shows.
+    `known` are problems already found in some; the others' show when they are read.
     """
     for step in [step for step in committed_steps(run_dir) if step > after]:
         folder, why = folder_of(run_dir, step), known.get(step)
@@ -250,8 +250,8 @@ class StartOptions(TypedDict, total=False):
 def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]) -> Checkpoint | None:
     """The step that a run goes on from, None for a new run. Moves nothing.
 
-    `but` are steps that are known as damaged. ValueError, one line per problem, when that step cannot be read, the
-    configuration is not the run's, or what lies in run_dir could not be moved out of a new run's way.
+    `but` are steps known to be damaged. ValueError, one line per problem, if that step cannot be read, the
+    configuration is not the run's, or the content of run_dir could not be moved out of a new run's way.
     """
     fresh, branch, accepted = how.get("fresh", False), how.get("branch"), how.get("accept", ())
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):

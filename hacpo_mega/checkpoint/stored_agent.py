@@ -1,4 +1,4 @@
-"""One agent of a committed step, for those who use it while its run goes on or after: `export` and `eval`.
+"""One agent of a committed step, for use while its run goes on or after it: `export` and `eval`.
 
     RUN/checkpoints/step_000020/NAME
 
@@ -53,12 +53,12 @@ class StoredAgent:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of its state, by what the step says of its files."""
+        """A hash of its state, from the step's record of its files."""
         said = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def require_unaltered(self, share: slice = slice(None)) -> None:
-        """Reads a share of its files. ValueError for one whose bytes are not those that were written."""
+        """Reads a share of its files. ValueError for one with bytes other than those written."""
         for path, sha256 in self._digests()[share]:
             file = self.checkpoint.folder / path
             if file_sha256(file) != sha256:

@@ -105,7 +105,8 @@ def absent(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def objects_that_stay() -> Iterator[None]:
-    """Around the import of heavy libraries: two million objects, none of which goes before the process ends.
+    """Around the import of heavy libraries, without the garbage collector: two million objects, none of which is freed
+    before the process ends.
 
     Python would walk them again and again while they come, and again whenever vLLM asks for a collection, which it does
     half a dozen times while an engine starts, half a second each.

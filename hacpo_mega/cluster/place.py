@@ -304,7 +304,8 @@ class Place:
         return total
 
     def leave_ring(self) -> None:
-        """From here on nobody hears of this process's end, nor it of others': for who asks that in another way."""
+        """Leaves the watchdog: this process and the others no longer learn of each other's end, which the caller then
+        checks in another way."""
         self._watchdog.close()
 
     def close(self) -> None:
@@ -314,7 +315,7 @@ class Place:
         self.end_groups()
 
     def end_groups(self) -> None:
-        """Without a word to the others, who have come to the same point."""
+        """Leaves without a message to the others, which have reached the same point."""
         for group in (self.lane_group, self.weights_group):
             if group is not None:
                 group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
@@ -325,7 +326,7 @@ class Place:
 
     @contextmanager
     def _waiting(self, whom: str) -> Iterator[None]:
-        """Around a collective: times it, and says what is waited for in case it never ends."""
+        """Around a collective: times it, and records whom it waits for in case it never ends."""
         start = time.perf_counter()
         with self._watchdog.progress.waiting_for(whom):
             yield

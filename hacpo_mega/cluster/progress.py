@@ -1,9 +1,9 @@
 """Liveness of a process's main thread, which a thread beside it cannot show.
 
-A process whose main thread is stuck, in an endless loop or before a collective that it never enters, still runs: its
-heartbeat is heard. So phases that consist of many small steps tell every one of them (an engine's step, a micro-batch,
-a tensor), and where none came for `stall_s` seconds, although this process waits for nobody, it is the one that hangs.
-Not here: processes that are stopped or dead, and how a job ends (watchdog.py).
+A process with a stuck main thread (an endless loop, or a wait before a collective) still runs, and its heartbeat is
+heard. So phases of many small steps report every step (an engine's step, a micro-batch, a tensor). A process that has
+reported none for `stall_s` seconds and waits for nobody is the one that hangs. Not here: processes that are stopped or
+dead, and how a job ends (watchdog.py).
 """
 
 import sys

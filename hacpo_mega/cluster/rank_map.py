@@ -65,7 +65,7 @@ class AgentShape:
 
     @property
     def answering(self) -> int:
-        """Ranks of a cell that its engines are over: those that only answer, else those that train."""
+        """Ranks of a cell that its engines run on: those that only answer, else those that train."""
         return self.rollout or self.training
 
     @property
@@ -213,7 +213,8 @@ class RankMap:
         return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size
 
     def world_of(self, who: Coordinate) -> int:
-        """Ranks of the agent that do what `who` does, its default process group: all, or those that train or answer."""
+        """Ranks of the agent with the same role as `who`, its default process group: all, or those that train or
+        answer."""
         shape = self.agents[who.agent]
         return self.lanes * shape.cells_per_lane * (shape.training if who.trains else shape.rollout)
 

@@ -5,9 +5,9 @@
     srun                                 a server of rank 0 on the job's interface, at a port that it tells who asks at
                                          MASTER_PORT and knows the job's secret
 
-torch's client heeds no time limit where somebody listens who never answers. So nobody speaks torch's protocol before
-the other side has shown the secret.
-Not here: the secret itself (secret.py), the groups that are made through the store (place.py).
+torch's client has no time limit against a listener that never answers. So torch's protocol begins only after the other
+side has shown the secret. Not here: the secret itself (secret.py), the groups that are made through the store
+(place.py).
 """
 
 import os
@@ -40,7 +40,7 @@ SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data,
 
 
 def open_store(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
-    """The job's store; Unreachable when there is none within `patience_s`, which also bounds what is asked of it."""
+    """The job's store; Unreachable if there is none within `patience_s`, which also bounds every request to it."""
     if seat.store_file is not None:
         store = dist.FileStore(str(seat.store_file), -1)  # -1: whoever made the folder removes it
         store.set_timeout(timedelta(seconds=patience_s))
@@ -90,7 +90,8 @@ def _tell_port(gate: Gate, port: int) -> None:
 
 
 def say_another_secret(me: str, caller: str) -> None:
-    """Says at once who was turned away: whoever waits for it would name its rank alone, much later."""
+    """Reports at once a process that was refused; otherwise those that wait for it would only name its rank, much
+    later."""
     with suppress(OSError):  # nobody can read it
         say(f"{me}: a process at {caller} has another secret than this job and is turned away; {SAME}", file=sys.stderr)
 
@@ -144,7 +145,8 @@ class RollCall:
         store.set(_here(rank), "1")
 
     def wait(self) -> None:
-        """On rank 0, waits for all and says for whom after a minute, two, four ...; Unreachable when time is up."""
+        """On rank 0, waits for all ranks and names the missing ones after a minute, two, four ...; Unreachable when
+        time is up."""
         keys = [_here(rank) for rank in range(self._rank_map.world_size)]
         began, notice_s = time.monotonic(), FIRST_NOTICE_S
         while self._rank == 0 and len(keys) > 1:
@@ -160,7 +162,7 @@ class RollCall:
             notice_s *= 2
 
     def explain(self) -> None:
-        """Unreachable where others have not come: with a line on one rank of the job, without a word on the rest."""
+        """Unreachable if other ranks are missing: with a line on one rank of the job, without text on the rest."""
         if absent := self._absent():
             if self._store.add("absent", 1) > 1:
                 raise Unreachable("")

@@ -1,6 +1,6 @@
 """Launcher environment of this process: its rank, its node, and the address of the job's first process. No torch.
 
-Read from the environment once; torchrun's names come before Slurm's. Not here: what a rank is for (rank_map.py).
+Read from the environment once; torchrun's names come before Slurm's. Not here: the role of a rank (rank_map.py).
 """
 
 import itertools
@@ -52,7 +52,7 @@ class Seat:
 
     @classmethod
     def find(cls) -> Self:
-        """This process's seat. ValueError where no launcher has set what it needs."""
+        """The launcher environment of this process. ValueError if no launcher has set it."""
         require_srun()
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         if rank >= world_size:
@@ -102,7 +102,7 @@ def in_batch_script() -> bool:
 
 
 def require_srun() -> None:
-    """ValueError in a batch script of several tasks, who would wait as one rank for others that nobody starts."""
+    """ValueError in a batch script of several tasks, which would wait as one rank for others that nobody starts."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks != "1" and in_batch_script():
         asked = f"SLURM_NTASKS is {tasks}" if tasks else "SLURM_NTASKS is not set"

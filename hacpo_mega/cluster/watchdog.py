@@ -106,7 +106,7 @@ class Watchdog:
         threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
 
     def _join(self, watcher: Coordinate, secret: Secret, timeout_s: float) -> socket.socket:
-        """Lets the watcher come, and goes to whom this process watches; returns the connection to that one."""
+        """Accepts the watching neighbour and connects to the watched one; returns the connection to the latter."""
         rank, watched, me = self._me.global_rank, self._watched.global_rank, f"{self._me} on {socket.gethostname()}"
         server = listen(listening_address(), 0)
         port = server.getsockname()[1]
@@ -144,7 +144,7 @@ class Watchdog:
         self._tell(f"phase {self._phase}")
 
     def defer_signals(self) -> None:
-        """From here on the first SIGTERM or SIGUSR1 sets `told` and ends nothing: whoever asks leaves by itself.
+        """From here on the first SIGTERM or SIGUSR1 only sets `told`; the caller checks it and leaves by itself.
 
         A death is still named, whatever signal follows it: the ring says so, and ends this process.
         """

@@ -1,8 +1,7 @@
 """`hacpo-mega export`: an agent of a run leaves it as a Hugging Face folder of its own, with a model card.
 
-The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there:
-what was trained is what is served. Smaller number formats are quantize.py's. A folder appears whole or not at all, and
-never over another one.
+The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there.
+Smaller number formats are quantize.py's. A folder appears whole or not at all, and never replaces another.
 """
 
 import glob
@@ -81,8 +80,8 @@ class TrainedAgent:
 def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> TrainedAgent:
     """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.
 
-    ValueError for what is not there, and for a link out of the run, or out of the model folder that a checkpoint names
-    unless who made it is trusted.
+    ValueError for a missing part, and for a link out of the run, or out of the model folder that a checkpoint names
+    unless its maker is trusted.
     """
     if is_checkpoint(path):
         stored = stored_agent(path, name)
@@ -145,7 +144,7 @@ def export_copy(agent: TrainedAgent, out: Path) -> None:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files of a run's own export of an agent, less what has come to lie beside them. ValueError as `check`."""
+    """The files of a run's own export of an agent, without others that were put beside them. ValueError as `check`."""
     require_one_reading(folder)
     weights = {folder / tensor.file for tensor in stored_tensors(folder).values()}
     described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
@@ -262,7 +261,7 @@ def _remove(draft: Path) -> None:
 
 
 def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to the run's") -> str:
-    """The README of an exported model: where it comes from, how it was trained, what it scored, what `weights` are."""
+    """The README of an exported model: its origin, its training, its scores, and the kind of its `weights`."""
     partners = [other.name for other in agent.config.agents if other.name != agent.agent.name]
     algorithm = agent.config.algorithm
     shared = partners if algorithm.shares_answers else []

@@ -23,7 +23,7 @@ FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another one now; `before` and `now` as a TOML file would say them."""
+    """A key with another value than before; `before` and `now` are written as in a TOML file."""
 
     key: str
     before: str

@@ -1,6 +1,6 @@
 """`hacpo-mega config`: every field of the configuration as a table, read from the schema itself.
 
-A field's sentence is the text under it in the schema, so what is printed is what a reader of the code reads.
+A field's sentence is the text under it in the schema, so the printed text is the one that readers of the code see.
 """
 
 import difflib
@@ -75,10 +75,10 @@ def describe(key: str | None = None) -> Group:
 
 
 def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
-    """The key that somebody meant who wrote `key`, which there is not; None where nothing is near.
+    """The existing key that an unknown `key` probably means; None if none is near.
 
-    The same word in another table, or another trainer's word for it, comes before a similar spelling. Where `schema` is
-    that of a run, which alone has words of other trainers.
+    The same word in another table, or another trainer's word for it, is preferred to a similar spelling. Only the
+    schema of a run has words of other trainers.
     """
     table, _, last = key.rpartition(".")
     word = last.lower().replace("-", "_")
@@ -93,7 +93,7 @@ def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
 
 
 def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
-    """Keys whose last part is spelt nearly as a word is."""
+    """Keys with a last part spelt nearly like a word."""
     # difflib takes seconds for a long text, and none is near to it
     names = {key.rpartition(".")[2] for key in keys} if len(word) <= SHOWN else ()
     near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)

@@ -135,7 +135,7 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
 
 
 def readable_problems(error: ValidationError, table: dict[str, Any], schema: type[BaseModel] = Config) -> list[str]:
-    """One line per complaint of pydantic: the key as a user writes it, what was found, what would be right."""
+    """One line per complaint of pydantic: the key as a user writes it, the value found, and a right value."""
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
     holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}

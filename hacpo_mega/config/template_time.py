@@ -1,8 +1,8 @@
 """Chat templates that read the clock or draw at random, and the time at which the clock of a run's templates stands.
 
-It is that of the run's first start, in UTC, unless agents.chat_template_time says another: rank 0 reads it once, and
-from then on it is a key of the run's configuration, in config.toml and in every step, where resume and evaluation find
-it. What a template draws follows from the messages (models/files/chat_template.py).
+The time is that of the run's first start, in UTC, unless agents.chat_template_time sets another. Rank 0 reads it once;
+from then on it is a key of the run's configuration, in config.toml and in every step, for resume and evaluation. Random
+draws of a template follow from the messages (models/files/chat_template.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +68,6 @@ def _reads_clock(agent: AgentConfig) -> bool:
 
 
 def _used_template(agent: AgentConfig) -> tuple[Any, str] | None:
-    """The file of the template that an agent is asked in, if there is one, and its text, with that of named ones."""
+    """The file of an agent's chat template, if there is one, and its text, with that of named ones."""
     found = chat_template(agent.model) if agent.chat_template and agent.model.is_dir() else None
     return None if found is None else (found[0], "\n".join([found[1], *other_templates(agent.model)]))

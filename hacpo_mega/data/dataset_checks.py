@@ -154,7 +154,7 @@ def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
 
 
 def contradictions(problems: Sequence[Problem]) -> list[Repetition]:
-    """The repetitions whose gold answer is not that of the first: nobody can say which of them is right."""
+    """Repetitions with another gold answer than the first one's: either may be right."""
     return [repetition for repetition in repetitions(problems) if not repetition.agrees]
 
 

@@ -1,4 +1,4 @@
-"""The answers of an evaluation on disk: what makes it resumable, and what every number can be traced back to.
+"""The answers of an evaluation on disk, to resume it and to trace every number.
 
     settings.json                          what was asked of whom; another evaluation never continues here
     answers/<benchmark>.lane_0000.jsonl    one line per answer, appended as they come, one file per engine

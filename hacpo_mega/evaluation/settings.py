@@ -223,7 +223,7 @@ class Wording:
     prompt_template: str | None = None
 
     def changed(self, prompting: Prompting) -> Prompting:
-        """`prompting` with what is said here. ValueError for an argument or a file that cannot be read."""
+        """`prompting` with this wording. ValueError for an argument or a file that cannot be read."""
         said = {
             "chat_template": self.chat_template,
             "template_kwargs": dict(map(_template_argument, self.template_args)) or None,
@@ -250,7 +250,7 @@ def ask(
     success: str | None = None,
     trust: bool = False,
 ) -> EvaluationSettings:
-    """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing.
+    """The settings of the model (`settings_for`), overridden by the command line; None sets nothing.
 
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """

@@ -1,4 +1,4 @@
-"""`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and what it tells while it goes on.
+"""`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and its callbacks.
 
 The ranks are processes of their own, started as `hacpo-mega train` starts them, so that nothing has to be set before
 Python starts and the caller stays free of torch's and vLLM's state. What a callback is shown is read from the run's own
@@ -123,7 +123,7 @@ class _Seen:
         self._told: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
-        """Shows what has come since the last look."""
+        """Passes records that are new since the last call to the callbacks."""
         if (stamp := self._stamp_now()) != self._stamp:
             self._stamp = stamp
             for step, of_step in (self._read("on_step", _metrics, self._run_dir) or {}).items():

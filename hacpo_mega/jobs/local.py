@@ -1,12 +1,11 @@
 """A whole job on this machine: one process per rank, which meet through a file that only their user can read.
 
-A rank spends most of its start on imports. So where its launcher may import the same, ranks are forked from it
-(forked_rank.py): not on CUDA, of which nobody may have asked anything before a fork, nor from a user's own process.
+A rank spends most of its start on imports. So ranks are forked from a launcher that may import the same
+(forked_rank.py): not on CUDA, which must be untouched before a fork, nor from a user's own process.
 
-Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
-What failed says so itself in one line (place.py, watchdog.py); the launcher speaks only for ranks that the kernel has
-killed for want of memory.
-Not here: what the processes need in their environment (environment.py).
+It opens no network port: torch's own launcher would, for everybody, and runs what it is sent. A failed rank reports
+itself in one line (place.py, watchdog.py); the launcher reports only ranks that the kernel has killed for want of
+memory. Not here: the environment of the processes (environment.py).
 """
 
 import os
@@ -45,11 +44,10 @@ def run_on_this_machine(
 ) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
-    `look` is called while they run, some times a second; what it raises ends them. `imports` brings what they need into
-    this process, from which they are forked then; without it they are fresh interpreters.
-    SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75
-    (docs/guide/troubleshooting.md). A rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after
-    which all are gone.
+    `look` is called a few times a second while they run; an exception of it ends them. `imports` loads their modules
+    into this process, from which they are then forked; without it they are fresh interpreters. SIGTERM and SIGUSR1 are
+    passed on to the ranks, which end when the run is on disk, all with 75 (docs/guide/troubleshooting.md). A rank that
+    a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
     """
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))}
     ranks = _Ranks(look, forks=imports is not None)
@@ -74,7 +72,8 @@ def _run(ranks: "_Ranks", arguments: list[str], world_size: int, threads: Mappin
 
 @contextmanager
 def _passing_on(ranks: "_Ranks") -> Iterator[None]:
-    """Signals go to the ranks meanwhile, and then to whom they went before. Only a main thread can be told of any."""
+    """Forwards signals to the ranks meanwhile, and restores their handlers afterwards. Only a main thread can handle
+    any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +114,7 @@ class _Ranks:
         self._memory_kills = num_memory_kills()
 
     def after(self, imports: Callable[[], None]) -> None:
-        """Imports what they need. A signal ends this process meanwhile, as it would end ranks that import."""
+        """Imports their modules. A signal ends this process meanwhile, as it would end ranks that import."""
         self._is_importing = True
         imports()
         self._is_importing = False
@@ -158,7 +157,7 @@ class _Ranks:
         return SIGNALLED + self._told[0] if max(failures) < 0 and self._told else max(FAILED, *failures)
 
     def kill(self) -> None:
-        """Ends those that still run, and what they have started."""
+        """Ends ranks that still run, and their children."""
         for process in self._running:
             try:
                 os.killpg(process.pid, signal.SIGKILL)

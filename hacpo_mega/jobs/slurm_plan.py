@@ -6,9 +6,9 @@ Nodes are filled with whole cells in the order of ranks, so that
     its pipeline stages follow each other, and a cell of several nodes fills them
     the agents, and with them the leaders of a lane, are on different nodes as soon as one of them fills a node
 
-Nodes of one kind are an ordinary job. Where agents ask for nodes of different kinds it is a heterogeneous one, whose
-components all have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes.
-Not here: the job script (jobs/slurm_script.py), what a process finds in its environment (environment.py).
+Nodes of one kind are an ordinary job. If agents ask for nodes of different kinds it is a heterogeneous one, whose
+components have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes. Not
+here: the job script (jobs/slurm_script.py), the environment of a process (environment.py).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Queries to Slurm on the machine that submits: the jobs of a run, and the nodes of partitions. Imports no torch.
 
-A run's jobs have a name of their own, so that whoever submits another one finds them, and --dependency=singleton lets
-one go at a time. Not here: the job script (jobs/slurm_script.py), what is asked for (slurm.py).
+A run's jobs have a name of their own, so that a second submission finds them, and --dependency=singleton lets one run
+at a time. Not here: the job script (jobs/slurm_script.py), the request (slurm.py).
 """
 
 import hashlib
@@ -29,7 +29,7 @@ PARTITION_FIELDS = ("%P", "%D", "%c", "%G", "%m")
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job of the run that waits or runs, in Slurm's words: `elapsed` and `left` are times, `nodes` a node list.
+    """A waiting or running job of the run, in Slurm's terms: `elapsed` and `left` are times, `nodes` a node list.
 
     script   what it runs: by its name, which submission of the run it is
     """

@@ -5,8 +5,7 @@
     GPUs         --gpus-per-node, slurm.gres, or nothing where Slurm counts none: then whole nodes
 
 Without them Slurm gives each process one core, and the memory of that core; and a job that wants all memory of a node
-waits until nobody else is there. Not here: who runs where (slurm.py), how
-Slurm is asked what it has (slurm_queue.py).
+waits until nobody else is there. Not here: placement of ranks (slurm.py), queries to Slurm (slurm_queue.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ class Request:
 
 
 def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[NodeGroup]]) -> Request:
-    """The request of a plan. `known` are the nodes by partition, "" the default one; empty where nobody could be asked.
+    """The request of a plan. `known` are the nodes by partition, "" the default one; empty if Slurm could not be asked.
 
     Its problems are a partition that does not exist, or has too few nodes, GPUs or processors.
     """
@@ -168,7 +167,7 @@ def _num_gpus(part: Component) -> int:
 
 
 def _gpus_line(part: Component, gres: str | None, asks_none: bool) -> str:
-    """The words that ask for a component's GPUs. ValueError where a typed number is not that of gpus_per_node."""
+    """The option that requests a component's GPUs. ValueError if a typed number is not that of gpus_per_node."""
     if not part.kind.gpus or asks_none:
         return ""
     number = _num_gpus(part)

@@ -120,8 +120,8 @@ def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: boo
 def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     """Writes the script and gives it to sbatch; says the job's number, its log and how to watch and end it.
 
-    `fresh` moves what lies in the run's folder aside. ValueError without sbatch, when the run has a job already that
-    `fresh` would take the folder from, and with Slurm's own words when it refuses the job.
+    `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run already has a job whose
+    folder `fresh` would take, and with Slurm's own message if it refuses the job.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -184,7 +184,8 @@ def _words(said: str) -> str:
 
 
 def write(job: Job, *, fresh: bool) -> Path:
-    """The next submission's two files; the script's path. `fresh` moves what lies in the run's folder aside before."""
+    """Writes the next submission's two files; returns the script's path. `fresh` first moves the content of the run's
+    folder aside."""
     if fresh:
         with RunLock(job.run_dir) as lock:
             aside = move_aside(job.run_dir)
@@ -311,7 +312,7 @@ def _setup(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _container(job: Job) -> Iterator[str]:
-    """The words of pyxis; the name, by which it is removed in the end, is the script's to say."""
+    """Options of pyxis; the script sets the name, by which the container is removed in the end."""
     if job.slurm.container_image is None:
         if job.slurm.container_mounts:
             raise ValueError("slurm.container_mounts: there is no slurm.container_image to mount them in")

@@ -133,7 +133,8 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """One line on standard error, made visible; as for `Console.say`, it may be that nobody can read it."""
+    """One line on standard error, with control characters escaped; as for `Console.say`, nobody may be able to read
+    it."""
     with suppress(OSError):
         say(one_line(text), file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """Report of a training step: the metrics and log lines each part adds, and the alarms.
 
-Every leader speaks for its cell, the job's rank 0 for what is the same everywhere. Not here: what each number is
-(step_metrics.py) and when an alarm goes off (alarms.py).
+Every leader reports for its cell, the job's rank 0 for values that are equal everywhere. Not here: the meaning of each
+number (step_metrics.py) and the conditions of alarms (alarms.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -178,7 +178,7 @@ class StepReport:
                 self._console.say(warning)
 
     def warn_of_grader(self, judged: JudgeReport, what: str) -> None:
-        """Says on a leader what its judge failed at, if that is new; `what` are the answers it was given."""
+        """Reports on a leader its judge's failures, if they are new; `what` are the answers it was given."""
         for warning in self._judge_alarm.warnings(judged, what):
             warn(f"{self._place.coordinate}: {warning}")
 

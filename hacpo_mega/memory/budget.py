@@ -98,9 +98,9 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it; nor is "answers' routing", of a step's
-        answers in one process. "experts at worst" is what would come on top of the activations if all tokens of the
-        ranks that share experts asked for those of one of them.
+        "on the host" is on no device: pinned memory for offloaded state. So is "answers' routing", of a step's answers
+        in one process. "experts at worst" is added to the activations if all tokens of the ranks that share experts go
+        to the experts of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)

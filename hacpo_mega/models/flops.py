@@ -1,4 +1,4 @@
-"""Model FLOPs: what the mathematics of a decoder needs, not what a device happens to execute.
+"""Model FLOPs: those that the mathematics of a decoder needs, not those that a device happens to execute.
 
 As in Megatron-LM's and PaLM's accounting (arXiv 2104.04473 eq. 3, 2204.02311 appendix B), a multiplication and an
 addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count. Of a
@@ -59,7 +59,7 @@ def touched_experts(model: Architecture, tokens: float) -> float:
 def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
     """FLOPs of a forward and a backward pass: backward costs two forwards, one for a matrix's input and one for itself.
 
-    With adapters the matrices themselves have no gradient, and what the factors cost comes on top.
+    With adapters the matrices themselves have no gradient, and the cost of the factors comes on top.
     """
     forward = forward_flops(model, num_sequences, length)
     if lora is None:
@@ -81,7 +81,7 @@ def shared_learning_flops(
 
 
 def _met_adapters(model: Architecture, lora: Lora) -> float:
-    """Numbers of the adapters that a token is multiplied with: of experts those that it goes to."""
+    """Adapter parameters that a token is multiplied with; of experts, those it is routed to."""
     slots = adapter_slots(model, (model.num_layers,), 1, 0, lora)
     sizes = [(slot.cut is Cut.EXPERTS, math.prod(source.shape)) for slot in slots for source in slot.sources]
     experts = sum(size for is_expert, size in sizes if is_expert)

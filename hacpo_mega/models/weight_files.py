@@ -148,7 +148,7 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
 def head_problem(folder: Path, *, tied: bool) -> str | None:
     """A line when a tied folder stores a head that is not its embedding, byte by byte; None also where none is stored.
 
-    Reads both, a part at a time: by the configuration's word the head is the embedding, and vLLM loads what is stored.
+    Reads both, a part at a time: the configuration ties the head to the embedding, but vLLM loads what is stored.
     ValueError as `stored_tensors`.
     """
     tensors = stored_tensors(folder) if tied else {}

@@ -238,7 +238,7 @@ class Preflight:
         return NODE_BAD
 
     def _note(self) -> Path | None:
-        """The file of those who came to this meeting, and gave up before rank 0 did; nobody else knows its name."""
+        """The file of processes that joined this meeting and gave up before rank 0 did; nobody else knows its name."""
         if self._logs is None:
             return None
         return self._logs / f"preflight.{Secret.of_job(self._seat).proof('node', 'gave up', b'').hex()[:16]}.early"

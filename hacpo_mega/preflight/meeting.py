@@ -1,7 +1,7 @@
-"""The meeting of a job's processes before anything is loaded: who is there, who reaches whom, how fast the groups are.
+"""The meeting of a job's processes before anything is loaded: presence, reachability, and speed of the groups.
 
-All words go through the store of rank 0, and every wait has an end, so that a process that never comes is named by
-those who did. A round:
+All messages go through the store of rank 0, and every wait has an end, so that those present name a process that never
+comes. A round:
 
     every rank    sets its word and adds one to a counter
     rank 0        reads them all, waiting until nobody new has come for `patience_s`, and sets the answer
@@ -63,7 +63,7 @@ class Meeting:
         self.store.add(f"{round_name}/count", 1)
 
     def hear(self, round_name: str, ranks: Sequence[int]) -> Iterator[tuple[int, Word]]:
-        """The words of those of `ranks` who come before nobody new has come for `patience_s`; on rank 0."""
+        """Messages of those `ranks` that arrive before no new one has for `patience_s`; on rank 0."""
         heard, last = -1, time.monotonic()
         while heard < len(ranks) and time.monotonic() - last < self._patience_s:
             count = self.store.add(f"{round_name}/count", 0)
@@ -102,7 +102,7 @@ class Meeting:
             raise Unreachable(f"rank 0 has opened no meeting: {_first_line(error)}") from error
 
     def leave(self, num_come: int) -> None:
-        """Rank 0, whose process may keep the store, leaves after all who have come, or after `patience_s`."""
+        """Rank 0, whose process may keep the store, leaves after all that arrived, or after `patience_s`."""
         with suppress(RuntimeError):
             self.store.add("left", 1)
             end = time.monotonic() + self._patience_s

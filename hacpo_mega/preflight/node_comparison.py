@@ -118,7 +118,7 @@ def _short_of_memory(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _short_of_cores(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Against nodes with as many processes: what nobody binds, all processes of a node share."""
+    """Compares with nodes of as many processes: unbound resources are shared by all processes of a node."""
     found = []
     for number in dict.fromkeys(report.num_ranks for report in reports):
         peers = [report for report in reports if report.num_ranks == number]
@@ -148,7 +148,8 @@ def _other_packages(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _ways(looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Whom nobody reaches, then who reaches nobody; a way that is closed for one of two is the asked node's fault."""
+    """Nodes that nobody reaches, then nodes that reach nobody; a way that is closed for one of two is the target's
+    fault."""
     asked_by: dict[str, list[str]] = {node: [] for node in looks}
     closed_to: dict[str, list[str]] = {node: [] for node in looks}
     for node, look in looks.items():

@@ -1,6 +1,6 @@
 """A node's report before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
 
-Not here: what others make of it (node_comparison.py), and what takes two nodes to find out (preflight.py).
+Not here: the comparison with others (node_comparison.py), and facts that take two nodes to find (preflight.py).
 """
 
 import hashlib

@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """REFUSED where every node says the same of what the user gave."""
+        """REFUSED if every node has the same complaint about the user's input."""
         if self.is_good:
             return 0
         by_node = {tuple(report.problems) for report in self.reports}
@@ -58,8 +58,8 @@ class Outcome:
 def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float]) -> list[Finding]:
     """The nodes that have not come, or not with all their processes, as far as the launcher or the others name them.
 
-    Nodes that had waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late.
-    If nobody has come but rank 0's own node, of at least three, then it is that one which cannot be reached.
+    Nodes that waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late. If only rank
+    0's own node arrived, of at least three, that one cannot be reached.
     """
     if not outcome.missing:
         return []
@@ -82,7 +82,7 @@ def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float])
 
 
 def table(outcome: Outcome, seconds: float) -> str:
-    """The nodes, those with findings first; the groups by kind; what was found; the line for sbatch."""
+    """The nodes, those with findings first; the groups by kind; the findings; the line for sbatch."""
     reports = sorted(outcome.reports, key=lambda report: report.node not in outcome.bad_nodes)
     shown = reports[: max(MOST_ROWS, len(outcome.bad_nodes))]
     head = ("node", "ranks", "agents", "devices", "cores of a process", "memory free", "/dev/shm free", "disk free", "")

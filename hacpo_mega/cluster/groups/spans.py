@@ -1,9 +1,9 @@
 """Trace of this process: named spans of its own clock, and bytes sent by phase and group.
 
-Spans are recorded while a step is traced and not otherwise. Bytes are always counted, where they are sent, from the
-sizes of tensors, which no device is asked for. A collective knows its group and its turn in it, so that the spans of
-all members can be laid side by side: who came last, and who waited for it (logbook/files/trace.py). clock.py says how
-far a process's clock is from that of rank 0.
+Spans are recorded only while a step is traced. Bytes are always counted where they are sent, from tensor sizes, without
+asking a device. A collective knows its group and its number in it, so that the spans of all members can be aligned to
+show who came last and who waited (logbook/files/trace.py). clock.py measures the offset of a process's clock to that of
+rank 0.
 """
 
 import time
@@ -78,7 +78,7 @@ class Spans:
             self._found.append(Span(name, kind, begin, self._clock(), group, turn))
 
     def sent(self, whom: str, num_bytes: int) -> None:
-        """Counts what this process has given away: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
+        """Counts bytes that this process has sent: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
         self._sent[self._phase, whom] += num_bytes
 
     def take_sent(self) -> dict[tuple[str, str], int]:
@@ -88,7 +88,7 @@ class Spans:
 
 
 class WatchedGroup:
-    """A process group whose collectives are spans and whose bytes are counted; everything else is the group's own.
+    """A process group that records its collectives as spans and counts their bytes; everything else is the group's own.
 
     A recorded collective is over when it returns: nobody here starts one to do something else meanwhile.
     """

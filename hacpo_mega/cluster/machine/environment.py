@@ -1,7 +1,7 @@
 """The environment of a job's processes, and whether this process is one of them.
 
 `hacpo-mega train|init|doctor CONFIG` outside a job starts one (jobs/local.py) and runs itself in every rank; inside one
-(torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
+(torchrun or srun) it runs at once. Imports nothing heavy: its variables must be set before torch and vllm are imported.
 """
 
 import codecs
@@ -160,10 +160,10 @@ def own_caches(agent: str) -> None:
 def one_queue(tp: int) -> None:
     """On CUDA, gives this process one queue to its device where its agent has `tp` > 1. Before its first CUDA context.
 
-    Megatron starts a collective of tensor parallelism and then the product that hides it, and wants the device to take
-    them in that order (its layers say so): with one queue it does. All else of the process waits
-    there, too, so nobody else has it; nor has anybody from Blackwell on, where Megatron's own training does not ask for
-    it. A variable that is set stays.
+    Megatron issues a tensor-parallel collective and then the matrix product that hides it, and needs the device to
+    start them in that order (its layers say so): one queue ensures it. One queue also serialises everything else in the
+    process, so it is set for tensor parallelism alone, and not from Blackwell on, where Megatron's own training does
+    not ask for it. A variable that is already set stays.
     """
     if tp > 1 and _has_cuda() and not _is_blackwell():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -245,7 +245,7 @@ def cores_of_a_process(num_local: int) -> int:
 
 
 def num_threads_set() -> int:
-    """Threads that this process was told to compute with; 0 where nobody has."""
+    """Number of threads that this process was given to compute with; 0 if none was set."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() else 0
 
@@ -308,7 +308,7 @@ def attempt_of_job() -> tuple[str, int] | None:
 
 
 def _slurm_job() -> str | None:
-    """The number of the Slurm job whose script or step this process belongs to, whoever has started it there.
+    """The number of the Slurm job to which this process's script or step belongs, whoever started it there.
 
     The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
     """
@@ -389,7 +389,7 @@ def reads_first() -> bool:
 
 
 def job_size() -> int:
-    """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
+    """Number of processes of this process's job, by its launcher; ValueError if the launcher does not say."""
     value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
     if value is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Number of a run's processes that one machine can hold; asked by `hacpo-mega train` before it starts them all here.
 
-A typo in tp or lanes would start hundreds, and the machine would answer nobody any more. Who starts the ranks himself,
-by torchrun or srun, is not asked. The memory that is left is the least of what the kernel, the cgroups around this
-process and Slurm allow. Not here: who runs where (rank_map.py).
+A typo in tp or lanes would start hundreds, and the machine would no longer respond. Ranks started by torchrun or srun
+are not checked. The memory left is the least of that of the kernel, of the cgroups around this process and of Slurm.
+Not here: placement of ranks (rank_map.py).
 """
 
 import os
@@ -48,9 +48,10 @@ def free_memory_bytes(root: Path = Path("/"), task: Mapping[str, str] = os.envir
 
 
 def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """The least of what the kernel has, every cgroup of this process has left, and Slurm gave to the job's node.
+    """The least memory left: of the kernel, of every cgroup of this process, and of Slurm's limit for the job on the
+    node.
 
-    Beside it who says so: "" for the kernel. `root` holds /proc and /sys; `task` has the variables of a Slurm task.
+    With its origin: "" for the kernel. `root` holds /proc and /sys; `task` has the variables of a Slurm task.
     """
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-"""The GPUs that a job has on this node, asked of nvidia-smi, which also lists those of other jobs. Imports no torch.
+"""The GPUs of a job on this node, from nvidia-smi, which also lists those of other jobs. Imports no torch.
 
 CUDA_VISIBLE_DEVICES names them by number, by UUID (or the beginning of one), or by a slice of one (MIG); a slice counts
 as a device, and its card's memory, which others may use, says nothing of it.
@@ -19,7 +19,7 @@ SLICE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[\
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device of the job: a card, or a slice of one, whose `name` then says of what size."""
+    """A device of the job: a GPU, or a MIG slice, whose size `name` then tells."""
 
     index: str
     name: str

@@ -56,7 +56,7 @@ class _PlainUnpickler:
 def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
     """A tensor on the CPU, as torch pickles one: its storage by torch.save, and where in it the numbers lie.
 
-    `parts` are those of tensors that are still to come.
+    `parts` are those of tensors that still follow.
     """
     if record.name != REBUILD:
         parts.append(record)

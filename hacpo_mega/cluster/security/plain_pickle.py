@@ -42,8 +42,8 @@ def as_is(record: Record) -> Any:
 def read_plain(data: bytes, names: Names = NO_NAMES, meaning: Callable[[Record], Any] = as_is) -> Any:
     """The value of a pickle that names nothing but `names`, as pairs (module, name).
 
-    `meaning` is what stands for a Record in the value, from the moment on at which it would have been made. ValueError,
-    in a few words, for any other name, for what no plain value needs, and for bytes that are no pickle.
+    `meaning` gives the value that replaces a Record, at the moment at which it would have been made. ValueError, in a
+    few words, for any other name, for opcodes that no plain value needs, and for bytes that are no pickle.
     """
     reader = _Reader(names, meaning)
     try:

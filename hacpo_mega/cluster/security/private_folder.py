@@ -25,8 +25,8 @@ PREFIX, OWNER = "hacpo_mega-", "launcher"  # of a job's folder, and the file tha
 def job_folder() -> Iterator[Path]:
     """A new folder of mode 700 under TMPDIR; under /tmp where that is too long a path for sockets.
 
-    Those that killed launchers have left go. Whose launcher lives is told by a lock, which ends with its process, also
-    in another container of the same machine, where a process has another number.
+    Removes folders that killed launchers have left. A lock tells whether a launcher lives: it ends with its process,
+    also in another container of the same machine, where the process has another number.
     """
     folder = _make()
     _remove_left(folder.parent)
@@ -64,7 +64,7 @@ class SocketFolder:
             os.environ[SOCKETS] = str(self._own)
 
     def remove(self) -> None:
-        """Afterwards nothing is left of what is this process's own."""
+        """Removes all that is this process's own."""
         if self._own is not None:
             os.environ.pop(SOCKETS, None)
             shutil.rmtree(self._own, ignore_errors=True)  # it may be done already

@@ -4,10 +4,10 @@
     caller -> host     32 random bytes, and HMAC-SHA256 over both with the secret
     host -> caller     the same in the other role
 
-All lengths are fixed, so nothing that a stranger sends is parsed; what it is proved for (`purpose`) and the role are
-part of what is signed, so that no answer serves elsewhere, and the random bytes make every answer serve once.
-What follows on the connection is neither signed nor encrypted: docs/security.md says what that leaves open.
-Not here: which sockets there are (watchdog.py, preflight.py, rendezvous.py).
+All lengths are fixed, so nothing that an unauthenticated peer sends is parsed. The `purpose` and the role are part of
+what is signed, so no answer serves elsewhere, and the random bytes make every answer serve once. The connection itself
+is neither signed nor encrypted: docs/security.md says what that leaves open. Not here: which sockets there are
+(watchdog.py, preflight.py, rendezvous.py).
 """
 
 import atexit
@@ -126,7 +126,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _await_private(path: Path, patience_s: float, advice: str) -> str:
-    """The text of a file that this user has made, and nobody else may read. ValueError where none comes in time."""
+    """The text of a file that this user has made and nobody else may read. ValueError if none appears in time."""
     begin, is_silent = time.monotonic(), True
     while True:
         with suppress(OSError):
@@ -172,7 +172,8 @@ def _of_this_machine() -> bytes:
 
 
 class Gate:
-    """A listening socket that lets in who knows the secret. Strangers are heard side by side and hold up nobody.
+    """A listening socket that accepts peers that know the secret. Peers authenticate side by side, so none holds up
+    another.
 
     turned_away   is told once per address that it has shown another secret
     """
@@ -203,7 +204,7 @@ class Gate:
         raise TimeoutError(f"nobody who knows the job's secret has come within {timeout_s:.0f} s")
 
     def expect(self, timeout_s: float) -> Future[socket.socket]:
-        """The same beside what this thread does; the gate is closed when somebody has come, or the time is up."""
+        """The same in a thread of its own; the socket is closed when a peer has been accepted, or the time is up."""
         admitted: Future[socket.socket] = Future()
 
         def admit() -> None:
@@ -218,7 +219,7 @@ class Gate:
         return admitted
 
     def close(self) -> None:
-        """Sends away who has not been let in, and closes the door."""
+        """Disconnects peers that are not authenticated, and closes the socket."""
         for caller in list(self._callers):
             self._dismiss(caller)
         self._selector.close()

@@ -1,8 +1,8 @@
 """Device memory of every agent of a configuration, as `hacpo-mega check` prints and refuses it.
 
-The arithmetic is that of memory/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
-and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
-with placement = "shared", in its agent's turns.
+The arithmetic is that of memory/budget.py. This file turns a configuration into its numbers, decides `recompute =
+"auto"`, and reports an agent that does not fit in one line with the nearest change that does. One process has a device
+to itself or, with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
@@ -81,8 +81,8 @@ def agent_budget(
 ) -> Budget:
     """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
 
-    With placement = "apart" it is that of a device that only trains.
-    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    With placement = "apart" it is the budget of a device that only trains. `on_cpu` tells whether a CPU's kernels are
+    counted; None: if nothing is refused, as on this machine.
     """
     most = capacity(config)
     if on_cpu is None:
@@ -256,9 +256,9 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
 def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
-    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
-    in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
-    and "answers' routing", which is on the host, too. As many columns stand side by side as TABLE_WIDTH holds.
+    In GiB, small models in MiB. Parts that no agent has are left out, and the fullest phase is marked. Some rows are in
+    no phase: "on the host" (pinned memory for state that is offloaded while the engine generates), "experts at worst",
+    and "answers' routing", which is on the host as well. TABLE_WIDTH limits the columns side by side.
     """
     columns, (unit, one) = list(budgets.values()), _unit(budgets)
     lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]

@@ -1,9 +1,9 @@
 """Code that a stored configuration would execute: graders, Python in model folders, plug-ins of the engine.
 
-`eval` and `export` read the configuration of whoever made the run, which lies beside the model and is not the user's
-own. Ordinary keys are taken from there; what leads to code is not, unless the user says --trust. Whether a key leads to
-code is said by a list of those that do not, so that a key which a later vLLM brings is not taken by mistake.
-Not here: the configuration that a user names to `train`, which is his.
+`eval` and `export` read a configuration that lies beside the model and may be another person's. Ordinary keys are taken
+from it; keys that lead to code are not, unless the user gives --trust. The list holds the keys that do not lead to
+code, so that a key of a later vLLM is not accepted by mistake. Not here: the configuration that a user gives to
+`train`, which is the user's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Engines that hold coarser numbers than are published: what cannot run, and what `hacpo-mega check` suggests."""
+"""Engines with quantized weights: the combinations that cannot run, and the suggestions of `hacpo-mega check`."""
 
 from collections.abc import Iterator
 

@@ -59,7 +59,7 @@ def shown(names: list[str]) -> str:
 
 
 def require_displaceable(run_dir: Path) -> None:
-    """ValueError where a new run could not take the place of what lies at `run_dir`; nothing there is no hindrance."""
+    """ValueError if a new run could not replace the content of `run_dir`; an empty place is fine."""
     folder = Path(os.path.realpath(run_dir))
     if not (found := contents(folder)):
         return

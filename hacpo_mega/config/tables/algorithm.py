@@ -205,7 +205,7 @@ class AlgorithmConfig(Section):
 
 
 def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:
-    """ValueError for options that `method` does not read, unless they say what holds anyway (a resolved file does)."""
+    """ValueError for options that `method` does not read, unless they equal their defaults (as in a resolved file)."""
     known = AlgorithmConfig.model_fields
     for name in unread_options(method, frozenset(given) & frozenset(known)):
         anyway = chosen.get(name, known[name].default)

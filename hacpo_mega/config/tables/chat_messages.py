@@ -51,7 +51,7 @@ def _chat_of(text: str) -> tuple[list[dict[str, str]], list[dict[str, Any]]] | N
 
 
 def contents(text: str) -> list[str]:
-    """The text itself, or of messages what each of them says, and the schemas of tools as text."""
+    """The text itself, or for messages the content of each, and the schemas of tools as text."""
     found, tools = messages_of(text), tools_of(text)
     said = [text] if found is None else [message["content"] for message in found]
     return [*said, _compact(tools)] if tools else said

@@ -1,4 +1,4 @@
-"""Names that a configuration may say and that other rooms give a meaning to, with what must be known of them here.
+"""Names that a configuration may use and other rooms give a meaning to, with the facts about them that are needed here.
 
 `grading/kinds.py` has a grader for every reward kind and `data/tasks.py` makes the prompts of every skill; tests hold
 that they agree with these lists.

@@ -1,7 +1,7 @@
 """Effect of each key of a configuration: none on training, on results by rounding only, or on results.
 
-The one place that says so; whoever goes on with a run (changes.py) and whoever compares runs
-(lab/experiments/identity.py) asks here. A key that no pattern names changes results.
+Decided here alone, for resuming a run (changes.py) and for comparing runs (lab/experiments/identity.py). A key that no
+pattern names changes results.
 """
 
 import fnmatch

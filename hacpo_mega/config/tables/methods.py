@@ -1,4 +1,4 @@
-"""The methods of `algorithm.method`: what each learns from, what it sets itself, and which options it reads.
+"""The methods of `algorithm.method`: the answers each learns from, the defaults it sets, and the options it reads.
 
 A method is a preset of the one loop, never a second one. `algorithm/` has what differs between them as pure functions.
 

@@ -35,7 +35,7 @@ def time_note(limit: str | None) -> str | None:
 
 
 def _gres(text: str) -> str:
-    """The words for sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
+    """The value of sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
     found = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
     if found is None:
         raise ValueError(f"needs a type and a number of GPUs, such as 'h100:8', or 'none', found {text!r}")

@@ -143,7 +143,7 @@ def read_prompts(
 
 
 class _FileReader:
-    """One file of prompts, row by row; what all repeated rows have in common is said in one line."""
+    """One file of prompts, row by row; the complaint that all repeated rows share is one line."""
 
     def __init__(
         self, file: Path, fields: tuple[str, str], tools_field: str | None, met: PromptsMet, *, keep_first: bool

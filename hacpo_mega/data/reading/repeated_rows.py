@@ -1,4 +1,4 @@
-"""Rows whose prompt an earlier one has: counted and refused in one line a file, or left out (`data.repeated`).
+"""Rows that repeat an earlier row's prompt: counted and refused in one line a file, or left out (`data.repeated`).
 
 Two rows of one prompt with different golds are refused in any case, and so is a prompt that is both trained on and
 evaluated on. Not here: copies whose text differs (dataset_checks.py).

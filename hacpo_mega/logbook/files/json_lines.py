@@ -65,7 +65,7 @@ def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str 
 
 
 def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Number, text and content of every line; `what` it should be is told of one that is none.
+    """Number, text and content of every line; a bad line's complaint names `what` it should be.
 
     `root` is the run's folder, by default the file's: a link out of it is refused (models/files/links.py). A last line
     without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with the file and

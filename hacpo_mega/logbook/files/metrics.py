@@ -40,10 +40,9 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     rate/learn_mfu, answer_tokens_per_gpu_s        the same of all agents; tokens of answers per second and GPU
     start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
 
-Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
-samples and what its updates came to; the first rank of an agent its skipped updates; the job's rank 0 capability and
-omega; and every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest
-rank's is taken.
+Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers and the results of its
+samples and updates; the first rank of an agent its skipped updates; the job's rank 0 capability and omega; and every
+rank its own phase seconds. A value that is equal everywhere is a gauge, taken from the lowest rank.
 """
 
 import io

@@ -78,7 +78,7 @@ ANSWER_FIELDS = {
 
 @dataclass(frozen=True)
 class AnswerTokens:
-    """The tokens of a rollout, ids and texts, with what its agent said of them; the last two cover the trained tokens.
+    """The tokens of a rollout, ids and texts, with its agent's numbers for them; the last two cover the trained tokens.
 
     logprobs   before the step's first update, nats; None where the answer was not scored
     ratios     in the update that trained it over `logprobs`; None where it trained none
@@ -266,7 +266,7 @@ def _advantages(views: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str
 
 
 def _by_answer(views: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
-    """By learner, what those that know it say of an answer."""
+    """Notes on an answer by learner, from those that have some."""
     found: dict[AnswerPlace, dict[str, Any]] = {}
     for view in views:
         for *place, value in view[kind]:

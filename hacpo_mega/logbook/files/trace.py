@@ -1,10 +1,10 @@
 """A step as a Chrome trace: `trace/step_000012.json.gz`, one track per rank, for ui.perfetto.dev or chrome://tracing.
 
-On a track lie the phases, inside them the parts of an update and the collectives, and inside a collective its wait:
-from when this rank came until the one came that it could not go on without. That needs one clock for all ranks: every
-rank's is measured against rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the two clocks
-are known to is left out. The file's `otherData` says how well they are known.
-Not here: the recording (cluster/groups/spans.py) and the picture (report/timeline.py).
+A track shows the phases, inside them the parts of an update and the collectives, and inside a collective its wait: from
+this rank's arrival until the arrival of the last rank it needs. That needs one clock: every rank's is measured against
+rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the clocks' uncertainty is left out. The
+file's `otherData` gives that uncertainty. Not here: the recording (cluster/groups/spans.py) and the picture
+(report/timeline.py).
 """
 
 import gzip
@@ -51,7 +51,7 @@ class Track:
 
 
 class StepTrace:
-    """Records the chosen steps, on every rank; the job's rank 0 writes them, and tells `say` where it could not."""
+    """Records the chosen steps on every rank; the job's rank 0 writes them, and reports a failure through `say`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class StepTrace:
         say: Callable[[str], None],
         misplaced: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`steps` are recorded; `misplaced` says why what is at `run_dir` is not the run's folder, None when it is."""
+        """`steps` are recorded; `misplaced` gives the reason why `run_dir` is not the run's folder, None if it is."""
         self._steps = frozenset(steps)
         self._place, self._run_dir, self._say, self._misplaced = place, run_dir, say, misplaced
 

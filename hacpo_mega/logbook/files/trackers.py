@@ -1,4 +1,4 @@
-"""Experiment trackers: what `metrics.jsonl` says of a step is also told to packages that show it elsewhere.
+"""Experiment trackers: send the numbers of `metrics.jsonl` also to packages that show them elsewhere.
 
 Write-only: nothing is read back, `metrics.jsonl` stays the truth. wandb, trackio and swanlab speak nearly the same
 calls; mlflow and comet_ml have adapters of their own; a class of the user's is named as module:CLASS or FILE.py:CLASS.
@@ -144,7 +144,7 @@ class Trackers:
     def __init__(self, config: Config, say: Callable[[str], None], *, goes_on: bool, quiet: bool = False) -> None:
         """Begins the run at every tracker of [logging], or goes on with it; the run folder exists.
 
-        `say` is told of a tracker's first error, of which there is never an exception. A `quiet` one has no tracker.
+        `say` gets a tracker's first error; none is ever raised. A `quiet` one has no tracker.
         """
         self._say = say
         self._complained: set[str] = set()
@@ -174,7 +174,7 @@ class Trackers:
                     tracker.show(step, columns, rows, spread)
 
     def close(self) -> None:
-        """Waits until the trackers have what they were told."""
+        """Waits until the trackers have all they were sent."""
         for name, tracker in self._open.items():
             with self._tolerated(name):
                 tracker.finish()

@@ -41,8 +41,8 @@ class RunFolder:
     ) -> None:
         """Makes the folder, moving an older one aside, or `goes_on` with it. Collective over the job.
 
-        `lock` is that of `run_dir`, None on all ranks but the first. Comes last: what can be refused or fail to load
-        must have been, so that no mistake displaces an older run.
+        `lock` is that of `run_dir`, None on all ranks but the first. Runs last, after everything that can be refused or
+        fail to load, so that no mistake displaces an older run.
         """
         self._place, self._lock = place, lock
         self._path = config.run_dir
@@ -58,7 +58,7 @@ class RunFolder:
         self._rollouts = self._rollout_log(config, steps_done) if place.is_leader else None
 
     def _open(self, config: Config, lock: RunLock, steps_done: int, goes_on: bool) -> None:
-        """Makes the folder what it is when a run begins or goes on."""
+        """Prepares the folder for a run that begins or resumes."""
         if goes_on:
             if why := self.misplaced():
                 raise ValueError(f"{why}: put it back, and start the run again")

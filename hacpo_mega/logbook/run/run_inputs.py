@@ -1,4 +1,4 @@
-"""Digests of what a run reads beside its configuration: a run that goes on is refused where that has changed.
+"""Digests of a run's inputs beside its configuration: a resumed run is refused if they have changed.
 
     data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
     agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a

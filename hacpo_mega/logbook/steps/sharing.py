@@ -1,7 +1,7 @@
 """The fate of others' answers on their way to a learner, read from a step's metrics: does any of them teach it?
 
-Every answer of a source is counted once: it gives the learner a gradient, it lies outside the band, or it was left out
-for the one reason that samples/learner_view.py found. Not here: the warning (alarms.py).
+Every answer of a source is counted once: it gives the learner a gradient, lies outside the band, or was left out for
+one reason of samples/learner_view.py. Not here: the warning (alarms.py).
 """
 
 import math

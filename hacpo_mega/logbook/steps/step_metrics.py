@@ -32,7 +32,7 @@ from hacpo_mega.records import (
 
 
 def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """Fresh answers of an agent: reward over judged ones, lengths, how they ended, what the judge said."""
+    """Fresh answers of an agent: reward over judged ones, lengths, stop reasons, verdicts."""
     prefix = f"agent/{name}"
     for trajectory in trajectories:
         if trajectory.is_judged:
@@ -94,8 +94,8 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
 def add_host(metrics: Metrics, name: str, waits: Mapping[str, float], asleep_bytes: int | None) -> None:
     """Adds a rank's host numbers: memory, and seconds of waiting for others, by phase (mean over ranks).
 
-    Host memory is what the process has in RAM now, device memory the most that torch had since the last step;
-    `asleep_bytes` is what `held_bytes` said as the engine had fallen asleep, None where it never does.
+    Host memory is the process's RAM now; device memory is torch's peak since the last step. `asleep_bytes` is
+    `held_bytes` as the engine had fallen asleep, None if it never does.
     """
     if asleep_bytes is not None:
         metrics.highest(f"agent/{name}/asleep_bytes", asleep_bytes)
@@ -113,7 +113,7 @@ def resident_bytes() -> int:
 
 
 def held_bytes() -> int:
-    """Memory of this rank's device that is not free, whoever has it; on the CPU what the process has in RAM."""
+    """Used memory of this rank's device, by any process; on the CPU the process's RAM."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total - free

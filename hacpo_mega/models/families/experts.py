@@ -46,7 +46,7 @@ SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_exp
 
 
 def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an Architecture that say it, by name. ValueError for what no such model has."""
+    """The fields of an Architecture about experts, by name. ValueError for values that no such model has."""
     if experts is None:
         return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
     width = fields.count(experts.width, default=unsaid.get(experts.width), most=MOST["expert_ffn"])

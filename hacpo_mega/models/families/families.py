@@ -1,9 +1,9 @@
 """The families of models that can be trained: one record each, and nothing about a family anywhere else.
 
-A record says which fields a config.json of the family may have, and what the family decides by itself. A field that it
-does not know is a refusal, since another field is how another computation is asked for (Mistral's `sliding_window`).
-Sources: the configuration classes of transformers, whose defaults tests/unit/test_families.py compares, and
-vllm/model_executor/models. Not here: public sizes (public.py), names of tensors (segments.py).
+A record lists the fields that a config.json of the family may have, and what the family decides by itself. An unknown
+field is refused, since it may ask for another computation (Mistral's `sliding_window`). Sources: the configuration
+classes of transformers, whose defaults tests/unit/test_families.py compares, and vllm/model_executor/models. Not here:
+public sizes (public.py), names of tensors (segments.py).
 """
 
 from collections.abc import Mapping

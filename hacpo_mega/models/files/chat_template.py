@@ -98,7 +98,7 @@ def utc_now() -> str:
 
 
 def clock_at(time: str) -> Callable[[str], str]:
-    """`strftime_now` of a template whose clock stands at `time`."""
+    """`strftime_now` of a template with its clock fixed at `time`."""
     at = datetime.datetime.fromisoformat(time)
     seconds = str(int(at.replace(tzinfo=datetime.UTC).timestamp()))
     return lambda form: at.strftime(EPOCH.sub(lambda sign: seconds if sign[1] == "s" else sign[0], form))

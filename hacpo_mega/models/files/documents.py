@@ -1,6 +1,7 @@
 """JSON and TOML as they are read everywhere, whoever wrote them: bounded, and every fault is one line. No torch.
 
-Not here: what a document means (its reader knows), and JSON Lines, whose lines are bounded too (data/reading/files.py).
+Not here: the meaning of a document (its reader knows), and JSON Lines, whose lines are bounded too
+(data/reading/files.py).
 """
 
 import codecs
@@ -121,7 +122,7 @@ def _bytes_of(file: Path, most: int) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; whoever gives a key twice meant one of the two, and nobody can say which."""
+    """An object of JSON; ValueError for a repeated key, since either value may be meant."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face folder: what each of them says is read here and nowhere else. Imports no torch.
+"""The JSON files of a Hugging Face folder, read here and nowhere else. Imports no torch.
 
 Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """

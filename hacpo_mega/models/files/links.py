@@ -37,7 +37,7 @@ def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
 
 
 def require_inside_its_run(path: Path) -> None:
-    """`require_inside` for what lies in a run, by its name or by where it leads; whatever lies elsewhere passes."""
+    """`require_inside` for a path in a run, by its name or by its target; any other path passes."""
     for named in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
         if (run := run_above(Path(named))) is not None:
             require_inside(run, path)

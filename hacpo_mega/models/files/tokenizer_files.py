@@ -1,8 +1,8 @@
 """Checks that the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
 
-Told from files alone, before anything is loaded. What they cannot tell is whether a tokenizer of the right size is
-another model's, where the end tokens agree; and nothing is told of a tokenizer that is Python code of the folder, or
-SentencePiece's: whoever loads it asks again (samples/tokenizers.py).
+Files alone are read, before anything is loaded. They cannot show that a tokenizer of the right size and end tokens
+belongs to another model. Tokenizers that are Python code of the folder, or SentencePiece's, are not checked here but
+when they are loaded (samples/tokenizers.py).
 """
 
 import re

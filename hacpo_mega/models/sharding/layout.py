@@ -26,8 +26,8 @@ CPU_EXPERTS = 32
 class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
-    engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
-    vpp: chunks of a stage, which are no neighbours. cells are those of the agent, of which a block shares experts.
+    `engine_tp` None: there is no engine to consider. `rollout`: ranks that only answer, if any. `vpp`: chunks of a
+    stage, not adjacent. `cells`: those of the agent; a block of them shares experts.
     """
 
     tp: int = 1
@@ -288,7 +288,7 @@ def _chunk_problems(num_layers: int, layout: Layout) -> Iterator[str]:
 
 
 def _uneven_problems(num_layers: int, pp: int, named: Mapping[str, int]) -> Iterator[str]:
-    """Every stage has a layer, and those whose layers are not given share the rest equally."""
+    """Every stage has a layer; stages without a given number share the rest equally."""
 
     def fits(*layers: int) -> bool:
         others, rest = pp - len(layers), num_layers - sum(layers)

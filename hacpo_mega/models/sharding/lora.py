@@ -66,7 +66,7 @@ def last_layer(architecture: Architecture) -> Architecture:
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
-    """The targets that are asked for, in the model's order. ValueError, a line each, for those that match nothing."""
+    """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
     there = target_names(architecture)
     if asked == ALL_LINEAR:
         return there

@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig: those that this project decides, those that work, and all others.
+"""The fields of Megatron's TransformerConfig: decided by this project, working, and all others.
 
 The model builder fills a configuration from the first (megatron/model/model.py) and `hacpo-mega check` refuses them in
 the table `agents.megatron`: a second opinion there would split the truth. It refuses the last, too, which nothing here

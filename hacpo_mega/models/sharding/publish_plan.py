@@ -217,7 +217,7 @@ def actor_shards(
 def actor_stacks(
     slots: Sequence[Slot], architecture: Architecture, **place: int
 ) -> Iterator[tuple[Slot, tuple[Rectangle, ...]]]:
-    """The same, with those together that are published as one shard (`stack_of`); `place` is that of actor_shards."""
+    """The same, with shards that are published as one (`stack_of`) together; `place` is that of actor_shards."""
     held = list(actor_shards(slots, architecture, **place))
     for run in runs((_shard_of(rectangle), slot.parameter, rectangle.start) for slot, rectangle in held):
         yield held[run[0]][0], tuple(held[number][1] for number in run)
