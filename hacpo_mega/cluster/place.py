@@ -186,7 +186,7 @@ class Place:
         self._watchdog.keep_stack_in(folder)
 
     def defer_signals(self) -> None:
-        """From here on SIGTERM and SIGUSR1 are answered by `told_to_end` and end nothing; a second one ends the job."""
+        """Makes SIGTERM and SIGUSR1 set `told_to_end` from here on, and end nothing; a second one ends the job."""
         self._watchdog.defer_signals()
 
     def foretell(self, outlook: str) -> None:

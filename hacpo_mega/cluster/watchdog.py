@@ -144,7 +144,7 @@ class Watchdog:
         self._tell(f"phase {self._phase}")
 
     def defer_signals(self) -> None:
-        """From here on the first SIGTERM or SIGUSR1 only sets `told`; the caller checks it and leaves by itself.
+        """From here on the first SIGTERM or SIGUSR1 only sets `told`; the caller checks it and leaves.
 
         A death is still named, whatever signal follows it: the ring says so, and ends this process.
         """

@@ -57,11 +57,9 @@ class DataParallelConfig(Section):
     """Gradient reduction over the cells of an agent: options of Megatron's DistributedDataParallelConfig."""
 
     overlap_grad_reduce: Flag = False
-    """Reduce gradients in buckets while backward still computes. An update in which a cell has no samples reduces them
-    afterwards."""
+    """Reduce gradients while backward computes, or after it in updates in which a cell has no samples."""
     overlap_param_gather: Flag = False
-    """Gather updated weights while the next forward already computes. Needs overlap_grad_reduce, whose buckets it
-    uses."""
+    """Gather updated weights while the next forward computes; needs overlap_grad_reduce, whose buckets it uses."""
     bucket_size: Count | None = None
     """Parameters in one bucket; not given: 40 million, or a million per cell if that is more."""
     pad_buckets_for_high_nccl_busbw: Flag = False

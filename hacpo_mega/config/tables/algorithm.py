@@ -43,8 +43,7 @@ class AlgorithmConfig(Section):
     """HACPO (arXiv 2603.02604), its rivals and its ablations, as options by name."""
 
     method: MethodName = "hacpo"
-    """Learning method: alone (grpo, gspo, gspo_x2), or from everybody's answers. Options that it does not read are
-    refused."""
+    """Learning method: alone (grpo, gspo, gspo_x2), or from all answers. Options it does not read are refused."""
     preset: Literal["paper", "authors"] = "paper"
     """Source of the defaults of this table: the paper's text or its authors' code."""
     advantages: OwnFunction | None = None
@@ -58,8 +57,7 @@ class AlgorithmConfig(Section):
     cross_baseline: Literal["source", "learner"] = "source"
     """Baseline that another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
     capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """Quantity that an agent's capability P_hat averages: rewards of its answers, or the share of successes
-    (reward.success)."""
+    """Average that is an agent's capability P_hat: of rewards, or of successes (reward.success)."""
     capability_window: Count = 5
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True

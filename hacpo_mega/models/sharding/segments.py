@@ -146,7 +146,7 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
     if architecture.qk_norm:
         cut = Cut.ROWS if kin.whole_qk_norm else Cut.WHOLE
         for name, rows in (("q", query_rows), ("k", kv_rows)):
-            source = Source(f"{self_attn}{name}_norm.weight", (rows if kin.whole_qk_norm else architecture.head_dim,))
+            source = Source(f"{self_attn}{name}_norm.weight", (rows if cut is Cut.ROWS else architecture.head_dim,))
             slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
