@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -111,7 +112,7 @@ class Watchdog:
         server = listen(listening_address(), 0)
         port = server.getsockname()[1]
         # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
-        gate = Gate(server, secret, f"{watcher.global_rank} watches {rank}", lambda at: say_another_secret(me, at))
+        gate = Gate(server, secret, f"{watcher.global_rank} watches {rank}", partial(say_another_secret, me))
         admitted = gate.expect(timeout_s)
         process = f"{os.getpid()} {_start_of(os.getpid())}"
         self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
