@@ -31,7 +31,7 @@ class Trainer:
     """All agents of a configuration, trained together. One per process; use it as a context: leaving it ends the job.
 
     config       what was asked, nobody writes to it
-    place        this process's seat: agent, lane, cell, and the groups it speaks in
+    place        this process's place: agent, lane, cell, and the groups it belongs to
     phase        around what belongs to a phase of a step: timed, shown, named when it fails
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
     schedule     prompts of every step, a pure function of seed and step, when they are answered, and who scores that
