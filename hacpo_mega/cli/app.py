@@ -37,6 +37,7 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
+from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
     is_first_of_its_node,
@@ -45,10 +46,9 @@ from hacpo_mega.cluster.machine.environment import (
 )
 from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config import Config
 from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
-from hacpo_mega.jobs.attempts import record_told
+from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.run.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.files.visible import say
 
@@ -186,7 +186,7 @@ def train(
         is_done = trainer.fit()
     if not is_done:
         if is_first_of_the_job():
-            record_told(config.run_dir)
+            record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
 
 

@@ -26,7 +26,7 @@ from hacpo_mega.config.checks.quantization import suggestions
 from hacpo_mega.config.checks.tokenizer_checks import template_notes
 from hacpo_mega.config.checks.unused_fields import unused_fields
 from hacpo_mega.config.describe import batch_arithmetic, differing
-from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.tables.slurm import SlurmConfig, time_note
 from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.memory.budget import Budget
@@ -80,7 +80,7 @@ def notes(config: Config) -> Iterator[str]:
     """Notes on a valid configuration, a line each: every judge, suggestions, warnings."""
     for key, grader in config.reward.graders.items():
         yield f"{key}: {shown_grader(grader.kind, grader.options)}"
-    yield from unsaid_success(config)
+    yield from default_success_note(config)
     yield from suggestions(config)
     yield from weak_settings(config)
     if reads_first():  # a template is a program, run once on a node

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, num_local, require_srun
 from hacpo_mega.cluster.machine.environment import (
     compiles,
     end_with_launcher,
@@ -25,7 +26,6 @@ from hacpo_mega.cluster.machine.environment import (
     reads_first,
 )
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat, num_local, require_srun
 from hacpo_mega.cluster.security.secret import share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.checks import find_problems
@@ -139,7 +139,7 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
-        Seat.find()  # what its launcher has not set is said before the imports
+        LauncherEnv.find()  # what its launcher has not set is said before the imports
         end_with_launcher()
         _import_for_good(door, work)
         return True

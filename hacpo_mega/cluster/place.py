@@ -37,11 +37,11 @@ from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.groups.lone_groups import Gloo, one_group_for_lone_ranks
 from hacpo_mega.cluster.groups.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.groups.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.machine.device import device_identity, rank_device
 from hacpo_mega.cluster.machine.environment import one_queue, own_caches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.security.peer_objects import plain_objects_only
 from hacpo_mega.cluster.security.private_folder import SocketFolder
 from hacpo_mega.cluster.security.secret import Secret, forget_secret
@@ -135,21 +135,21 @@ class Place:
         Raises ValueError when the job was started with another number of processes, on several nodes where agents take
         turns on one, on several without a secret, or without a launcher; Unreachable when its store is.
         """
-        seat = Seat.find()
-        rank_map.require_world_size(seat.world_size)
-        rank_map.require_one_node(seat.num_local)
-        own_caches(rank_map.coordinate(seat.rank).agent_name)
-        one_queue(rank_map.agents[rank_map.coordinate(seat.rank).agent].tp)
-        device = rank_device(rank_map.device_number(seat.rank, seat.local_rank))
-        secret = Secret.of_job(seat)
+        env = LauncherEnv.find()
+        rank_map.require_world_size(env.world_size)
+        rank_map.require_one_node(env.num_local)
+        own_caches(rank_map.coordinate(env.rank).agent_name)
+        one_queue(rank_map.agents[rank_map.coordinate(env.rank).agent].tp)
+        device = rank_device(rank_map.device_number(env.rank, env.local_rank))
+        secret = Secret.of_job(env)
         if store is None:
-            allow_connections(seat.world_size)
-            store = open_store(seat, secret, timeout_s)
+            allow_connections(env.world_size)
+            store = open_store(env, secret, timeout_s)
         store = dist.PrefixStore("hacpo_mega", store)
-        roll_call = RollCall(store, rank_map, seat.rank, timeout_s)
+        roll_call = RollCall(store, rank_map, env.rank, timeout_s)
         roll_call.wait()
         try:
-            place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
+            place = cls(rank_map, env.rank, device, store, timeout_s, stall_s, secret)
         except (RuntimeError, OSError, Unreachable):
             roll_call.explain()  # else it is an error of its own
             raise
@@ -186,14 +186,14 @@ class Place:
         self._watchdog.keep_stack_in(folder)
 
     def defer_signals(self) -> None:
-        """Makes SIGTERM and SIGUSR1 set `told_to_end` from here on, and end nothing; a second one ends the job."""
+        """Makes SIGTERM and SIGUSR1 set `agreed_signal` from here on, and end nothing; a second one ends the job."""
         self._watchdog.defer_signals()
 
-    def foretell(self, outlook: str) -> None:
+    def set_exit_message(self, outlook: str) -> None:
         """Sets the line about the next start that is printed if a signal ends the job."""
-        self._watchdog.foretell(outlook)
+        self._watchdog.set_exit_message(outlook)
 
-    def told_to_end(self) -> int:
+    def agreed_signal(self) -> int:
         """The number of the signal by which any process of the job was told to end, 0 without one. Collective."""
         told = self.highest_in_job(self._watchdog.told)
         self._watchdog.is_leaving = told > 0
@@ -228,9 +228,9 @@ class Place:
         """Has `action` done last where this process ends at once."""
         self._watchdog.at_end = lambda: (self._sockets.remove(), action())
 
-    def when_told(self, action: Callable[[], None]) -> None:
+    def on_termination(self, action: Callable[[], None]) -> None:
         """Has `action` done by rank 0 where a signal ends the job at once."""
-        self._watchdog.when_told = action
+        self._watchdog.on_termination = action
 
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
@@ -247,7 +247,7 @@ class Place:
         given = self.gather_to_first(str(number).encode())
         return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
 
-    def first_said(self, text: str | None) -> str | None:
+    def first_message(self, text: str | None) -> str | None:
         """The message of the lowest rank of the job that has one, on every rank; None if none has. Collective."""
         said = self.gather_to_first((text or "").encode())
         return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None

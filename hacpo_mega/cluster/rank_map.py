@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from hacpo_mega.cluster.seat import size_variable
+from hacpo_mega.cluster.launcher_env import size_variable
 from hacpo_mega.config import Config
 from hacpo_mega.models.sharding.layout import block_cells
 

@@ -38,11 +38,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hacpo_mega.cluster.exit_status import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED
+from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, say_another_secret
-from hacpo_mega.cluster.seat import Unreachable
-from hacpo_mega.cluster.security.secret import AnotherSecret, Gate, Secret, introduce
+from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, report_wrong_secret
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
 from hacpo_mega.models.files.visible import visible
 
 # A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
@@ -67,11 +67,11 @@ class RunStopped(Exception):
 class Watchdog:
     """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead.
 
-    told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    signal_number   the signal that tells this process to end, since `defer_signals`; 0 before there is one
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
     before_end, at_end   what is done before its last words, and last, where this process ends at once
-    when_told  what rank 0 does where the job ends at once by a signal
+    on_termination  what rank 0 does where the job ends at once by a signal
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class Watchdog:
         self._phase_of_watched = "start"
         self._defers = False
         self._outlook = ""
-        self.told, self.is_leaving = 0, False
+        self.signal_number, self.is_leaving = 0, False
         self.before_end: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
-        self.when_told: Callable[[], None] = lambda: None
+        self.on_termination: Callable[[], None] = lambda: None
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
@@ -112,8 +112,8 @@ class Watchdog:
         server = listen(listening_address(), 0)
         port = server.getsockname()[1]
         # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
-        gate = Gate(server, secret, f"{watcher.global_rank} watches {rank}", partial(say_another_secret, me))
-        admitted = gate.expect(timeout_s)
+        auth = AuthListener(server, secret, f"{watcher.global_rank} watches {rank}", partial(report_wrong_secret, me))
+        admitted = auth.expect(timeout_s)
         process = f"{os.getpid()} {_start_of(os.getpid())}"
         self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
         missed = self._watched
@@ -122,11 +122,11 @@ class Watchdog:
             purpose = f"{rank} watches {watched}"
             try:
                 from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
-            except AnotherSecret:  # one that ended at this moment would have hung up, too
+            except WrongSecret:  # one that ended at this moment would have hung up, too
                 from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
             missed = watcher
             self._to_watcher = admitted.result()
-        except AnotherSecret as error:
+        except WrongSecret as error:
             host = self._address_of_watched.split()[1]
             raise Unreachable(f"{me}: {self._watched} on {host} has another secret; {SAME}") from error
         except (RuntimeError, OSError) as error:
@@ -145,13 +145,13 @@ class Watchdog:
         self._tell(f"phase {self._phase}")
 
     def defer_signals(self) -> None:
-        """From here on the first SIGTERM or SIGUSR1 only sets `told`; the caller checks it and leaves.
+        """From here on the first SIGTERM or SIGUSR1 only sets `signal_number`; the caller checks it and leaves.
 
         A death is still named, whatever signal follows it: the ring says so, and ends this process.
         """
         self._defers = True
 
-    def foretell(self, outlook: str) -> None:
+    def set_exit_message(self, outlook: str) -> None:
         """Sets the line about the next start that a process prints if a signal ends it."""
         self._outlook = f"; {outlook}"
 
@@ -263,9 +263,9 @@ class Watchdog:
     def _is_deferred(self, number: int) -> bool:
         if not self._defers or number == signal.SIGINT:
             return False
-        if not self.told:
-            self.told, self._told_at = number, time.monotonic()
-        return time.monotonic() - self._told_at < ECHO_S
+        if not self.signal_number:
+            self.signal_number, self._signalled_at = number, time.monotonic()
+        return time.monotonic() - self._signalled_at < ECHO_S
 
     def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
         self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
@@ -287,7 +287,7 @@ class Watchdog:
         elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
             _write(f"{cause}{self._outlook}\n")
             with suppress(OSError):  # the disk may be full, or away
-                self.when_told()
+                self.on_termination()
         # else the reason has been said, and who found it does not matter
         self.at_end()
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
@@ -315,12 +315,12 @@ def _signals() -> socket.socket:
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """
-    told, tells = socket.socketpair()
+    signal_number, tells = socket.socketpair()
     tells.setblocking(False)
     signal.set_wakeup_fd(tells.detach())
     for number in SIGNAL_PATIENCE_S:
         signal.signal(number, lambda *_: None)
-    return told
+    return signal_number
 
 
 def _start_of(process: int) -> str:
@@ -345,8 +345,8 @@ def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> 
             errors.append(f"{candidate}: {error}")
             continue
         try:
-            introduce(connection, secret, purpose, timeout_s / len(candidates))
-        except AnotherSecret:
+            authenticate(connection, secret, purpose, timeout_s / len(candidates))
+        except WrongSecret:
             connection.close()
             raise
         except OSError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from hacpo_mega.config.describe import in_a_run, keys_of, nearest_key, said
+from hacpo_mega.config.describe import as_toml, in_a_run, keys_of, nearest_key
 from hacpo_mega.config.tables.effects import covers, effect_of, flat
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import one_line, short
@@ -59,7 +59,9 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     if old["agents"] != new["agents"]:  # their order counts too; nothing below compares
         keys = [key for key in keys if not key.startswith("agents.")]
     return [
-        Change(key, said(old.get(key)), said(new.get(key)), _kind(key)) for key in keys if old.get(key) != new.get(key)
+        Change(key, as_toml(old.get(key)), as_toml(new.get(key)), _kind(key))
+        for key in keys
+        if old.get(key) != new.get(key)
     ]
 
 

@@ -160,24 +160,24 @@ def _table(section: str, fields: list[FieldDescription]) -> Table:
 
 
 def _of_preset(preset: str, name: str) -> str:
-    return said(getattr(AlgorithmConfig(preset=preset), name))
+    return as_toml(getattr(AlgorithmConfig(preset=preset), name))
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "its defaults" if isinstance(value, BaseModel) else said(value)
+    return "its defaults" if isinstance(value, BaseModel) else as_toml(value)
 
 
-def said(value: Any) -> str:
+def as_toml(value: Any) -> str:
     """A value as a TOML file has it, or "not given"."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(said, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
@@ -248,7 +248,7 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
         tables[name] = _differing(getattr(config, name))
     own = {name: getattr(algorithm, name) for name in type(algorithm).model_fields}
     tables["algorithm"] = {
-        name: said(value)
+        name: as_toml(value)
         for name, value in own.items()
         if name in ("method", "preset") or value != getattr(chosen, name)
     }
@@ -273,5 +273,5 @@ def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[s
             inside = _differing(value)
             found |= {f"{name}.{key}": text for key, text in inside.items()} or {name: "its defaults"}
         else:
-            found |= {key: said(part) for key, part in flat({name: dumped[name]})}
+            found |= {key: as_toml(part) for key, part in flat({name: dumped[name]})}
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hacpo_mega.config.tables.schema import Config
 
 
-def unsaid_success(config: Config) -> Iterator[str]:
+def default_success_note(config: Config) -> Iterator[str]:
     """The line for a run without reward.success whose rewards may lie between 0 and 1."""
     reward = config.reward
     if reward.success is not None or not reward.may_be_graded:

@@ -198,7 +198,7 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
                 "problem counts once"
             )
         if result.graded:
-            lines.append(f"{result.name}: {_success_said(result, evaluation.settings.get('reward_success'))}")
+            lines.append(f"{result.name}: {_success_note(result, evaluation.settings.get('reward_success'))}")
         if result.num_dropped:
             lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
         if result.num_unjudged:
@@ -237,7 +237,7 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.low:.4f} to {estimate.high:.4f}"
 
 
-def _success_said(result: BenchmarkResult, success: str | float | None) -> str:
+def _success_note(result: BenchmarkResult, success: str | float | None) -> str:
     """A sentence on the successes that pass@k and maj@k count for graded rewards."""
     if not any(name.startswith("pass@") for name in result.scores):
         return (

@@ -32,7 +32,7 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
     _append(run_dir, {"job": job, "attempt": attempt, "step": step, "ended": TOLD if ends_are_noted() else DIED})
 
 
-def record_told(run_dir: Path) -> None:
+def record_termination(run_dir: Path) -> None:
     """Notes that the attempt which this process is in was told to end, where a launcher starts jobs again."""
     if (found := attempt_of_job()) is not None:
         _append(run_dir, {"job": found[0], "attempt": found[1], "ended": TOLD})

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
+from hacpo_mega.cluster.launcher_env import STORE_FILE
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID
 from hacpo_mega.cluster.machine.machine_limits import num_cores, num_memory_kills
-from hacpo_mega.cluster.seat import STORE_FILE
 from hacpo_mega.cluster.security.private_folder import FOLDER, job_folder
 from hacpo_mega.cluster.security.secret import SECRET, new_secret
 from hacpo_mega.jobs.forked_rank import ForkedRank

@@ -68,10 +68,10 @@ def job_name(run_dir: Path) -> str:
 def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
     """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
     options = ("--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
-    said = _ask("squeue", *options, patience_s=patience_s)
-    if said is None:
+    output = _ask("squeue", *options, patience_s=patience_s)
+    if output is None:
         return None
-    lines = [line.split("|", len(JOB_FIELDS) - 1) for line in said.splitlines()]
+    lines = [line.split("|", len(JOB_FIELDS) - 1) for line in output.splitlines()]
     found = [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS)]
     return sorted(found, key=lambda job: job.state == "PENDING")
 

@@ -173,7 +173,7 @@ def require_one_reading(folder: Path) -> None:
 def is_tied(config: Mapping[str, Any]) -> bool:
     """True if the head of a model is its embedding, by its config.json or its family's default."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return bool(config.get("tie_word_embeddings", family is not None and family.unsaid.get("tie_word_embeddings")))
+    return bool(config.get("tie_word_embeddings", family is not None and family.defaults.get("tie_word_embeddings")))
 
 
 def _are_equal(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:

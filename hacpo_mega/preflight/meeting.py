@@ -28,11 +28,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import allow_connections, listen, listening_address, open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.security.secret import Gate, Secret, introduce
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 
 POLL_S = 0.05
 PROBE_S = 5.0  # for one connection between two nodes
@@ -50,16 +50,16 @@ class Meeting:
     secret   of the job
     """
 
-    def __init__(self, seat: Seat, patience_s: float) -> None:
+    def __init__(self, env: LauncherEnv, patience_s: float) -> None:
         """Comes to the meeting; Unreachable when rank 0 has not opened it in time."""
-        self._seat, self._patience_s = seat, patience_s
-        allow_connections(seat.world_size)
-        self.secret = Secret.of_job(seat)
-        self.store: dist.Store = dist.PrefixStore("preflight", open_store(seat, self.secret, patience_s))
+        self._env, self._patience_s = env, patience_s
+        allow_connections(env.world_size)
+        self.secret = Secret.of_job(env)
+        self.store: dist.Store = dist.PrefixStore("preflight", open_store(env, self.secret, patience_s))
 
     def tell(self, round_name: str, word: Word) -> None:
         """Says this rank's word of a round."""
-        self.store.set(f"{round_name}/{self._seat.rank}", json.dumps(word))
+        self.store.set(f"{round_name}/{self._env.rank}", json.dumps(word))
         self.store.add(f"{round_name}/count", 1)
 
     def hear(self, round_name: str, ranks: Sequence[int]) -> Iterator[tuple[int, Word]]:
@@ -93,7 +93,7 @@ class Meeting:
 
     def token(self) -> str:
         """A name that no other meeting has."""
-        if self._seat.rank == 0:
+        if self._env.rank == 0:
             self.store.set("token", os.urandom(8).hex())
         try:
             self.store.wait(["token"], timedelta(seconds=self._patience_s))
@@ -106,13 +106,13 @@ class Meeting:
         with suppress(RuntimeError):
             self.store.add("left", 1)
             end = time.monotonic() + self._patience_s
-            while self._seat.rank == 0 and self.store.add("left", 0) < num_come and time.monotonic() < end:
+            while self._env.rank == 0 and self.store.add("left", 0) < num_come and time.monotonic() < end:
                 time.sleep(POLL_S)
 
     def second(self) -> "Meeting":
         """The same meeting over a connection of its own, while another thread waits on the first."""
         other = object.__new__(Meeting)
-        other._seat, other._patience_s, other.secret = self._seat, self._patience_s, self.secret
+        other._env, other._patience_s, other.secret = self._env, self._patience_s, self.secret
         other.store = self.store.clone()
         return other
 
@@ -123,19 +123,19 @@ class Door:
     def __init__(self, node: str, secret: Secret) -> None:
         server = listen(listening_address(), 0)
         self.port: int = server.getsockname()[1]
-        self._gate = Gate(server, secret, f"door of {node}")
+        self._listener = AuthListener(server, secret, f"door of {node}")
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
-        with suppress(OSError, ValueError):  # the gate is closed below it
+        with suppress(OSError, ValueError):  # the listener is closed below it
             while True:
-                self._gate.admit().close()
+                self._listener.admit().close()
 
     def __enter__(self) -> "Door":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gate.close()
+        self._listener.close()
 
 
 def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str | None:
@@ -144,7 +144,7 @@ def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str
     for address in dict.fromkeys(addresses):
         try:
             with socket.create_connection((address, port), timeout=PROBE_S / len(addresses)) as connection:
-                introduce(connection, secret, f"door of {node}", PROBE_S)
+                authenticate(connection, secret, f"door of {node}", PROBE_S)
             return None
         except OSError as error:
             errors.append(f"{address} port {port}: {error}")

@@ -66,16 +66,16 @@ def warnings(reports: Sequence[NodeReport]) -> list[str]:
     return [f"warning: {text}: see slurm.cpus_per_rank" for text in said.values()]
 
 
-def look_findings(looks: Mapping[str, Look], told_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
+def look_findings(looks: Mapping[str, Look], asked_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
     """Findings of nodes about each other: run folder, ways between them, clocks.
 
-    `told_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
+    `asked_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
     than heard - told from what it shows, so a node is named only if no delay can explain it.
     """
     found = _differing((node, {"the run folder": look.home}) for node, look in looks.items())
     found += list(_ways(looks))
     for node, look in looks.items():
-        ahead, behind = look.clock_s - heard_s[node], told_s - look.clock_s
+        ahead, behind = look.clock_s - heard_s[node], asked_s - look.clock_s
         if ahead > MAX_CLOCK_SKEW_S or behind > MAX_CLOCK_SKEW_S:
             found.append(Finding(node, f"its clock is {max(ahead, behind):.1f} s {'ahead' if ahead > 0 else 'behind'}"))
     return found

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.preflight.meeting import Word
 from hacpo_mega.preflight.node_comparison import Finding, warnings
 from hacpo_mega.preflight.node_report import NodeReport, size
@@ -55,7 +55,7 @@ class Outcome:
         return list(dict.fromkeys(finding.node for finding in self.findings))
 
 
-def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float]) -> list[Finding]:
+def missing_findings(outcome: Outcome, env: LauncherEnv, gave_up: Mapping[str, float]) -> list[Finding]:
     """The nodes that have not come, or not with all their processes, as far as the launcher or the others name them.
 
     Nodes that waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late. If only rank
@@ -67,13 +67,13 @@ def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float])
     for word in outcome.words.values():
         counts[word["node"]] = counts.get(word["node"], 0) + 1
     early = {node: seconds for node, seconds in gave_up.items() if node not in counts}
-    absent = [node for node in seat.nodes if node not in counts and node not in early]
+    absent = [node for node in env.nodes if node not in counts and node not in early]
     if early:
         node, seconds = min(early.items())
-        late = [Finding(seat.node, f"rank 0 came when {node} had given up, after {seconds:.0f} s")]
+        late = [Finding(env.node, f"rank 0 came when {node} had given up, after {seconds:.0f} s")]
         return late + [Finding(node, "did not come") for node in absent]
-    if len(absent) > 1 and list(counts) == [seat.node]:
-        return [Finding(seat.node, f"rank 0 is here, and none of the {len(absent)} other nodes reaches it")]
+    if len(absent) > 1 and list(counts) == [env.node]:
+        return [Finding(env.node, f"rank 0 is here, and none of the {len(absent)} other nodes reaches it")]
     found = [Finding(node, "did not come") for node in absent]
     for report in outcome.reports:
         if (come := counts[report.node]) < report.num_ranks:

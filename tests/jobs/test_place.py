@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 
 import hacpo_mega.cluster.place
 from hacpo_mega.cluster.groups.spans import WatchedGroup
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.platform import initialize_parallel
@@ -315,9 +315,9 @@ def end_a_preflight(rank_map: RankMap) -> list[str]:
             self._group.shutdown()
 
     hacpo_mega.cluster.place.WatchedGroup = Recorder
-    seat = Seat.find()
+    env = LauncherEnv.find()
     test = GroupTest()
-    test.run(rank_map, open_store(seat, Secret.of_job(seat), TIMEOUT_S), TIMEOUT_S)
+    test.run(rank_map, open_store(env, Secret.of_job(env), TIMEOUT_S), TIMEOUT_S)
     assert test.stage is None
     return shut
 

@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from hacpo_mega.cluster.machine.machine_limits import num_cores
-from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
-from hacpo_mega.cluster.seat import (
+from hacpo_mega.cluster.launcher_env import (
     expand_nodes,
     is_on_one_machine,
     node_list,
@@ -36,6 +34,8 @@ from hacpo_mega.cluster.seat import (
     size_variable,
     tasks_of_nodes,
 )
+from hacpo_mega.cluster.machine.machine_limits import num_cores
+from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
 from hacpo_mega.cluster.security.private_folder import folder_on_node, own_folder
 from hacpo_mega.models.files.documents import short
 
@@ -173,10 +173,10 @@ def _is_blackwell() -> bool:
     """True if a GPU of this machine has compute capability 10 or more; False if nvidia-smi does not tell."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
         return False
-    return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
+    return any(int(line.partition(".")[0]) >= 10 for line in output.splitlines() if line[:1].isdigit())
 
 
 def compiler_problems() -> list[str]:

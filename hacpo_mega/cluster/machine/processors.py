@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hacpo_mega.cluster.seat import number_of
+from hacpo_mega.cluster.launcher_env import number_of
 
 MASK = re.compile(r"0x[0-9A-Fa-f]+")
 

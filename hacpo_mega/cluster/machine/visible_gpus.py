@@ -33,10 +33,10 @@ def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
 
     Without NVIDIA's tool there are none.
     """
-    said = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
-    if isinstance(said, str):
-        return [], [said] if said else []
-    cards = [[cell.strip() for cell in line.split(",")] for line in said]
+    output = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
+    if isinstance(output, str):
+        return [], [output] if output else []
+    cards = [[cell.strip() for cell in line.split(",")] for line in output]
     if visible is None:
         gpus = [_card(card) for card in cards]
     else:
@@ -74,8 +74,8 @@ def _card(card: Sequence[str]) -> Gpu:
 def _slices() -> Iterator[tuple[str, str, str]]:
     """(UUID, profile, its card's UUID) of every slice."""
     card = ""
-    said = _ask("-L")
-    for line in said if isinstance(said, list) else ():
+    output = _ask("-L")
+    for line in output if isinstance(output, list) else ():
         if found := CARD.match(line):
             card = found["uuid"]
         elif found := SLICE.match(line):

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from hacpo_mega.cluster.seat import RANK_VARIABLES, Seat, from_launcher, num_local
+from hacpo_mega.cluster.launcher_env import RANK_VARIABLES, LauncherEnv, from_launcher, num_local
 from hacpo_mega.cluster.security.private_folder import own_folder
 from hacpo_mega.models.files.visible import say
 
@@ -38,11 +38,11 @@ SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5  # how long rank 0's file is waite
 MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one that has been silent longest goes
 
 
-class Stranger(OSError):
+class AuthError(OSError):
     """Raised if the other end does not know the job's secret, or does not speak like one of its processes."""
 
 
-class AnotherSecret(Stranger):
+class WrongSecret(AuthError):
     """Raised if the other end speaks like a process of a job, and has another secret."""
 
 
@@ -53,19 +53,19 @@ class Secret:
     key: bytes = field(repr=False)
 
     @classmethod
-    def of_job(cls, seat: Seat) -> Self:
+    def of_job(cls, env: LauncherEnv) -> Self:
         """The secret that the launcher has given to all processes; on one machine also that of a file of the user's.
 
         ValueError where processes on several machines were given none, or something else.
         """
         if said := os.environ.get(SECRET):
             return cls(_decoded(said))
-        if seat.num_local < seat.world_size:
+        if env.num_local < env.world_size:
             raise ValueError(
                 f"{SECRET} is not set, and the processes of this job are on several machines: say `{EXPORT}` once, "
                 "before srun (torchrun: the same value on every node)"
             )
-        return cls(_of_this_machine() if seat.world_size > 1 else os.urandom(NUM_BYTES))
+        return cls(_of_this_machine() if env.world_size > 1 else os.urandom(NUM_BYTES))
 
     def proof(self, role: str, purpose: str, challenges: bytes) -> bytes:
         """Shows that whoever knows these random bytes knows the secret, too."""
@@ -171,7 +171,7 @@ def _of_this_machine() -> bytes:
     return _decoded(path.read_text(encoding="ascii"))
 
 
-class Gate:
+class AuthListener:
     """A listening socket that accepts peers that know the secret. Peers authenticate side by side, so none holds up
     another.
 
@@ -265,32 +265,32 @@ class Gate:
         caller.close()
 
 
-def introduce(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
-    """Shows the host of a connection the secret, and lets it show that it knows it. Stranger where it does not."""
+def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
+    """Shows the host of a connection the secret, and lets it show that it knows it. AuthError where it does not."""
     end = time.monotonic() + timeout_s
     challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
-    shown = _read(connection, NUM_BYTES, end, AnotherSecret)
+    shown = _read(connection, NUM_BYTES, end, WrongSecret)
     if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
-        raise Stranger("who listens there does not know this job's secret")
+        raise AuthError("who listens there does not know this job's secret")
     connection.settimeout(None)
 
 
 def _speak(connection: socket.socket, text: bytes) -> None:
     """A few bytes on a fresh connection, whose buffer is empty."""
     if connection.send(text) < len(text):
-        raise Stranger("it does not take 32 bytes")
+        raise AuthError("it does not take 32 bytes")
 
 
-def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[Stranger] = Stranger) -> bytes:
-    """Exactly so many bytes before the time `end`. Stranger where they do not come, `hung_up` where nothing can."""
+def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[AuthError] = AuthError) -> bytes:
+    """Exactly so many bytes before the time `end`. AuthError where they do not come, `hung_up` where nothing can."""
     heard = b""
     while len(heard) < num_bytes:
         connection.settimeout(max(1e-3, end - time.monotonic()))
         try:
             more = connection.recv(num_bytes - len(heard))
         except TimeoutError:
-            raise Stranger("who listens there says nothing that a process of this job would") from None
+            raise AuthError("who listens there says nothing that a process of this job would") from None
         if not more:
             raise hung_up("who listens there hangs up: it has another secret, or is no process of this job")
         heard += more

@@ -14,7 +14,7 @@ from typing import Any, Literal
 class Option:
     """An option of a judge: the values it takes, and these in words."""
 
-    said: str
+    description: str
     takes: Callable[[Any], bool]
 
 
@@ -61,9 +61,9 @@ def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
     """The option that a kind of judge lacks or has with a wrong value; the names of all are known."""
     known = REWARD_KINDS[kind]
     if missing := [name for name in NEEDED.get(kind, ()) if name not in options]:
-        return f"{kind!r} needs {' and '.join(f'{name} ({known[name].said})' for name in missing)}"
+        return f"{kind!r} needs {' and '.join(f'{name} ({known[name].description})' for name in missing)}"
     wrong = (name for name, value in options.items() if not known[name].takes(value))
-    return next((f"option {name} ({options[name]!r}) must be {known[name].said}" for name in wrong), None)
+    return next((f"option {name} ({options[name]!r}) must be {known[name].description}" for name in wrong), None)
 
 
 def gives_parts(kind: str, options: Mapping[str, Any]) -> bool:

@@ -173,7 +173,7 @@ class _FileReader:
             self._problems.append(DataProblem(self._file, None, None, "has no rows"))
         for kind, place in self._first_of.items():
             first = self._problems[place]
-            self._problems[place] = replace(first, what=f"{first.what} ({self._said_of(kind, first)})")
+            self._problems[place] = replace(first, what=f"{first.what} ({self._complaint_of(kind, first)})")
         return self._rows, self._problems
 
     def _take(self, line: int, row: PromptRow) -> None:
@@ -200,7 +200,7 @@ class _FileReader:
             self._first_of[kind] = len(self._problems)
             self._problems.append(again)
 
-    def _said_of(self, kind: str, first: DataProblem) -> str:
+    def _complaint_of(self, kind: str, first: DataProblem) -> str:
         number = self._num_of[kind]
         rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
         if kind == "in the other set":

@@ -94,7 +94,7 @@ class Architecture:
             )
 
     @property
-    def kin(self) -> Family:
+    def traits(self) -> Family:
         """Properties that all models of its family share."""
         return FAMILIES[self.family]
 
@@ -106,7 +106,7 @@ class Architecture:
     @property
     def fits_te(self) -> bool:
         """True if it can have TransformerEngine's layers."""
-        return self.kin.fits_te and not self.windows
+        return self.traits.fits_te and not self.windows
 
     @property
     def softmax_scale(self) -> float | None:
@@ -120,7 +120,7 @@ class Architecture:
     @property
     def copies_qk_norm(self) -> bool:
         """True if every tensor-parallel rank holds the whole norm of queries and of keys."""
-        return self.qk_norm and not self.kin.whole_qk_norm
+        return self.qk_norm and not self.traits.whole_qk_norm
 
     @property
     def has_experts(self) -> bool:
@@ -149,7 +149,7 @@ class Architecture:
     @property
     def interleaved(self) -> bool:
         """True if rotary pairs are interleaved (GPT-J style) instead of half-split (NeoX style)."""
-        return self.kin.interleaved
+        return self.traits.interleaved
 
     @property
     def rotary_dim(self) -> int:
@@ -178,7 +178,7 @@ class Architecture:
         _refuse_variants(path, fields.given, family)
         hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
         num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
-        unsaid = family.unsaid
+        defaults = family.defaults
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
         try:
@@ -189,27 +189,27 @@ class Architecture:
                 num_heads=num_heads,
                 num_kv_heads=fields.count(
                     "num_key_value_heads",
-                    default=unsaid.get("num_key_value_heads", num_heads),
+                    default=defaults.get("num_key_value_heads", num_heads),
                     most=MOST["num_kv_heads"],
                 ),
                 head_dim=fields.count(
-                    "head_dim", default=unsaid.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
+                    "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
                 ),
-                **read_feed_forward(fields, family.experts, unsaid),
+                **read_feed_forward(fields, family.experts, defaults),
                 vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
                 max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
-                norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
+                norm_eps=fields.positive("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
                 rope_theta=angles.theta,
                 rope=angles.rope,
                 rotary_share=angles.share,
                 windows=read_windows(path, fields, family, num_layers),
                 window_theta=angles.window_theta,
-                query_scalar=fields.count("query_pre_attn_scalar", default=unsaid["query_pre_attn_scalar"])
+                query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
                 if family.query_scalar
                 else None,
-                tied=fields.flag("tie_word_embeddings", default=unsaid.get("tie_word_embeddings", False)),
-                attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
-                use_qk_norm=fields.flag("use_qk_norm", default=unsaid.get("use_qk_norm", False)),
+                tied=fields.flag("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)),
+                attention_bias=fields.flag("attention_bias", default=defaults.get("attention_bias", False)),
+                use_qk_norm=fields.flag("use_qk_norm", default=defaults.get("use_qk_norm", False)),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"

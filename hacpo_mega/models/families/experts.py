@@ -45,28 +45,28 @@ class Experts:
 SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
 
 
-def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[str, Any]) -> dict[str, Any]:
+def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an Architecture about experts, by name. ValueError for values that no such model has."""
     if experts is None:
         return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
-    width = fields.count(experts.width, default=unsaid.get(experts.width), most=MOST["expert_ffn"])
+    width = fields.count(experts.width, default=defaults.get(experts.width), most=MOST["expert_ffn"])
     found = {
         "ffn_size": 0,
-        "num_experts": _num_experts(fields, experts, unsaid),
-        "experts_per_token": fields.count("num_experts_per_tok", default=unsaid["num_experts_per_tok"]),
+        "num_experts": _num_experts(fields, experts, defaults),
+        "experts_per_token": fields.count("num_experts_per_tok", default=defaults["num_experts_per_tok"]),
         "expert_ffn": width,
         "normalises_experts": not experts.may_normalise
-        or fields.flag("norm_topk_prob", default=unsaid["norm_topk_prob"]),
+        or fields.flag("norm_topk_prob", default=defaults["norm_topk_prob"]),
     }
     if experts.shared is None:
         return found
     counts = {"num_groups": "n_group", "groups_per_token": "topk_group"}
-    dense_layers = fields.count("first_k_dense_replace", default=unsaid["first_k_dense_replace"], least=0)
+    dense_layers = fields.count("first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0)
     return {
         **found,
-        **{name: fields.count(key, default=unsaid[key]) for name, key in counts.items()},
-        "routed_scale": fields.positive("routed_scaling_factor", default=unsaid["routed_scaling_factor"]),
-        "shared_ffn": width * fields.count("n_shared_experts", default=unsaid["n_shared_experts"]),
+        **{name: fields.count(key, default=defaults[key]) for name, key in counts.items()},
+        "routed_scale": fields.positive("routed_scaling_factor", default=defaults["routed_scaling_factor"]),
+        "shared_ffn": width * fields.count("n_shared_experts", default=defaults["n_shared_experts"]),
         "dense_layers": dense_layers,
         "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
     }
@@ -77,7 +77,7 @@ def expert_number_bytes(num_experts: int) -> int:
     return 1 if num_experts < 2**8 else 2
 
 
-def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) -> int:
+def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
     found = {
         name: fields.count(name, most=MOST["num_experts"])
         for name in experts.counts
@@ -86,7 +86,7 @@ def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) ->
     if len(set(found.values())) > 1:
         said = " and ".join(f"{name} = {count}" for name, count in found.items())
         raise ValueError(f"{fields.path}: {said} both say how many experts there are; take the wrong one out")
-    return next(iter(found.values()), unsaid["num_experts"])
+    return next(iter(found.values()), defaults["num_experts"])
 
 
 def routing_problem(num_experts: int, per_token: int, num_groups: int, groups_per_token: int) -> str | None:

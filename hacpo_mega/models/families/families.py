@@ -91,7 +91,7 @@ class Family:
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
-    unsaid          what a config.json means where it does not say a field; head_dim else is the hidden size over heads,
+    defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
     only            fields of the family, with the one value that is supported
@@ -121,7 +121,7 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
@@ -159,7 +159,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     "Qwen2, Qwen2.5",
     qkv_bias=True,
-    unsaid={"num_key_value_heads": 32},
+    defaults={"num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
 )
@@ -168,7 +168,7 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "Qwen3",
     qk_norm=True,
-    unsaid={"head_dim": 128, "num_key_value_heads": 32},
+    defaults={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
     why={
@@ -185,7 +185,7 @@ QWEN3_MOE = replace(
     architecture="Qwen3MoeForCausalLM",
     models="Qwen3-30B-A3B, 235B-A22B",
     experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
-    unsaid={
+    defaults={
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
@@ -197,7 +197,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     "Mixtral 8x7B, 8x22B",
     experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
-    unsaid={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     only={"sliding_window": None, "router_jitter_noise": 0.0},
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
@@ -209,7 +209,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     "Mistral 7B, Nemo, Small",
     windows="all",
-    unsaid={"num_key_value_heads": 8, "sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
     norm_eps=1e-5,
 )
@@ -222,7 +222,7 @@ PHI3 = Family(
     windows="all",
     rope_kinds=("default",),
     may_turn_a_part=True,
-    unsaid={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     norm_eps=1e-5,
@@ -234,7 +234,7 @@ OLMO2 = Family(
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
-    unsaid={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     rope_theta=500_000.0,
 )
 OLMO3 = replace(
@@ -244,7 +244,7 @@ OLMO3 = replace(
     models="OLMo 3",
     windows="some",
     two_ropes=True,
-    unsaid={
+    defaults={
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
@@ -261,7 +261,7 @@ GLM4 = Family(
     interleaved=True,
     rotary_share=0.5,
     may_turn_a_part=True,
-    unsaid={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
+    defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     norm_eps=1e-5,
     rope_theta=10_000.0,
 )
@@ -279,7 +279,7 @@ GLM4_MOE = Family(
     ),
     rotary_share=0.5,
     may_turn_a_part=True,
-    unsaid={
+    defaults={
         "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
         "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
@@ -302,7 +302,7 @@ GEMMA3 = Family(
     scaled_embedding=True,
     query_scalar=True,
     rope_kinds=("default", "linear"),
-    unsaid={
+    defaults={
         "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "rope_theta": 1e6, "window_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
     },

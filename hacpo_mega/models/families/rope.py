@@ -86,7 +86,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
         table = table.table(FULL)
-    usual = family.unsaid.get("rope_theta", 10_000.0)
+    usual = family.defaults.get("rope_theta", 10_000.0)
     theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
     share = _holder(table, fields, "partial_rotary_factor").positive(
         "partial_rotary_factor", default=family.rotary_share
@@ -116,7 +116,7 @@ def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> 
     kind = own.given.get("rope_type") or own.given.get("type") or "default"
     if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
-    local = fields.positive("rope_local_base_freq", default=family.unsaid["window_theta"])
+    local = fields.positive("rope_local_base_freq", default=family.defaults["window_theta"])
     return own.positive("rope_theta", default=local)
 
 

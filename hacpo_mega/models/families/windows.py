@@ -24,7 +24,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if family.windows == "none":
         return ()
     # An explicit null is no window; no word is the family's own.
-    window = fields.given.get("sliding_window", family.unsaid.get("sliding_window"))
+    window = fields.given.get("sliding_window", family.defaults.get("sliding_window"))
     if window is None and (family.windows == "all" or WINDOWED not in kinds):
         return ()
     if type(window) is not int or window < 1:
@@ -32,7 +32,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if family.windows == "all":
         return (window,) * num_layers
     if not kinds:
-        period = fields.count("sliding_window_pattern", default=family.unsaid["sliding_window_pattern"])
+        period = fields.count("sliding_window_pattern", default=family.defaults["sliding_window_pattern"])
         kinds = [WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"{path}: layer_types has {len(kinds)} entries; num_hidden_layers is {num_layers}")

@@ -188,7 +188,7 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
         yield tuple(bucket)
 
 
-def said_whole(reasons: Mapping[str, str]) -> str:
+def whole_summary(reasons: Mapping[str, str]) -> str:
     """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
 
     The number of a layer, or of an expert in it, is a star there.
@@ -256,7 +256,7 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
     """A part of what every expert computes between its two products."""
-    named, size = architecture.kin.experts, architecture.expert_ffn // tp
+    named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
         whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))

@@ -29,7 +29,7 @@ class Unreachable(Exception):
 
 
 @dataclass(frozen=True)
-class Seat:
+class LauncherEnv:
     """One process as its launcher sees it.
 
     node         Slurm's name of this node, or the host's    num_local    processes of the job on it
