@@ -90,7 +90,7 @@ def require_room(config: Config, *, fresh: bool = False) -> None:
 
 
 def probe(folder: Path, name: str) -> None:
-    """Writes some bytes into a folder and removes them. OSError where that fails: full, read-only, gone, over quota."""
+    """Writes some bytes into a folder and removes them. OSError if that fails: full, read-only, gone, over quota."""
     path = folder / f".{name}.probe"
     try:
         with path.open("wb", buffering=0) as file:

@@ -67,7 +67,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed step as its step.json tells it.
+    """A committed step as recorded in its step.json.
 
     config      the resolved configuration, as plain values      versions    of the packages that wrote it
     models      digests of the agents' config.json, by name      agents      by name
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @classmethod
     def parse(cls, folder: Path, text: str) -> "Checkpoint":
-        """From the text of a step.json. ValueError when it is torn, changed, or of another format."""
+        """Parses the text of a step.json. ValueError if it is torn, changed, or of another format."""
         file = folder / RECORD
         try:
             table = parse_json(text)
@@ -163,7 +163,7 @@ def require_own_step(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
+    """A committed step with all its files at their size. ValueError names the first missing one."""
     if folder.name.endswith((WRITING, REMOVING)):
         raise ValueError(f"{folder} is no checkpoint: it is half written, or half removed; give a folder step_N")
     try:
@@ -203,7 +203,7 @@ def latest_checkpoint(
 
 
 def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
-    """Moves the committed steps after one, which are damaged, to names that are no step's; says so, in a line each.
+    """Renames the committed steps after one, which are damaged, and yields a line for each.
 
     `known` are problems already found in some; the others' show when they are read.
     """

@@ -112,7 +112,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
 
 
 def stored_agent_at(path: Path) -> StoredAgent | None:
-    """The agent that RUN/checkpoints/step_N/NAME is, None for another path. ValueError as `stored_agent`."""
+    """The agent of RUN/checkpoints/step_N/NAME, None for another path. ValueError as `stored_agent`."""
     if is_checkpoint(path):
         require_own_step(path)
         agents = ", ".join(str(path / name) for name in read_checkpoint(path).agents)

@@ -93,7 +93,7 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def _settings(config_file: Path, config: Config) -> str:
-    """Every table with what is not its default, a paragraph each."""
+    """Every table's values that differ from the default, a paragraph each."""
     lines = [f"{_cut(str(config_file), WIDTH - 49)}: what is not the default (--resolved: every key)"]
     for name, table in differing(config).items():
         keys = [f"{key} = {_cut(value)}" for key, value in table.items() if not _is_elsewhere(name, key)]

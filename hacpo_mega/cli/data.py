@@ -62,7 +62,7 @@ def grade(
     pred_field: Annotated[str | None, typer.Option(help="Field with the answer: pred, in eval's files text.")] = None,
     gold_field: Annotated[str, typer.Option(help="Field with the gold answer.")] = "gold",
 ) -> None:
-    """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
+    """Judge answers from any source: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_mega.commands.grade import grade as grade_answers
     from hacpo_mega.grading.judge import Judge
 

@@ -70,7 +70,7 @@ def _load(config_file: Path, overrides: list[str]) -> Config:
 
 
 def _require_world_size(rank_map: RankMap, env: LauncherEnv) -> None:
-    """All ranks find the same here; the first says it."""
+    """All ranks find the same here; the first prints it."""
     try:
         rank_map.require_world_size(env.world_size)
     except ValueError:

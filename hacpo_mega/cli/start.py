@@ -49,8 +49,8 @@ def load_checked(
     with_models: bool = False,
     before_download: Callable[[Config], object] = lambda config: None,
 ) -> Config:
-    """The checked configuration; `with_models` also asks for the model folders that `init` would make, and downloads
-    those of the Hub, outside a job and after `before_download` and everything else has found no fault."""
+    """The checked configuration. `with_models` also requires the model folders that `init` would make and, outside a
+    job, downloads those of the Hub after `before_download` and all other checks have passed."""
     with one_voice_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)
@@ -61,7 +61,7 @@ def load_checked(
 
 
 def fetch_agents(config_file: Path, overrides: list[str], before_download: Callable[[Config], object]) -> None:
-    """Downloads the models of agents that the cache lacks. ValueError first for whatever can be told without them."""
+    """Downloads the models of agents that the cache lacks. ValueError first for everything that needs no download."""
     config = load_unchecked(config_file, overrides)
     absent = {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
     if not absent:
@@ -82,7 +82,8 @@ def fetch_missing(models: Iterable[Path]) -> None:
 
 @contextmanager
 def one_voice_per_node() -> Iterator[None]:
-    """Every process of a job finds the same problems here; the first of each node says them, the others end quietly."""
+    """Every process of a job finds the same problems here; the first of each node prints them, the others end
+    quietly."""
     try:
         yield
     except ValueError:

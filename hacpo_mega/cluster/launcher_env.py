@@ -25,7 +25,7 @@ OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_LAUN
 
 
 class Unreachable(Exception):
-    """The job's store cannot be reached, or a rank has not come in time."""
+    """Raised if the job's store cannot be reached, or a rank has not arrived in time."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def node_list() -> str:
 
 
 def size_variable() -> str:
-    """The variable that says how many processes the job has."""
+    """The variable with the number of the job's processes."""
     return "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") and not os.environ.get("WORLD_SIZE") else "WORLD_SIZE"
 
 
@@ -125,7 +125,7 @@ def from_launcher(name: str, slurm_name: str) -> int:
 
 
 def number_of(name: str, value: str, most: int = 2**31 - 1) -> int:
-    """The value of a variable. ValueError, which names it, for what is no number from 0 to `most`."""
+    """The value of a variable. ValueError, which names it, for anything but a number from 0 to `most`."""
     if not re.fullmatch(r"[0-9]{1,10}", value) or int(value) > most:
         raise ValueError(f"{name} must be a number from 0 to {most}, found {value[:80]!r}")
     return int(value)
@@ -170,7 +170,7 @@ def tasks_of_nodes(counts: str) -> list[int]:
 
 
 def num_local(world_size: int) -> int:
-    """Processes of this node; all of them where the launcher does not say."""
+    """Number of processes of this node; all of the job if the launcher does not say."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return number_of("LOCAL_WORLD_SIZE", local)
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))

@@ -1,4 +1,4 @@
-"""Place: where this process stands in the job, and the process groups that follow from it.
+"""Place: the position of this process in the job, and its process groups.
 
 The default process group is the AGENT's world, so Megatron's parallel_state and vLLM's external launcher work as they
 are with agents of unequal size; of an agent some of whose ranks only answer, these have a world, and those that train.
@@ -177,7 +177,7 @@ class Place:
         return self.coordinate.trains
 
     def enter_phase(self, phase: str, when: str) -> None:
-        """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
+        """Sets the current phase ("learn", "of step 3"), which is reported with a death or error."""
         self._phase = phase
         self._watchdog.enter_phase(phase, when)
 
@@ -194,13 +194,13 @@ class Place:
         self._watchdog.set_exit_message(outlook)
 
     def agreed_signal(self) -> int:
-        """The number of the signal by which any process of the job was told to end, 0 without one. Collective."""
+        """The number of the signal that asked any process of the job to end, 0 without one. Collective."""
         told = self.highest_in_job(self._watchdog.told)
         self._watchdog.is_leaving = told > 0
         return told
 
     def progress(self) -> None:
-        """Says that the phase this process is in goes on: an engine's step, a micro-batch, a tensor."""
+        """Reports progress within the current phase: an engine's step, a micro-batch, a tensor."""
         self._watchdog.progress.tick()
 
     def take_waits(self) -> dict[str, float]:
@@ -221,7 +221,7 @@ class Place:
             self._job.wait_for_all()
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Has `action` done before the last words of this process, where a signal or another's death ends it."""
+        """Runs `action` before the last message of this process, if a signal or another's death ends it."""
         self._watchdog.before_end = action
 
     def at_end(self, action: Callable[[], None]) -> None:
@@ -282,7 +282,7 @@ class Place:
             return share_bytes(self.cell_group, payload)
 
     def share_in_job(self, payload: bytes | None) -> bytes:
-        """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
+        """The payload of the job's rank 0 on every rank of the job; the payloads of others are ignored."""
         with self._waiting("rank 0"):
             return self._job.share(payload)
 
@@ -309,7 +309,7 @@ class Place:
         self._watchdog.close()
 
     def close(self) -> None:
-        """Leaves the job; a collective. What a process does after it is nobody else's concern."""
+        """Leaves the job; a collective. Afterwards the process no longer affects the others."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
         self.end_groups()

@@ -35,19 +35,20 @@ class Progress:
         self._num_idle_beats = 0
 
     def tick(self) -> None:
-        """The phase goes on."""
+        """Reports progress of the phase."""
         self._num_idle_beats = 0
 
     @contextmanager
     def waiting_for(self, whom: str) -> Iterator[None]:
-        """Around a collective of the job: who waits for others does not hang, however long they need."""
+        """Around a collective of the job: a process that waits for others does not hang, however long they need."""
         self.waits_for = whom
         yield
         self.waits_for = None
         self._num_idle_beats = 0
 
     def beat(self, beat_s: float, stall_s: float) -> str | None:
-        """Counts a sign of life, every `beat_s` seconds; what the main thread is stuck in after `stall_s`, else None.
+        """Counts a heartbeat, every `beat_s` seconds; returns where the main thread is stuck after `stall_s`, else
+        None.
 
         Counted in beats, not by the clock: a process that was stopped has not stood still.
         """

@@ -181,7 +181,7 @@ class RankMap:
         return cls(config.lanes, tuple(shapes), config.placement == "shared")
 
     def require_world_size(self, found: int) -> None:
-        """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
+        """Raises ValueError, with the arithmetic, if a job was started with another number of processes."""
         if found != self.world_size:
             variable = size_variable()
             inside = "" if variable == "WORLD_SIZE" else ", which a Slurm job has set for this shell"

@@ -1,4 +1,4 @@
-"""The store through which the processes of a job find each other, and who can reach it.
+"""The store through which the processes of a job meet, and the access to it.
 
     a launcher of ours on one machine    a file in the job's private folder: nothing listens
     torchrun                             the launcher's own
@@ -172,7 +172,7 @@ class RollCall:
             )
 
     def _absent(self) -> str:
-        """The ranks that have not come, as the beginning of a sentence; empty where all have."""
+        """The missing ranks, as the beginning of a sentence; empty if all have arrived."""
         try:
             absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
         except RuntimeError as error:

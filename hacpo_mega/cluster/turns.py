@@ -1,4 +1,4 @@
-"""Agents on one device: how many there are, and who has it while the others hold still.
+"""Agents on one device: their number, and the turns in which they use it.
 
 vLLM measures free device memory while it starts, and counts memory that another process of the device allocates or
 frees meanwhile as its own. So agents that share a device start their engines one after another. With `placement =

@@ -61,7 +61,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KE
 
 
 class RunStopped(Exception):
-    """The run ends itself, since going on would train nothing. Its text is said once in the whole job; status 3."""
+    """Raised by a run that ends itself, since it would train nothing. Its text is printed once in the job; status 3."""
 
 
 class Watchdog:
@@ -138,7 +138,7 @@ class Watchdog:
         return from_watched
 
     def enter_phase(self, phase: str, when: str) -> None:
-        """Says what this process does from now on; costs one small write."""
+        """Publishes the phase of this process from now on; costs one small write."""
         self._is_before_training = phase in BEFORE_TRAINING
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self.progress.enter(phase)
@@ -176,7 +176,7 @@ class Watchdog:
         self._forget_stack()
 
     def fail(self, error: BaseException) -> None:
-        """Ends this process, after every other process has been told why. Never returns.
+        """Ends this process, after telling every other process why. Never returns.
 
         Status 2 for a ValueError before training and 3 for RunStopped, of which only the text is shown; 1 for all else.
         """
@@ -221,7 +221,7 @@ class Watchdog:
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
     def _beat(self, stall_s: float) -> None:
-        """Says that this process runs, and ends the job when the watched one has not said so for `stall_s` seconds.
+        """Sends heartbeats, and ends the job if the watched process has sent none for `stall_s` seconds.
 
         Counted in beats of this process, not by the clock: one that was stopped itself has not listened.
         """
@@ -239,7 +239,8 @@ class Watchdog:
         return f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
 
     def _wake_watched(self) -> None:
-        """Has the watched process write its stack, if it is on this machine, and lets it go on to hear that it ends."""
+        """Makes the watched process write its stack, if it is on this machine, and resumes it so that it learns of the
+        end."""
         _, hostname, _, process, start = self._address_of_watched.split()
         # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
         is_here = hostname == socket.gethostname() and start == _start_of(int(process))
@@ -250,7 +251,7 @@ class Watchdog:
             time.sleep(STACK_PATIENCE_S)
 
     def _heed(self, signals: socket.socket) -> None:
-        """Notes the first signal; ends this process at another, some time later where a launcher may have sent it.
+        """Notes the first signal; ends this process at another, after a delay for signals that a launcher may send.
 
         The launcher may have seen a death before the ring has named it.
         """
@@ -315,12 +316,12 @@ def _signals() -> socket.socket:
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """
-    signal_number, tells = socket.socketpair()
-    tells.setblocking(False)
-    signal.set_wakeup_fd(tells.detach())
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
     for number in SIGNAL_PATIENCE_S:
         signal.signal(number, lambda *_: None)
-    return signal_number
+    return reader
 
 
 def _start_of(process: int) -> str:
@@ -332,7 +333,7 @@ def _start_of(process: int) -> str:
 
 
 def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
-    """A connection to the neighbour that published "address hostname port ...", who has shown the job's secret."""
+    """A connection to the neighbour that published "address hostname port ...", after the handshake."""
     address, hostname, port, *_ = published.split()
     # Where a node's own name resolves to loopback, the address it published serves that node only.
     is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()

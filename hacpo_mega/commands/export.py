@@ -55,7 +55,7 @@ OURS = ".draft"  # in a folder that an export is making: who makes it
 
 @dataclass(frozen=True)
 class TrainedAgent:
-    """One agent of a run, and what the run knows of it.
+    """One agent of a run, with the run's data about it.
 
     folder       its Hugging Face folder; None where only a checkpoint has its weights: `stored`
     evaluated    its greedy answers to held-out prompts, by step
@@ -109,7 +109,7 @@ def _with_record(
     config: Config,
     agent: AgentConfig,
 ) -> TrainedAgent:
-    """With what the run measured up to step `last`, None for all; a checkpoint may lie where no run is."""
+    """With the run's measurements up to step `last`, None for all; a checkpoint may lie outside a run."""
     metrics = run_dir / "metrics.jsonl"
     steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
     steps = {step: found for step, found in steps.items() if last is None or step <= last}
@@ -196,7 +196,7 @@ def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
 
 
 def write_stored(stored: StoredAgent, folder: Path) -> None:
-    """Fills a folder with the agent of a checkpoint, bit by bit what its run would have exported there.
+    """Fills a folder with a checkpoint's agent, bit by bit as its run would have exported it there.
 
     One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
     when one differs, is not finite, or is gone.
@@ -239,7 +239,7 @@ def draft_of(out: Path) -> Iterator[Path]:
 
 
 def _new_draft(out: Path) -> Path:
-    """A folder of this process beside `out`; those of exports to `out` that were killed are removed. ValueError."""
+    """A draft folder of this process beside `out`; drafts of killed exports to `out` are removed. ValueError."""
     mark = f".{out.name}.{secrets.token_hex(8)}.partial"
     draft = out.with_name(mark)
     try:
@@ -256,7 +256,7 @@ def _new_draft(out: Path) -> Path:
 
 
 def _remove(draft: Path) -> None:
-    """Removes a draft of ours; what a disk keeps of it is for the next export to the same name."""
+    """Removes a draft; if the disk refuses, the next export to the same name removes it."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
@@ -344,7 +344,7 @@ def _word(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A text as a code span, in a sentence or a table, that nothing in it can leave: what could is written out."""
+    """A text as a code span, in a sentence or a table, with all characters escaped that could end it."""
     shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
     return f"`{shown[:LONGEST] or ' '}`"
 
@@ -357,6 +357,6 @@ def _block(text: str) -> list[str]:
 
 
 def _without_folder(kind: str) -> str:
-    """A judge without where its file lies on this machine."""
+    """A judge without the path of its file on this machine."""
     place, colon, function = kind.rpartition(":")
     return f"{Path(place).name}{colon}{function}"

@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class OtherContent:
-    """Files that a key names, of which the content is another one now."""
+    """Files that a key names, with another content than before."""
 
     key: str
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class OtherContent:
 
 
 def content_change(key: str, names: Sequence[str]) -> OtherContent:
-    """The change of what `key` names: as free as another value of it."""
+    """The change of the content of `key`'s files: as free as another value of the key."""
     return OtherContent(key, tuple(names), _kind(key))
 
 

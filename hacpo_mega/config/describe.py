@@ -46,7 +46,7 @@ class FieldDescription:
 
 
 def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Iterator[FieldDescription]:
-    """Every field of a table and of the tables inside it, in the order of the schema. `NAME` stands for any key."""
+    """Every field of a table and its inner tables, in the order of the schema. `NAME` stands for any key."""
     for name, field in table.model_fields.items():
         described = FieldDescription(
             section, name, _allowed(field.annotation, field.metadata), _default(field), _one_line(field.description)
@@ -101,7 +101,7 @@ def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
 
 
 def in_a_run(key: str, agent: str = "*") -> str:
-    """A key as an override says it, of one agent or of all."""
+    """A key as it is written in an override, for one agent or for all."""
     return f"agents.{agent}.{key.removeprefix('agents.')}" if key.startswith("agents.") else key
 
 
@@ -116,7 +116,7 @@ def keys_of(schema: type[BaseModel], table: str = "") -> Iterator[str]:
 
 
 def _depth(key: str) -> tuple[int, int]:
-    """Tables around a key; what `init` would make is meant last."""
+    """Sort key: number of tables around a key; keys of `init` come last."""
     return ("init" in key.split("."), key.count("."))
 
 
@@ -262,7 +262,7 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
 
 
 def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[str, str]:
-    """Dotted keys of a table that have another value than their default."""
+    """Dotted keys of a table with another value than their default."""
     found: dict[str, str] = {}
     dumped = table.model_dump(mode="json")
     for name, field in type(table).model_fields.items():

@@ -1,4 +1,4 @@
-"""From a TOML file and `key=value` overrides to a checked, frozen Config. All complaints come at once."""
+"""Reads a TOML file and `key=value` overrides into a checked, frozen Config. All complaints come at once."""
 
 import copy
 import difflib

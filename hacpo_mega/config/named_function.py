@@ -53,7 +53,7 @@ def named_in(config: Config) -> tuple[str, ...]:
 
 
 def require_named_functions(config: Config) -> None:
-    """Executes what `named_in` finds, before models load. ValueError, one line, where it fails."""
+    """Executes the functions of `named_in`, before models load. ValueError, one line, if one fails."""
     for name in named_in(config):
         named_function(name)
 

@@ -1,4 +1,4 @@
-"""Chat templates that read the clock or draw at random, and the time at which the clock of a run's templates stands.
+"""Chat templates that read the clock or draw at random, and the fixed time of a run's templates.
 
 The time is that of the run's first start, in UTC, unless agents.chat_template_time sets another. Rank 0 reads it once;
 from then on it is a key of the run's configuration, in config.toml and in every step, for resume and evaluation. Random
@@ -15,7 +15,7 @@ from hacpo_mega.models.files.tokenizer_files import chat_template, other_templat
 
 
 def steadiness_notes(agent: AgentConfig) -> Iterator[str]:
-    """A line for what the chat template of an agent reads or draws beside its messages."""
+    """A line for each thing that an agent's chat template reads or draws beside its messages."""
     file, template = _used_template(agent) or (None, "")
     if reads_clock(template):
         time = agent.chat_template_time
@@ -43,7 +43,7 @@ def with_times_of(config: Config, before: Mapping[str, Any]) -> Config:
 
 
 def with_times(config: Config, time: str) -> Config:
-    """The configuration with `time` for agents whose template reads a clock that does not stand yet."""
+    """The configuration with `time` for agents whose template reads a clock that is not yet fixed."""
     return _with_times(config, lambda agent: time if _reads_clock(agent) else None)
 
 

@@ -51,7 +51,7 @@ class PromptEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Repetition:
-    """`second` is `first` again, in the way that `kind` says. `agrees`: so are their gold answers."""
+    """A repetition: `second` copies `first` as `kind` says. `agrees`: so are their gold answers."""
 
     first: Problem
     second: Problem
@@ -76,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class _Wording:
-    """A problem as containment sees it: its 8-grams (hashed), its numbers, and the words of its gold."""
+    """A problem for the containment check: its 8-grams (hashed), its numbers, and the words of its gold."""
 
     problem: Problem
     normalised: str
@@ -128,7 +128,8 @@ def _words(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """A problem without what differs between copies: case, spacing, dollars, punctuation, LaTeX sizes, instructions."""
+    """A problem normalised against differences between copies: case, spacing, dollars, punctuation, LaTeX sizes,
+    instructions."""
     text = unicodedata.normalize("NFKC", INSTRUCTIONS.sub("", text)).casefold()
     text = LATEX_SPACING.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = re.sub(r"[$;:?!'\"`~]+|\\[()\[\]]|(?<!\d)[.,]|[.,](?!\d)", " ", text)
@@ -142,7 +143,7 @@ def _same_gold(one: Problem, other: Problem) -> bool:
 
 
 def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
-    """Every problem whose text, exactly or normalised, an earlier one of the sequence has, with the first of them."""
+    """Every problem that repeats an earlier one's text, exactly or normalised, with the first of them."""
     first_of: dict[str, Problem] = {}
     found = []
     for problem in problems:
@@ -179,7 +180,7 @@ def copies(training: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterat
 
 
 def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Repetition]:
-    """Evaluation problems (`second`) that are also in the training set (`first`): their accuracy says nothing.
+    """Evaluation problems (`second`) that are also in the training set (`first`), so that their accuracy means nothing.
 
     One per evaluation problem, in their order: the first training problem of the strictest kind.
     """
@@ -193,7 +194,7 @@ def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[
 
 
 def deduplicated(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The problems without repetitions; the first of each stays, none of those that contradict each other."""
+    """The problems without repetitions; the first of each stays, none if they contradict each other."""
     repeated = {id(repetition.second) for repetition in repetitions(problems)}
     disputed = {id(repetition.first) for repetition in contradictions(problems)}
     return tuple(problem for problem in problems if id(problem) not in repeated | disputed)

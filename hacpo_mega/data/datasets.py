@@ -40,7 +40,7 @@ from hacpo_mega.data.reading.row_values import (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem in the one schema; empty where the source says nothing.
+    """A problem in the common schema; empty fields are missing in the source.
 
     id         the first 16 hex digits of sha256 of `prompt`: the same problem has it in every file
     prompt     the text a model is given        gold      the gold answer alone, as LaTeX or plain text
@@ -202,7 +202,7 @@ def layouts_of(
 
 
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
-    """The problems of a file, archive or folder in any of the layouts; whatever is wrong with it comes as defects."""
+    """The problems of a file, archive or folder in any of the layouts; faults are returned as defects."""
     path = Path(path)
     problems, defects = [], []
     layout_of_file = ""

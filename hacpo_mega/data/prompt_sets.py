@@ -20,7 +20,7 @@ MOST_COUNTED = 2**15  # tokens of a prompt that a message says; nobody needs to 
 
 
 def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampler, int]:
-    """The prompts of every step, and how many rows were left out because some agent needs too many tokens for them.
+    """The prompts of every step, and the number of rows left out because an agent needs too many tokens for them.
 
     ValueError when the rest is too few for a step.
     """
@@ -66,7 +66,7 @@ def _short_enough(
     most, fields = config.rollout.max_prompt_tokens, (config.data.prompt_field, config.data.gold_field)
 
     def place(index: int) -> str:
-        """File and line of a row, which is looked for only where there is something to say of it."""
+        """File and line of a row, which are looked for only for a message."""
         met = PromptsMet()
         read_prompts(files, *fields, met, config.data.tools_field, keep_first=True)
         first = met.meet(rows[index].id, "", "")
@@ -113,7 +113,7 @@ def _require_enough(
     max_tokens: int,
     num_tokens: NumTokens,
 ) -> None:
-    """ValueError when fewer than `needed` rows (of a skill) are kept although there are that many."""
+    """ValueError if fewer than `needed` rows (of a skill) are kept although there are that many."""
     rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
     if len(kept) >= needed or len(rows) < needed:
         return

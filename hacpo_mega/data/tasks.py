@@ -26,7 +26,7 @@ EVALUATION_PROMPTS_PER_SKILL = 150
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of the task with its gold working and its result; `answer` is what a warm start teaches."""
+    """A prompt of the task with its worked solution and its result; a warm start teaches `answer`."""
 
     skill: str
     prompt: str

@@ -21,7 +21,7 @@ Headline = Literal["avg", "best", "maj"]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems, how many answers each gets, and the score that stands for the benchmark.
+    """Problems, answers per problem, and the score that stands for the benchmark.
 
     temperature   0 is greedy; more than one answer needs sampling
     relative      share of gold by which a number may be off, for the mathematical judges: of measured quantities

@@ -1,4 +1,4 @@
-"""Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
+"""Statistics of k judged answers per problem, and their errors over problems. Pure functions, no files.
 
     avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else shown as mean reward@k
     best@k   mean of the highest reward among the k answers to a problem, else shown as best reward@k

@@ -82,7 +82,7 @@ class EvaluationSettings:
 
     @property
     def voted(self) -> str:
-        """The kind of judge whose final answers are voted on: of the part that is the success, else of the first."""
+        """The kind of judge that normalises votes: of the part that is the success, else of the first."""
         return self.reward_parts[self.reward_success].kind if isinstance(self.reward_success, str) else self.reward
 
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
@@ -111,8 +111,8 @@ class EvaluationSettings:
 def settings_for(
     model: Path, benchmarks: Sequence[Benchmark], *, reward: str | None = None, trust: bool = False
 ) -> EvaluationSettings:
-    """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME those of the run, so that an agent is asked and
-    judged as in its training.
+    """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME the run's settings, so that an agent is
+    evaluated as it was trained.
 
     reward   the grader that the user names himself
     trust    whether code that the run's configuration names may run: a grader, Python in the model folder, the engine's
@@ -294,7 +294,8 @@ def require_judge(settings: EvaluationSettings) -> None:
 
 
 def require_weights(settings: EvaluationSettings) -> None:
-    """ValueError, a line per problem, for a model of which training, vLLM and transformers take different weights."""
+    """ValueError, a line per problem, for a model whose weights training, vLLM and transformers would read
+    differently."""
     if settings.stored is None or settings.stored.agent.lora is not None:
         require_one_reading(settings.folder)
 

@@ -33,7 +33,7 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
 
 
 def record_termination(run_dir: Path) -> None:
-    """Notes that the attempt which this process is in was told to end, where a launcher starts jobs again."""
+    """Notes that the attempt of this process was told to end, if a launcher starts jobs again."""
     if (found := attempt_of_job()) is not None:
         _append(run_dir, {"job": found[0], "attempt": found[1], "ended": TOLD})
 

@@ -40,7 +40,7 @@ class JobServer:
         self._context.set_forkserver_preload([preload])
 
     def start(self) -> None:
-        """Starts the server, and waits until it has imported what it forks."""
+        """Starts the server, and waits for its imports."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
         process = self._context.Process(target=int)
@@ -98,7 +98,7 @@ def _end_with_queue() -> None:
 
 
 def wait_for_ranks(processes: list[BaseProcess]) -> None:
-    """Until all have ended, or one has failed and the others have had their last words."""
+    """Waits until all have ended, or one has failed and the others have had time for their last messages."""
     running = {process.sentinel: process for process in processes}
     has_failed = False
     while running:

@@ -31,7 +31,8 @@ OnEvaluation = Callable[[int, Mapping[str, float]], None]
 
 
 class RunFailed(RuntimeError):
-    """A rank has ended with an error, which it has said itself; `exit_code` as in docs/reference/exit-codes.md."""
+    """Raised if a rank has ended with an error, which it has printed itself; `exit_code` as in
+    docs/reference/exit-codes.md."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
         super().__init__(f"the run {run_dir} ended with exit code {exit_code}; its ranks have said why, above")
@@ -103,7 +104,7 @@ def train(
 
 
 def _options(how: StartOptions) -> list[str]:
-    """The words of the command line for `how`."""
+    """The command-line options for `how`."""
     words = [word for key in how.get("accept", ()) for word in ("--accept", key)]
     words += ["--from", str(branch)] if (branch := how.get("branch")) is not None else []
     return words + [f"--{name.replace('_', '-')}" for name in ("fresh", "last_whole") if how.get(name)]

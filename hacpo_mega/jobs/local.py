@@ -105,7 +105,7 @@ def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) 
 
 
 class _Ranks:
-    """The processes, each in a session of its own, so that a terminal tells the launcher alone."""
+    """The processes, each in a session of its own, so that a terminal signals the launcher alone."""
 
     def __init__(self, look: Callable[[], None], *, forks: bool) -> None:
         self._look, self._forks, self._is_importing = look, forks, False
@@ -120,7 +120,7 @@ class _Ranks:
         self._is_importing = False
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> None:
-        """One more; none when the job was told to end meanwhile."""
+        """Starts one more process; none if the job was told to end meanwhile."""
         if self._told:
             return
         if self._forks:

@@ -171,7 +171,7 @@ def _kind(slurm: SlurmConfig, own: SlurmAgentConfig, name: str) -> NodeKind:
 
 
 def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: bool) -> None:
-    """ValueError where what all layers share (tp x cp) would cross nodes, or a cell would be cut at a node's end."""
+    """ValueError if a tensor group (tp x cp) would cross nodes, or a node's end would cut a cell."""
     key = "gpus_per_node" if kind.gpus else "ranks_per_node"
     block = shape.tp * shape.cp
     name, words = ("tp", f"tp {block}") if shape.cp == 1 else ("tp x cp", f"tp {shape.tp} x cp {shape.cp}")

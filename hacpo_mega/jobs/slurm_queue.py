@@ -66,7 +66,7 @@ def job_name(run_dir: Path) -> str:
 
 
 def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
-    """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
+    """The running, then the waiting jobs of a run, of any user; None if squeue does not answer."""
     options = ("--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
     output = _ask("squeue", *options, patience_s=patience_s)
     if output is None:
@@ -77,7 +77,7 @@ def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
 
 
 def partitions() -> dict[str, list[NodeGroup]]:
-    """The nodes of every partition; the default one also by the name "". Empty where sinfo cannot be asked."""
+    """The nodes of every partition; the default one also by the name "". Empty if sinfo cannot be asked."""
     found: dict[str, list[NodeGroup]] = {}
     options = ("--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}")
     for line in (_ask("sinfo", *options, patience_s=CONTROLLER_S) or "").splitlines():

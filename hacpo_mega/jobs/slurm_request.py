@@ -124,7 +124,7 @@ def _of_fullest_node(part: Component, groups: Sequence[NodeGroup], cpus: int) ->
 
 
 def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:
-    """Processors of a process, and why so many: of the smallest node that there may be."""
+    """Processors of a process, and the reason: by the smallest possible node."""
     if not groups:
         return UNKNOWN_CPUS, "sinfo could not be asked; slurm.cpus_per_rank says another number"
     least = min(_fitting(part, groups), key=lambda group: group.cpus)
@@ -141,7 +141,8 @@ def _fitting(part: Component, groups: Sequence[NodeGroup]) -> Sequence[NodeGroup
 
 
 def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool) -> tuple[str, str]:
-    """The word for --mem of a component's nodes, and why: as much of the smallest node as of its GPUs or processors."""
+    """The value of --mem for a component's nodes, and the reason: the job's share of the smallest node, by GPUs or
+    processors."""
     if whole:
         return "0", ""
     if not groups or not all(group.memory_mib for group in groups):
@@ -162,7 +163,7 @@ def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool
 
 
 def _num_gpus(part: Component) -> int:
-    """GPUs of each node that are asked for."""
+    """Requested GPUs of each node."""
     return max(part.counts) if part.is_even else part.kind.gpus
 
 

@@ -54,7 +54,7 @@ NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
 
 @dataclass(frozen=True)
 class Job:
-    """A run as Slurm is to have it. `config` is the TOML of its attempts; the script's text is `script` of a number."""
+    """A run's submission to Slurm. `config` is the TOML of its attempts; the script's text is `script` of a number."""
 
     run_dir: Path
     plan: Plan
@@ -118,7 +118,7 @@ def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: boo
 
 
 def submit(job: Job, *, fresh: bool) -> Iterator[str]:
-    """Writes the script and gives it to sbatch; says the job's number, its log and how to watch and end it.
+    """Writes the script and submits it with sbatch; prints the job's number, its log and how to watch and end it.
 
     `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run already has a job whose
     folder `fresh` would take, and with Slurm's own message if it refuses the job.
@@ -173,7 +173,7 @@ def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> Non
 
 
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
-    """ValueError, before anything is written, in Slurm's words, for an account, qos or option that it does not know."""
+    """ValueError, before anything is written, with Slurm's message, for an unknown account, qos or option."""
     done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
     if done.returncode and not MAY_CHANGE.search(done.stderr):
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
@@ -204,7 +204,7 @@ def write(job: Job, *, fresh: bool) -> Path:
 
 
 def _own_folder(job: Job) -> Path:
-    """The folder of the run's scripts and logs, which nobody else may write."""
+    """The folder of the run's scripts and logs; nobody else may write it."""
     folder = job.folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -240,7 +240,7 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
 
 
 def _directives(job: Job) -> Iterator[str]:
-    """The #SBATCH lines: of the job, then of each component. Nodes that are held belong to no run, and come once."""
+    """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir)}{"-held" * job.held}"'
     yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'

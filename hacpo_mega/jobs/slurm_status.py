@@ -1,4 +1,4 @@
-"""`hacpo-mega slurm --status RUN`: how a run stands, on one screen, from its folder and from Slurm's queue.
+"""`hacpo-mega slurm --status RUN`: the status of a run on one screen, from its folder and from Slurm's queue.
 
 Reads the ends of files alone, so that it answers at once beside a run of any size. Imports no torch.
 Not here: what a run has learnt (report/).
@@ -78,7 +78,7 @@ def _queue(jobs: Sequence[QueuedJob] | None) -> str:
 
 
 def _attempt(run_dir: Path) -> str:
-    """The newest attempt: of the run, as the job script counts them, else of a job that has another script."""
+    """The newest attempt of the run, as the job script counts them, else of a job with another script."""
     numbers = [folder.name.removeprefix("attempt_") for folder in run_dir.glob("logs/attempt_*")]
     newest = max((int(number) for number in numbers if re.fullmatch("[0-9]{1,9}", number)), default=0)
     attempts = read_attempts(run_dir)

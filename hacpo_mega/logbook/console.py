@@ -96,7 +96,7 @@ class Console:
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run.
+        """Prints one escaped line above the bar; a full disk or a closed pipe ends no run.
 
         On a terminal it is broken between words.
         """
@@ -219,7 +219,7 @@ class StepLine:
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """A line in parts of at most `width` columns where its groups allow it, those that follow below its first group."""
+    """Splits a line into parts of at most `width` columns where groups allow it; parts align below the first group."""
     begin, *groups = line.split(" | ")
     lines = [begin]
     for group in groups:
@@ -247,13 +247,13 @@ def phase_seconds(metrics: StepMetrics) -> dict[str, float]:
 
 
 def in_step_order(phases: Iterable[str]) -> list[str]:
-    """Phases as they follow each other in a step; those outside it (evaluate, load) come last, by name."""
+    """Phases in the order of a step; those outside it (evaluate, load) come last, by name."""
     rank = {phase: i for i, phase in enumerate(PHASES)}
     return sorted(phases, key=lambda phase: (rank.get(phase, len(rank)), phase))
 
 
 def _phase_cells(metrics: StepMetrics, most: int | None) -> dict[str, Cell]:
-    """The longer phases with the step's seconds, at `most` so many of them, as one cell: they change by the step."""
+    """The longest phases with the step's seconds, at `most` so many, as one cell: they change by the step."""
     names = agent_names(metrics)
     step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
     long = {phase: s for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"}
@@ -302,7 +302,7 @@ def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -
 
 
 def _over_sources(values: Mapping[str, float], prefix: str, name: str) -> list[float]:
-    """One number per source; their plain mean is what a line has room for, the pairs are in metrics.jsonl."""
+    """One number per source; a line has room for their plain mean, the pairs are in metrics.jsonl."""
     return [value for key, value in values.items() if key.startswith(f"{prefix}from/") and key.endswith(f"/{name}")]
 
 

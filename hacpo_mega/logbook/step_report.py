@@ -72,7 +72,7 @@ class StepFindings:
 
 
 class StepReport:
-    """Measures, writes and shows a step, on every rank; most ranks have nothing to say."""
+    """Measures, writes and shows a step, on every rank; most ranks print nothing."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StepReport:
         *,
         is_on_policy: bool,
     ) -> None:
-        """`dtype` is the parameters' of the actor: what gap between engine and trainer is to be expected.
+        """`dtype` is that of the actor's parameters, which sets the expected gap between engine and trainer.
 
         `is_on_policy`: the scores are the actor's, of the policy that learns.
         """
@@ -122,7 +122,7 @@ class StepReport:
         return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`; what an older version did not keep begins anew."""
+        """Restores `state_dict()`; state that an older version did not keep begins anew."""
         for name, kept in self._kept.items():
             if name in state:
                 kept.load_state_dict(state[name])
@@ -202,7 +202,7 @@ class StepReport:
             add_skips(self._metrics, name, found.updates)
 
     def _warn(self, reduced: StepMetrics) -> None:
-        """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
+        """Warns of alarming numbers in a step's reduced metrics, which the job's rank 0 has."""
         known = reduced.values | reduced.timing
         gaps, norms, residues, rewards, trained, advantages = (
             [known.get(f"agent/{name}/{what}") for name in self._names]

@@ -85,7 +85,7 @@ class ActorPlan:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share that of the same experts."""
+        """Number of ranks that share the optimizer of the same experts."""
         return self.dp * self.layout.tp * self.layout.cp // self.layout.ep
 
 
@@ -301,14 +301,15 @@ def _masks(plan: ActorPlan, stage: int) -> int:
 
 
 def _mask(plan: ActorPlan, layer: int) -> int:
-    """Without flash attention, what a window hides is a number for a pair of tokens, of one sequence at the most."""
+    """Bytes of a window's mask without flash attention: a number per pair of tokens, of one sequence at the most."""
     window = plan.architecture.window_of(layer)
     hides = window is not None and window < plan.num_tokens and not plan.device.flash_attention
     return plan.num_tokens**2 * FLOAT32 if hides else 0
 
 
 def _end(layer: _Layer) -> int:
-    """The final norm keeps as much as another, its input in place of its output, which is gathered for the head."""
+    """Bytes of the final norm: as much as another, with its input instead of its output, which is gathered for the
+    head."""
     return layer.norm + layer.gathered
 
 

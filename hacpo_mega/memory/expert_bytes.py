@@ -72,5 +72,5 @@ def replayed_bytes(a: Architecture, tokens: int, num_layers: int) -> int:
 
 
 def answer_routing_bytes(a: Architecture, tokens: int) -> int:
-    """The routing of so many tokens of answers and their prompts, on the host (samples/routing.py)."""
+    """Host bytes of the routing of so many tokens of answers and their prompts (samples/routing.py)."""
     return tokens * a.num_layers * a.experts_per_token * expert_number_bytes(a.num_experts)

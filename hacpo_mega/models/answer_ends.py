@@ -41,7 +41,8 @@ class AnswerEnds:
 
 
 def answer_ends(folder: Path | None, eos_id: int | None, written: Sequence[int], bos_id: int | None) -> AnswerEnds:
-    """The ends of an agent whose tokenizer has `eos_id` and whose chat template writes `written` after an answer.
+    """The end tokens of an agent with this `eos_id` of its tokenizer and the text `written` that its chat template puts
+    after an answer.
 
     Every id that a file of the folder or the tokenizer names is an end. Others' answers end with the first of these
     that the template writes after an answer. Where it writes another control token alone, that is an end, too, and the

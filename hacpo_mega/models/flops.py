@@ -40,7 +40,7 @@ def matrix_parameters(model: Architecture) -> int:
 
 
 def feed_forward_parameters(model: Architecture) -> int:
-    """The same of all feed-forwards: of routers, of as many experts as a token goes to and of shared ones, too."""
+    """The same for all feed-forwards: routers, the experts of a token, and shared ones."""
     columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn
     routers = model.expert_layers * model.num_experts
     return active_experts(model) + model.hidden_size * (3 * columns + routers)
@@ -52,7 +52,7 @@ def active_experts(model: Architecture) -> int:
 
 
 def touched_experts(model: Architecture, tokens: float) -> float:
-    """Share of a layer's experts to which some of so many tokens go, each to experts of its own by lot."""
+    """Share of a layer's experts that receive any of so many tokens, if each token chooses at random."""
     return 1.0 - (1.0 - model.experts_per_token / model.num_experts) ** tokens
 
 

@@ -163,7 +163,7 @@ def head_problem(folder: Path, *, tied: bool) -> str | None:
 
 
 def require_one_reading(folder: Path) -> None:
-    """ValueError, a line per problem, for a folder of which its readers would take different weights."""
+    """ValueError, a line per problem, for a folder from which different readers would take different weights."""
     tied = is_tied(read_config(folder))
     stored_tensors(folder)
     if problem := head_problem(folder, tied=tied):
@@ -218,7 +218,7 @@ def published_names(folder: Path) -> frozenset[str]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A hash of config.json and of the safetensors: another checkpoint at the same path is another model.
+    """A hash of config.json and of the safetensors, so that another checkpoint at the same path is another model.
 
     Of a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
     everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without safetensors.
@@ -244,7 +244,7 @@ def some(names: list[str]) -> str:
 
 
 def _read_otherwise(folder: Path, named: set[str] | None) -> Iterator[str]:
-    """A line for every kind of file from which another reader would take weights; `named` are the index's files."""
+    """A line for every kind of file from which another reader would take weights; `named` are those of the index."""
     stored = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith(".")}
     adapters = set(adapter_files(folder))
     if adapters:
@@ -286,7 +286,7 @@ def _against_index(file: Path, unnamed: set[str], index: Mapping[str, str]) -> I
 
 
 def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
-    """One entry of a header; bytes begin at `first`. ValueError when its bytes are not those of its shape."""
+    """One entry of a header; bytes begin at `first`. ValueError if their number does not fit the shape."""
     start, end = entry["data_offsets"]
     tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, first + end)
     numbers = (start, end, *tensor.shape)

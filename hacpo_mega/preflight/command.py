@@ -52,7 +52,7 @@ class Preflight:
     def __init__(
         self, env: LauncherEnv, rank_map: RankMap | None, run_dir: Path | None, report: NodeReport, patience_s: float
     ):
-        """`rank_map` and `run_dir` are None where the configuration could not be read; `report` then says why."""
+        """`rank_map` and `run_dir` are None if the configuration could not be read; `report` then says why."""
         self._env, self._rank_map, self._report, self._patience_s = env, rank_map, report, patience_s
         self._logs = None if run_dir is None else run_dir.absolute() / "logs"
         self._outcome = Outcome()
@@ -102,7 +102,7 @@ class Preflight:
         return None
 
     def _send_looking(self) -> None:
-        """Tells every node whom to connect to, by a key of its own: one for all would be nodes^2 bytes to read."""
+        """Gives every node its list of nodes to connect to, by a key of its own: one for all would be nodes^2 bytes."""
         speakers = {
             word["node"]: (rank, word) for rank, word in sorted(self._outcome.words.items()) if "report" in word
         }
@@ -176,7 +176,7 @@ class Preflight:
         return self._conclude("groups", meeting)
 
     def _judge_groups(self, words: Mapping[int, Word], meeting: Meeting) -> None:
-        """Names whom the first kind of group that anybody is stuck in fails for; later kinds fail in consequence."""
+        """Names the suspects of the first kind of group in which a rank is stuck; later kinds fail in consequence."""
         stuck = {rank: word for rank, word in words.items() if word["stage"]}
         if not stuck:
             return

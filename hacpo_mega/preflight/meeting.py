@@ -58,7 +58,7 @@ class Meeting:
         self.store: dist.Store = dist.PrefixStore("preflight", open_store(env, self.secret, patience_s))
 
     def tell(self, round_name: str, word: Word) -> None:
-        """Says this rank's word of a round."""
+        """Sends this rank's message of a round."""
         self.store.set(f"{round_name}/{self._env.rank}", json.dumps(word))
         self.store.add(f"{round_name}/count", 1)
 
@@ -152,7 +152,8 @@ def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str
 
 
 def leave_mark(folder: Path, token: str, node: str) -> str | None:
-    """Writes this node's name where all nodes of the run look, unless another was first; why not, or None."""
+    """Writes this node's name into the folder that all nodes of the run look at, unless another was first; why not, or
+    None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), (folder / f"preflight.{token}").open("x", encoding="utf-8") as file:
@@ -174,7 +175,7 @@ def see_mark(folder: Path, token: str) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A collective that is to be timed: of every member `num_bytes`; one member `tells`."""
+    """A collective to time: `num_bytes` of every member; one member `tells`."""
 
     kind: str
     group: str
@@ -298,8 +299,8 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
 
 
 def not_in_ring(store: dist.Store, world_size: int) -> list[int]:
-    """The ranks that have not come to the roll call, for whom rank 0 waits with all else; where all have, those that
-    have not come to the last thing that making the groups does: their address in the ring."""
+    """Ranks missing at the roll call; if none is, those without an address in the ring, the last part of making
+    groups."""
     for key in ("here", "ring/watchdog"):
         if absent := [rank for rank in range(world_size) if not store.check([f"hacpo_mega/{key}/{rank}"])]:
             return absent

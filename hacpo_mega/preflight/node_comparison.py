@@ -94,7 +94,7 @@ def suspects(failed: Iterable[frozenset[str]], passed: Iterable[frozenset[str]])
 
 
 def _differing(facts: Iterable[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """A finding for every fact of a node that is not what most nodes have; of two halves, the first node's is right."""
+    """A finding for every fact of a node that differs from the majority; of two halves, the first node's is right."""
     facts = list(facts)
     found = []
     for name in dict.fromkeys(name for _, own in facts for name in own):

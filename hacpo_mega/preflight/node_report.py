@@ -63,7 +63,7 @@ class NodeReport:
 
 
 def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> NodeReport:
-    """This node's report, made by its first process; `versions` are those of the installed packages."""
+    """This node's report, by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
     problems += compiler_problems() if gpus else []

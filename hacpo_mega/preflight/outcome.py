@@ -56,7 +56,7 @@ class Outcome:
 
 
 def missing_findings(outcome: Outcome, env: LauncherEnv, gave_up: Mapping[str, float]) -> list[Finding]:
-    """The nodes that have not come, or not with all their processes, as far as the launcher or the others name them.
+    """The nodes that are missing, or miss processes, as far as the launcher or the others name them.
 
     Nodes that waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late. If only rank
     0's own node arrived, of at least three, that one cannot be reached.

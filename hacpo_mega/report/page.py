@@ -71,7 +71,7 @@ def _reached(fates: Fates) -> str:
 
 
 def _learnt_from_others(run: Run, agent: str) -> Fates | None:
-    """The fate of all others' answers on their way to an agent; None where none was offered, or nobody counted."""
+    """The fates of all others' answers for an agent; None if none was offered, or nobody counted."""
     found = [fates for source in run.agents if source != agent for fates in run.fates(agent, source).values()]
     return Fates.total(found) if found else None
 

@@ -1,4 +1,4 @@
-"""The curves of a run: what is drawn, one function per figure, nothing when the run has none of its numbers.
+"""The curves of a run, one function per figure; nothing if the run lacks its numbers.
 
 One colour per agent on every figure; FIGURES lists them with their titles. How things look is canvas.py.
 """
@@ -267,7 +267,7 @@ def draw_health(run: Run) -> Figure | None:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `stem` names its PNG file, `note` says how to read it; the SVG is for the page."""
+    """A figure of the report. `stem` names its PNG file, `note` explains it; the SVG is for the page."""
 
     stem: str
     title: str

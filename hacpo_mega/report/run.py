@@ -102,7 +102,7 @@ def load_run(folder: Path) -> Run:
 
 
 def _wrong_setting(config: dict[str, Any]) -> str | None:
-    """The first setting, of those that a report reads otherwise than as text, of another kind; None where all do."""
+    """The first setting of a wrong type, of those that a report needs as other than text; None if all are right."""
     if why := wrong_field(config, {"agents": list_of(TABLE).if_given}):
         return why
     agents = enumerate(config.get("agents", ()))
@@ -219,7 +219,7 @@ def evaluated_skills(run: Run) -> list[str]:
 
 
 def measure_of(found: Iterable[Accuracy]) -> str:
-    """The word for the means of these evaluations."""
+    """The name for the means of these evaluations."""
     points = [HeldOut(point.value, point.num_evaluated, point.square) for point in found]
     return "accuracy" if are_accuracies(points) else "mean reward"
 

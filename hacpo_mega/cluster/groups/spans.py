@@ -62,7 +62,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str, kind: str = "part", group: str = "") -> Iterator[None]:
-        """Records what happens inside, unless recording is off. A collective names its group."""
+        """Records its body as a span, unless recording is off. A collective names its group."""
         if kind == "phase":
             self._phase = name
         if not self.is_on:
@@ -82,7 +82,7 @@ class Spans:
         self._sent[self._phase, whom] += num_bytes
 
     def take_sent(self) -> dict[tuple[str, str], int]:
-        """Bytes by phase and by whom they went to, since the last call."""
+        """Bytes by phase and by receiver since the last call."""
         sent, self._sent = self._sent, Counter()
         return dict(sent)
 

@@ -65,7 +65,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def _why_no_gpu() -> str:
-    """torch's own words: no driver, one that is too old, none visible."""
+    """torch's own message: no driver, one that is too old, none visible."""
     try:
         torch.cuda.init()
     except RuntimeError as error:

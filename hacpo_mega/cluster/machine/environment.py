@@ -140,7 +140,7 @@ def _inductor_folder() -> str:
 
 
 def own_caches(agent: str) -> None:
-    """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
+    """On CUDA, gives an agent's processes on this node a cache folder of their own for compiled code.
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
     because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
@@ -349,7 +349,7 @@ class Used(NamedTuple):
 
 
 def used_since_begin() -> Used:
-    """Since the command began that this process is of, and what it and its launcher here have used of processors."""
+    """Seconds since this process's command began, and processor seconds that it and its local launcher have used."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
     fields = Path(f"/proc/{launcher}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
@@ -378,7 +378,7 @@ def is_first_of_its_node() -> bool:
 
 
 def _variable(*names: str) -> int:
-    """The number in the first of these variables that is set; 0 where none is. ValueError for what is no number."""
+    """The number in the first of these variables that is set; 0 if none is. ValueError if it is no number."""
     name = next((name for name in names if os.environ.get(name)), None)
     return 0 if name is None else number_of(name, os.environ[name])
 

@@ -68,7 +68,7 @@ def num_memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_cgroups(root: Path) -> list[Path]:
-    """The folder of the cgroup that counts this process's memory, and those of all its parents."""
+    """The folders of the memory cgroup of this process and of all its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -99,7 +99,7 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _given_by_slurm(task: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """The job's memory on this node; a shell that only asked for nodes has the variables, too, and no task."""
+    """The job's memory on this node; a shell that only allocated nodes has the variables, too, but no task."""
     if "SLURM_PROCID" not in task:
         return
     for name, times in (("NODE", None), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):

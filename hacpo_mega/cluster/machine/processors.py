@@ -17,7 +17,7 @@ MASK = re.compile(r"0x[0-9A-Fa-f]+")
 
 
 def num_threads(task: Mapping[str, str], num_local: int, allowed: int) -> int:
-    """Threads of one of `num_local` processes, of which this one may use `allowed` processors.
+    """Number of threads for one of `num_local` processes; this one may use `allowed` processors.
 
     Where nothing binds it, it sees those of all processes of its node.
     """
@@ -46,7 +46,7 @@ def stay_near_gpu(task: Mapping[str, str], root: Path = Path("/")) -> None:
 def near_shares(
     masks: Sequence[set[int]], homes: Sequence[set[int]], core_of: Callable[[int], int]
 ) -> list[set[int]] | None:
-    """The processors of every process: as many as its mask has, of those of all masks, out of its own `homes`.
+    """The processors of every process: as many as its mask has, taken from all masks, from its own `homes` first.
 
     Both threads of a core stay together (`core_of`). None where one would have too few.
     """

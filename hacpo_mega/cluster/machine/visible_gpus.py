@@ -29,7 +29,7 @@ class Gpu:
 
 
 def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
-    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all where it is None, and what is wrong with them.
+    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all if it is None, and its problems.
 
     Without NVIDIA's tool there are none.
     """
@@ -50,7 +50,7 @@ def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
 
 
 def _named(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str, str, str]]) -> Gpu | None:
-    """The device that a word of CUDA_VISIBLE_DEVICES means; None for one that is not there."""
+    """The device of one entry of CUDA_VISIBLE_DEVICES; None if there is none."""
     if name.startswith("MIG-"):
         for uuid, profile, card in slices:
             # Older drivers name a slice by its card: MIG-GPU-<uuid>/instance/instance.
@@ -83,7 +83,7 @@ def _slices() -> Iterator[tuple[str, str, str]]:
 
 
 def _ask(*options: str) -> list[str] | str:
-    """The lines that nvidia-smi prints; what is wrong with it, "" where there is none."""
+    """The lines that nvidia-smi prints; or its error, "" if there is no nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:

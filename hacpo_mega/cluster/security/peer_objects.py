@@ -25,7 +25,7 @@ TENSOR: Names = frozenset((REBUILD, LOAD, HOOKS))
 
 
 def plain_objects_only() -> None:
-    """From here on, an object from another process of the job that is more than a plain value or a tensor is refused.
+    """From here on, refuses an object from another process of the job that is more than plain values and tensors.
 
     For good: a process that has joined a job goes on in no other.
     """
@@ -39,7 +39,7 @@ class _PlainUnpickler:
         self._data = file.read()
 
     def load(self) -> Any:
-        """The object. ValueError, which ends the job, for any other than is said above."""
+        """The object. ValueError, which ends the job, for any other type than those above."""
         parts: list[Record] = []
         try:
             value = read_plain(self._data, TENSOR, partial(_tensor, parts))

@@ -1,4 +1,4 @@
-"""Folders that nobody else on the machine can enter: a job's, gone with it, and the user's, which stays.
+"""Folders that nobody else on the machine can enter: a job's, removed with it, and the user's, which stays.
 
 A job's has the file by which its processes find each other, where a launcher of ours started them on one machine, and
 the sockets of engines that span processes. No torch.
@@ -42,7 +42,7 @@ def job_folder() -> Iterator[Path]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Removes the folders of this user's jobs whose launcher has gone. One without OWNER may be about to get it."""
+    """Removes the folders of this user's jobs without a living launcher. One without OWNER may be about to get it."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another's, in use, or gone meanwhile
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -71,7 +71,7 @@ class SocketFolder:
 
 
 def own_folder() -> Path:
-    """A folder of the user's for what outlives a job: in the cache of his home, or under TMPDIR where that cannot be.
+    """A folder of the user's for files that outlive a job: in the home's cache, or under TMPDIR if that is impossible.
 
     Another user can take a name under TMPDIR, but none in a home. ValueError where both fail.
     """
@@ -96,7 +96,7 @@ def _home_cache() -> Path | None:
 
 
 def _first_of(*folders: Path | None) -> Path:
-    """The first folder that is there, or can be made, and that nobody else owns or may write."""
+    """The first folder that exists, or can be made, and that nobody else owns or may write."""
     for folder in filter(None, folders):
         with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)

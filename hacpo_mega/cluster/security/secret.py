@@ -1,4 +1,4 @@
-"""The secret of a job, and how two of its processes show each other that they know it before anything else is said.
+"""The secret of a job, and the handshake by which two of its processes prove that they know it.
 
     host -> caller     32 random bytes, as soon as the connection stands
     caller -> host     32 random bytes, and HMAC-SHA256 over both with the secret
@@ -68,7 +68,7 @@ class Secret:
         return cls(_of_this_machine() if env.world_size > 1 else os.urandom(NUM_BYTES))
 
     def proof(self, role: str, purpose: str, challenges: bytes) -> bytes:
-        """Shows that whoever knows these random bytes knows the secret, too."""
+        """Proves that the holder of these random bytes knows the secret."""
         text = "\n".join(("hacpo_mega", role, purpose, ""))
         return hmac.digest(self.key, text.encode() + challenges, "sha256")
 
@@ -87,7 +87,7 @@ def forget_secret() -> None:
 
 
 def share_secret(run_dir: Path, patience_s: float) -> None:
-    """Gives the processes of a Slurm step on several nodes one secret, where nobody has exported any. Before `of_job`.
+    """Gives the processes of a Slurm step on several nodes one secret, if none is exported. Runs before `of_job`.
 
     By a file beside `run_dir`, which all nodes see: rank 0 makes it, for this step alone and readable by its user
     alone, and removes it by `forget_secret`. ValueError where it cannot be made, or does not appear.
@@ -114,7 +114,7 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, in the place of whatever a killed process has left there."""
+    """Writes atomically, over a leftover of a killed process."""
     draft = path.with_name(f"{path.name}.{new_secret()[:16]}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -266,7 +266,7 @@ class AuthListener:
 
 
 def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
-    """Shows the host of a connection the secret, and lets it show that it knows it. AuthError where it does not."""
+    """Proves knowledge of the secret to the host of a connection and checks the host's proof; else AuthError."""
     end = time.monotonic() + timeout_s
     challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
@@ -277,13 +277,14 @@ def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeou
 
 
 def _speak(connection: socket.socket, text: bytes) -> None:
-    """A few bytes on a fresh connection, whose buffer is empty."""
+    """Sends a few bytes on a fresh connection, whose buffer is empty."""
     if connection.send(text) < len(text):
         raise AuthError("it does not take 32 bytes")
 
 
 def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[AuthError] = AuthError) -> bytes:
-    """Exactly so many bytes before the time `end`. AuthError where they do not come, `hung_up` where nothing can."""
+    """Reads exactly so many bytes before the time `end`. AuthError if they do not come, `hung_up` at the end of the
+    stream."""
     heard = b""
     while len(heard) < num_bytes:
         connection.settimeout(max(1e-3, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Every cross-check of a configuration: what one table alone cannot know. Arithmetic and the nearest valid value.
+"""Cross-checks of a configuration, over several tables: arithmetic and the nearest valid value.
 
 What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
 the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
@@ -65,13 +65,13 @@ def batch_problems(config: Config) -> list[str]:
 
 
 def nearest_multiples(value: int, of: int, least: int = 1) -> str:
-    """The multiples of `of` on both sides of `value`, from `least` on, as a person would say them: '96 or 104'."""
+    """The multiples of `of` on both sides of `value`, from `least` on, as text: '96 or 104'."""
     below, above = value // of * of, -(-max(value, least) // of) * of
     return f"{above}" if below in (above, 0) or below < least else f"{below} or {above}"
 
 
 def update_unit(config: Config) -> int:
-    """The number that prompts_per_update is a multiple of: what every agent's cells, and the method, divide."""
+    """The divisor of prompts_per_update, from every agent's cells and the method."""
     cells = (config.lanes * agent.cells_per_lane for agent in config.agents)
     return math.lcm(*cells) * METHODS[config.algorithm.method].updates
 
@@ -364,7 +364,8 @@ def _folder(folder: Path, architecture: Architecture, *, reads_bytes: bool) -> I
 
 
 def architecture_of(agent: AgentConfig) -> Architecture:
-    """An agent's model: from its folder or, before `init` has made it, from the init table. ValueError in one line."""
+    """An agent's architecture: from its folder or, before `init` has made it, from the init table. ValueError in one
+    line."""
     if not _is_planned(agent):
         return Architecture.from_folder(agent.model)
     init = agent.init

@@ -58,7 +58,7 @@ def capacity(config: Config) -> int | None:
 
 
 def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
-    """vLLM's arguments by the placement and the user's table, which goes before."""
+    """vLLM's arguments by the placement, overridden by the user's table."""
     return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
 
 
@@ -69,7 +69,7 @@ def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
 def agent_budgets(
     config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
 ) -> dict[str, Budget]:
-    """`agent_budget` under the agent's name, and that of its engines' devices where they have their own."""
+    """`agent_budget` under the agent's name, and the budget of its engines' devices if they have their own."""
     budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if config.placement != "apart":
         return {agent.name: budget}
@@ -286,7 +286,7 @@ def memory_table(budgets: dict[str, Budget]) -> str:
 
 
 def memory_summary(budgets: dict[str, Budget]) -> str:
-    """The fullest phase of every agent as a row: what it is made of, and how much of a device that is."""
+    """The fullest phase of every agent as a row: its parts, and its share of the device."""
     unit, one = _unit(budgets)
     device = _device(next(iter(budgets.values())), one)
     wide = min(NAME_WIDTH, max(len(name) for name in budgets))
@@ -330,7 +330,7 @@ def _layout(budget: Budget) -> str:
 
 
 def model_size(budget: Budget) -> str:
-    """Parameters of the model, and those of them that a token meets where these are fewer."""
+    """Parameters of the model, and active parameters per token if these are fewer."""
     model = budget.actor.architecture
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)

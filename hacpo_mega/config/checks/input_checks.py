@@ -30,7 +30,7 @@ TABLES = (".csv", ".tsv", ".xlsx")
 
 
 def input_problems(config: Config) -> Iterator[str]:
-    """Every problem of what the configuration names, a line each."""
+    """Problems of the files that the configuration names, a line each."""
     yield from _run_folder(config)
     yield from _prompt_files(config)
     for key, grader in config.reward.graders.items():
@@ -76,7 +76,7 @@ def _own_code(config: Config) -> Iterator[str]:
 
 
 def _run_folder(config: Config) -> Iterator[str]:
-    """A run folder is renamed when another run comes: it must be the run's alone."""
+    """Problems of a run folder's place: another run would rename it, so it must be the run's alone."""
     given, folder = config.run_dir, _real(config.run_dir)
     if Path.cwd().is_relative_to(folder):
         yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"

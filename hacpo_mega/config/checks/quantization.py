@@ -18,7 +18,7 @@ OF_QUANTIZED_FOLDERS = frozenset(
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
-    """A line where the engine would refuse what its `vllm.quantization` asks for."""
+    """A line for a `vllm.quantization` that the engine would refuse."""
     kind = agent.vllm.get("quantization")
     if kind is None:
         return
@@ -34,7 +34,7 @@ def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
 
 
 def suggestions(config: Config) -> Iterator[str]:
-    """A line for each agent whose answers are drawn from another policy than the one that is trained.
+    """A line for each agent that samples from another policy than the trained one.
 
     Where answers are of one step before, the ratio is to the engine's own log-probs already.
     """

@@ -33,7 +33,7 @@ MODEL_FILE = 64  # characters of a file of a model folder, which may not be on t
 
 
 def contents(folder: Path) -> list[str]:
-    """The names in a folder that are somebody's work, sorted; empty where there is no folder. OSError if unreadable."""
+    """The names in a folder that are a person's work, sorted; empty if there is no folder. OSError if unreadable."""
     return sorted(set(os.listdir(folder)) - NO_CONTENT) if folder.exists() else []
 
 
@@ -54,7 +54,7 @@ def may_hold_run(folder: Path) -> bool:
 
 
 def shown(names: list[str]) -> str:
-    """Some names of a folder, as a line says them."""
+    """Some names of a folder, as text for a line."""
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if names[NAMES_SHOWN:] else "")
 
 

@@ -74,7 +74,7 @@ class DataParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Adapters in place of the model's own weights, which stay as they are: LoRA, in peft's words."""
+    """LoRA adapters, trained instead of the model's own weights, which stay as they are. Names are peft's."""
 
     rank: Count = 16
     """Rank r of the adapters: W + alpha / rank x B A takes the place of a matrix W."""

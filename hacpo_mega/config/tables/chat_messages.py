@@ -16,7 +16,7 @@ START = '[{"role":"'
 
 
 def messages_text(messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text that stands for messages and tools in which `messages_problem` and `tools_problem` found nothing."""
+    """The text for messages and tools that `messages_problem` and `tools_problem` have accepted."""
     said = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
     said += [{"role": message["role"], "content": message["content"]} for message in messages]
     return _compact(said)

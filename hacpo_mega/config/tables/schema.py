@@ -74,7 +74,7 @@ class DataConfig(Section):
 
 
 class RewardPartConfig(Section):
-    """One reward: its grader, and the range of what it returns."""
+    """One reward: its grader, and the range of its values."""
 
     kind: str = "math"
     """Grader: math (last boxed answer), math_any (an answer anywhere), number, choice, json, program, exact,
@@ -182,7 +182,7 @@ class RolloutConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Batch arithmetic: what a step, an optimizer update and a micro-batch hold."""
+    """Batch arithmetic: sizes of a step, an optimizer update and a micro-batch."""
 
     prompts_per_step: Count = 128
     """Prompts of one step, over all lanes; a multiple of prompts_per_update."""
@@ -329,7 +329,7 @@ class Config(Section):
 
     @property
     def colocated(self) -> Self:
-        """The same with every engine on the devices that train: for what looks at both in one process."""
+        """The same with every engine on the devices that train, for a comparison of both in one process."""
         if self.placement != "apart":
             return self
         agents = (agent.model_copy(update={"rollout_gpus": None, "engine_tp": None}) for agent in self.agents)

@@ -1,4 +1,5 @@
-"""The [slurm] table: what `hacpo-mega slurm` asks a cluster for. It changes where and how a run starts, never the run.
+"""The [slurm] table: the resources that `hacpo-mega slurm` requests. It changes where and how a run starts, never the
+run.
 
 Not here: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
 """
@@ -48,7 +49,7 @@ def _memory(value: Any) -> Any:
 
 
 def _line(text: str) -> str:
-    """A value that stands in one line of the job script. ValueError for one that would begin another."""
+    """A value for one line of the job script. ValueError if it would begin another."""
     if not text or not text.isprintable():
         raise ValueError(f"needs one line of printable text, found {text!r}")
     return text
@@ -64,7 +65,7 @@ LIKE_HOURS = 72
 
 
 class SlurmAgentConfig(Section):
-    """Nodes of another kind for one agent; what is not given is as in [slurm]."""
+    """Nodes of another kind for one agent; missing keys are as in [slurm]."""
 
     partition: Line | None = None
     """Partition of this agent's nodes."""

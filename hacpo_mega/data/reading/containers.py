@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Every row of a file, an archive or a folder. ValueError for what a link of a run leads to outside of it."""
+    """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
         for file in sorted(path.rglob("*")):
@@ -84,7 +84,7 @@ def _is_object(raw: bytes) -> bool:
 
 
 class _Entry(tarfile.TarInfo):
-    """A file of an archive; TarError for one whose header fills the memory: tarfile reads it whole."""
+    """A file of an archive; TarError if its header fills the memory: tarfile reads it whole."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":

@@ -84,8 +84,8 @@ def content_id(text: str) -> str:
 
 
 class PromptFiles(NamedTuple):
-    """The good rows of files and every problem of the others, both in file and line order, and how many rows were left
-    out because an earlier one has their prompt."""
+    """The good rows of files and every problem of the others, both in file and line order, and the number of rows left
+    out as repeated."""
 
     rows: list[PromptRow]
     problems: list[DataProblem]
@@ -123,8 +123,8 @@ def read_prompts(
     *,
     keep_first: bool = False,
 ) -> PromptFiles:
-    """Reads one set of files. A row whose prompt was met before is a problem; `keep_first` leaves it out where both
-    rows are of this set and have the same gold.
+    """Reads one set of files. A repeated prompt is a problem; `keep_first` leaves the row out if both are of this set
+    and have the same gold.
 
     `met` knows where each prompt was met; handed from one call to the next, it finds repetitions across sets.
     """
@@ -264,7 +264,7 @@ def absence(record: dict[str, Any], field: str) -> str:
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of what cannot be read."""
+    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of an unreadable one."""
     if is_saved(file) or str(file).startswith(HUB):
         yield from _read_batches(file)
     elif not file.is_file():
@@ -292,7 +292,7 @@ def most_unpacked(packed_bytes: int) -> int:
 def read_lines(
     file: Path, lines: BinaryIO, most_bytes: float = math.inf
 ) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
+    """(line from 1, record) of a stream of JSON Lines; problems name `file`."""
     line = 0
     try:
         while raw := lines.readline(MAX_LINE_BYTES + 1):
@@ -360,7 +360,7 @@ def _saved(folder: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Iterator[pyarrow.RecordBatch]:
-    """The batches of a file of that size; ValueError where they come to more than `most_unpacked`.
+    """The batches of a file of that size; ValueError if they exceed `most_unpacked`.
 
     One text that two billion rows share, in a dictionary or a run, and a column of nulls take a file nothing.
     """
@@ -403,7 +403,7 @@ def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str
 
 
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
-    """ValueError when writing `out` would destroy, or add to, what is read: the same file or inside a folder of it."""
+    """ValueError if writing `out` would destroy, or add to, an input: the same file, or one inside an input folder."""
     for given in inputs:
         is_same = out.exists() and given.exists() and out.samefile(given)
         if is_same or out.resolve().is_relative_to(given.resolve()):
@@ -412,7 +412,7 @@ def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[TextIO]:
-    """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
+    """A text stream that replaces `file` when the block ends, and leaves it alone if the block raises.
 
     ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """

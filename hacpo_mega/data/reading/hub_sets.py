@@ -63,7 +63,7 @@ class HubSplit:
             raise ValueError("needs the library datasets, which is not installed here; `pip install 'datasets>=4'`")
 
     def batches(self, num_rows: int) -> Iterator[pyarrow.RecordBatch]:
-        """Its rows, at most `num_rows` at once, as they are stored. ValueError, one line, for what cannot be loaded."""
+        """Its rows as they are stored, at most `num_rows` at once. ValueError, one line, if they cannot be loaded."""
         self.require_library()
         library = importlib.import_module("datasets")
         library.disable_progress_bars()
@@ -90,7 +90,7 @@ class HubSplit:
         return builder
 
     def _first_rows(self, library: Any, num_rows: int) -> Path:
-        """The file of its first rows in the library's cache, the newest without a network; made where it is not there.
+        """The file of its first rows in the library's cache, the newest without a network; made if missing.
 
         Every commit has its own, so that ranks which cannot ask for the newest read what their launcher has read.
         """

@@ -16,7 +16,7 @@ class FirstRow(NamedTuple):
 
 
 class PromptsMet:
-    """The first row of every prompt, over all files; every set of files (to train on, to evaluate on) is begun once."""
+    """The first row of every prompt, over all files; each set of files (training, evaluation) is begun once."""
 
     def __init__(self) -> None:
         self._first: dict[str, FirstRow] = {}

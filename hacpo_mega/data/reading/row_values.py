@@ -84,7 +84,7 @@ def _given(value: Any) -> Any:
 
 
 def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:
-    """A prompt and tools in which no problem was found as the text that stands for them everywhere."""
+    """The text that stands everywhere for a valid prompt and its tools."""
     tools = _tools(row, tools_field) or ()
     if isinstance(value, str) and not tools:
         return value

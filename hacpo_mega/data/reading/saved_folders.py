@@ -23,7 +23,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The Arrow files of a saved split, in order; of a file itself. ValueError, one line, where they cannot be told."""
+    """The Arrow files of a saved split, or of a file itself, in order. ValueError, one line, if they are unclear."""
     if not is_saved(path):
         return [path]
     if (path / SPLITS).is_file():
@@ -52,7 +52,7 @@ def saved_batches(folder: Path, num_rows: int) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _require_plain(file: Path) -> None:
-    """ValueError for compressed buffers: `save_to_disk` writes none, and a few kilobytes may stand for the memory."""
+    """ValueError for compressed buffers: `save_to_disk` writes none, and a few kilobytes could fill the memory."""
     with pyarrow.memory_map(str(file)) as source:
         messages = pyarrow.ipc.MessageReader.open_stream(source)
         try:

@@ -13,7 +13,7 @@ MOST = 1e100  # of a number: its square is still one, and float32 ends long befo
 
 
 class Kind(NamedTuple):
-    """The values that a field of a line may have, in words and as a test; `is_needed` where it may not be absent."""
+    """The values that a field of a line may have, as text and as a test; `is_needed` if it may not be absent."""
 
     needs: str
     fits: Callable[[Any], bool]
@@ -54,7 +54,7 @@ TABLE = Kind("a table", lambda value: isinstance(value, dict))
 
 
 def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str = "") -> str | None:
-    """The first field of a line that is missing or of another kind, in words; None where all are right."""
+    """The first field of a line that is missing or of another kind, as text; None if all are right."""
     for name, kind in fields.items():
         if name not in line:
             if kind.is_needed:

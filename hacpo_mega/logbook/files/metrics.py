@@ -173,7 +173,8 @@ class Metrics:
 
 
 def reduce_payloads(payloads: list[bytes]) -> StepMetrics:
-    """Merges what every rank sent. math.fsum rounds once, so the result does not depend on the order of the ranks."""
+    """Merges the numbers of all ranks. math.fsum rounds once, so the result does not depend on the order of the
+    ranks."""
     merged: dict[str, dict[str, Parts]] = {kind: {} for kind in _KINDS}
     for payload in payloads:
         for kind, entries in json.loads(payload).items():
@@ -247,7 +248,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, steps_done: int = 0, backlog: Backlog | None = None) -> None:
-        """`backlog` keeps what cannot be written at present; by default one of this writer's own."""
+        """`backlog` keeps records that cannot be written at present; by default one of this writer's own."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, steps_done)
@@ -266,7 +267,7 @@ class MetricsWriter:
         self._events.scalars(step, metrics.values | metrics.timing)
 
     def close(self) -> None:
-        """Writes what is waiting. OSError when the disk still takes nothing."""
+        """Writes the waiting records. OSError if the disk still refuses."""
         if error := self._backlog.flush():
             raise error
 
@@ -330,7 +331,7 @@ def require_readable_metrics(run_dir: Path) -> None:
 
 
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
-    """The numbers of a line. ValueError, with the name, for what is none, and for a count that cannot be one."""
+    """The numbers of a line. ValueError, with the name, for no number, and for an impossible count."""
     found = {}
     for name, value in table.items():
         is_whole = type(value) is int and abs(value) < 1 << 1000  # beyond, it is no float

@@ -67,7 +67,7 @@ class StepTrace:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records what happens inside and writes it, if this step was chosen. Collective over the job then."""
+        """Records its body and writes the trace, if this step was chosen. Collective over the job then."""
         if step not in self._steps:
             yield
             return
@@ -97,7 +97,7 @@ class StepTrace:
 
 
 def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
-    """Writes a trace, whole or not at all; what was in the way where it could not."""
+    """Writes a trace atomically; returns the error if it could not."""
     path = run_dir / TRACES / f"step_{step:06d}.json.gz"
     content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
     try:
@@ -164,7 +164,7 @@ def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
 
 
 def _awaited(members: dict[int, Span], rank: int) -> int:
-    """The member that `rank` cannot go on without: the last, or who sends (the first member) or receives alone."""
+    """The member that `rank` waits for: the last, or the sender (the first member) or receiver alone."""
     first = min(members)
     last = max(members, key=lambda member: members[member].begin_s)
     one_way = {"broadcast": first, "gather": last if rank == first else rank}

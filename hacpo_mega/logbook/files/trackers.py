@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """A table of sampled answers, and lists of numbers for histograms, by name."""
 
     def finish(self) -> None:
-        """Waits until it has all it was told."""
+        """Waits until it has sent all of its data."""
 
 
 class _LikeWandb:
@@ -142,7 +142,7 @@ class Trackers:
     """The trackers of a run, on the job's rank 0; the other ranks have quiet ones."""
 
     def __init__(self, config: Config, say: Callable[[str], None], *, goes_on: bool, quiet: bool = False) -> None:
-        """Begins the run at every tracker of [logging], or goes on with it; the run folder exists.
+        """Starts the run at every tracker of [logging], or resumes it; the run folder exists.
 
         `say` gets a tracker's first error; none is ever raised. A `quiet` one has no tracker.
         """
@@ -205,7 +205,7 @@ def identifier(name: str, signs: str = "._-") -> str:
 
 
 def identity(run_dir: Path, goes_on: bool) -> str:
-    """Eight characters that tell this run from others of the same folder name; those it began with if it `goes_on`."""
+    """Eight characters that tell this run from others of the same folder name; those of its start if it `goes_on`."""
     path = run_dir / IDENTITY
     if goes_on and path.is_file():
         return path.read_text(encoding="utf-8")

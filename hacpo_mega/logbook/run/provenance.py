@@ -62,7 +62,7 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_threads(run_dir: Path) -> Iterator[str]:
-    """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    """A line if rank 0 of the run's last start had another number of threads than this process."""
     starts, now = [], num_threads_set()
     with suppress(ValueError, OSError):  # whoever goes on in that folder says what its files lack
         starts = read_starts(run_dir)

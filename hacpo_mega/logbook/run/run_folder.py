@@ -1,4 +1,4 @@
-"""The folder of a run, and what its processes write into it.
+"""The folder of a run and the files in it.
 
     config.toml   resolved        starts.jsonl   commit and versions of every start
     checkpoints/step_*/           hacpo_mega/checkpoint/files.py
@@ -93,7 +93,7 @@ class RunFolder:
             self._metrics.write(step, metrics)
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
-        """Logs a lane's answers with this learner's advantages and what it notes. Collective over the leaders."""
+        """Logs a lane's answers with this learner's advantages and notes. Collective over the leaders."""
         if self._rollouts is not None:
             self._rollouts.write(step, pool, advantages_PNG, notes)
 

@@ -28,7 +28,7 @@ WEIGHTS = "the weights"
 def start_with_same_inputs(
     config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]
 ) -> Checkpoint | None:
-    """`find_start`. ValueError, a line per key, also for inputs that are not those of the step, unless accepted."""
+    """`find_start`. ValueError, a line per key, also for inputs that differ from the step's, unless accepted."""
     found = find_start(config, but=but, **how)
     changed = [] if found is None else input_changes(found, config)
     if lines := list(refusals(changed, how.get("accept", ()))):
@@ -67,7 +67,7 @@ def run_inputs(config: Config) -> Inputs:
 
 
 def _own_files(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, file) of what the user has written to judge and to weigh answers."""
+    """(key, file) of the user's own code for rewards and advantages."""
     named = [("algorithm.advantages", config.algorithm.advantages), ("algorithm.objective", config.algorithm.objective)]
     for key, grader in config.reward.graders.items():
         named.append((f"{key}.kind", grader.kind))

@@ -51,7 +51,7 @@ class Fates:
 
     @property
     def is_lost(self) -> bool:
-        """True where next to none of them did, and they are enough to say so."""
+        """True if next to none reached it, and there are enough to say so."""
         return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
 
     @property
@@ -80,7 +80,7 @@ class Fates:
 
 
 def fates_of(values: Mapping[str, float], learner: str, source: str) -> Fates | None:
-    """A step's answers of `source` on their way to `learner`; None where none was offered, or nobody counted them."""
+    """The fates of a step's answers of `source` for `learner`; None if none was offered, or nobody counted."""
     pair = f"agent/{learner}/from/{source}"
     view = f"{pair}/view/num_"
     if not {f"{view}answers", f"{view}trained"} <= values.keys():

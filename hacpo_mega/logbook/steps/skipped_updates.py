@@ -55,7 +55,7 @@ class SkippedUpdates:
         return self._num_before + len(self._row)
 
     def go_on(self, num_in_row: int) -> None:
-        """Counts on from what `num_in_row` was when the run was put on disk; the samples of these are not known."""
+        """Continues from the stored `num_in_row`; the samples of these updates are not known."""
         self._num_before = num_in_row
 
     def see(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> None:
@@ -80,7 +80,7 @@ class SkippedUpdates:
         )
 
     def _write(self) -> None:
-        """The samples into the run's folder of logs; where that has gone, nothing takes its place."""
+        """Writes the samples into the run's folder of logs, unless that has gone."""
         record = {"agent": self._agent, "cell": self._cell, "updates": self._row}
         file = self._folder / f"{self._agent}.cell_{self._cell}.skipped_updates.json"
         try:

@@ -173,7 +173,7 @@ class FirstRewards:
     def compare(
         self, metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], step: int
     ) -> None:
-        """Keeps what was judged before step 1, and adds the gains of later steps."""
+        """Keeps the rewards before step 1, and adds the gains of later steps."""
         judged = [(p, j.reward) for p, j in zip(prompts, judgements, strict=True) if j.is_judged]
         if step == 0:
             self._rewards = {prompt.id: reward for prompt, reward in judged}
@@ -221,7 +221,7 @@ def add_update(
     config: AlgorithmConfig,
     is_on_policy: bool = True,
 ) -> None:
-    """Adds what one update did to the metrics: own answers together, others' answers per source.
+    """Adds an update's numbers to the metrics: own answers together, others' answers per source.
 
     Per ordered pair of agents: mean, lowest and highest ratio, shares below, inside and above the band, and mean,
     maximum and effective sample size of the weights s c^alpha. `positive_share`, of own answers and of each source's,

@@ -13,7 +13,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of every layer, None where it sees all; empty where no layer has one. ValueError for what is none."""
+    """The window of every layer, None for full attention; empty if no layer has one. ValueError for an invalid
+    window."""
     kinds = fields.given.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")

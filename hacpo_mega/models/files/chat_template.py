@@ -1,4 +1,4 @@
-"""The chat template of a model folder: which one it is, and what it makes of messages. Imports no torch.
+"""The chat template of a model folder: finds it, and renders messages with it. Imports no torch.
 
 A template is a program of whoever made the folder. It is rendered in a process of its own, for which this file is the
 script: bounded in CPU seconds, memory and output, whatever the template does. The environment is that of
@@ -83,7 +83,7 @@ def _asked(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's tokens for whoever asks; here only its content counts."""
+    """`{% generation %}`, which marks the assistant's tokens; here only its content counts."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -106,7 +106,7 @@ def clock_at(time: str) -> Callable[[str], str]:
 
 @contextmanager
 def same_draws(template: str, messages: Messages) -> Iterator[None]:
-    """Around the rendering of messages: what the template draws follows from them."""
+    """Around the rendering of messages: seeds the template's random draws from them."""
     if not draws(template) and "map" not in names_in(template):  # which may be told a filter by any text
         yield
         return
@@ -152,7 +152,7 @@ def environment(time: str | None = None) -> jinja2.sandbox.ImmutableSandboxedEnv
 
 @functools.lru_cache(maxsize=64)
 def names_in(template: str) -> frozenset[str]:
-    """Every name that a template could read by, text and quoted words aside. For one that has been rendered."""
+    """Every name that a template could read, text and quoted words aside. For one that has been rendered."""
     return frozenset(value for _, kind, value in environment().lex(template) if kind == "name")
 
 
@@ -186,7 +186,7 @@ def _rendered(template: str, messages: Messages, given: Mapping[str, Any], time:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Bounds this process; a login node may have bound it more, which nobody can take back."""
+    """Limits this process; a login node may have set a lower limit, which cannot be raised."""
     _, allowed = resource.getrlimit(kind)
     bound = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     resource.setrlimit(kind, (bound, bound))

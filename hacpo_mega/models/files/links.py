@@ -1,4 +1,4 @@
-"""Links in a folder that somebody else may have made, such as a run: nothing is read through one that leads out of it.
+"""Links in a folder that another person may have made, such as a run: none that leads out of it is followed.
 
 A folder that the user names may itself be reached by links, and so may a model of the Hugging Face cache, whose files
 are links to `blobs` of the same model. Hard links cannot be told from files. Imports no torch.

@@ -219,7 +219,7 @@ def _described_tokens(file: Path) -> dict[int, str]:
 def _end_problems(
     tokens: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], ends: list[tuple[Path, int]]
 ) -> Iterator[str]:
-    """An id that ends answers has to be a token that is no text: where it is a word, the tokenizer is another's."""
+    """Checks that an id that ends answers is a control token: if it is text, the tokenizer is another model's."""
     steering = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
     for file, number in ends:
         if number not in steering:

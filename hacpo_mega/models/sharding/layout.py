@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def block_cells(self) -> int:
-        """Neighbouring cells whose ranks share experts; 1 where ep ranks of a cell do."""
+        """Number of neighbouring cells whose ranks share experts; 1 if ep ranks of one cell do."""
         return block_cells(self.ep, self.tp, self.cp)
 
     def product(self) -> str:
@@ -135,7 +135,7 @@ def chunk_ranges(num_layers: int, layout: Layout, stage: int) -> list[range]:
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
-    """Forwards of a chunk that a pipeline stage has done before its first backward, and one more: what it keeps.
+    """Micro-batches in flight: forwards of a chunk before a pipeline stage's first backward, and one more.
 
     Of micro-batches: as many as there are stages from it to the end. Of chunks: two for each stage after it, and before
     these a round of the pipeline for every chunk but the last (arXiv 2104.04473; Megatron's get_pp_rank_microbatches).
@@ -183,7 +183,7 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
     ranks, experts, ep, cells = layout.tp * layout.cp, architecture.num_experts, layout.ep, layout.cells
 
     def fits(ep: int) -> bool:
-        """Within a cell, or over some of its agent's cells, all of which are in such blocks."""
+        """True if ep ranks fit within a cell, or over equal blocks of its agent's cells."""
         return experts % ep == 0 and (ranks % ep == 0 or (ep % ranks == 0 and cells % (ep // ranks) == 0))
 
     if not experts and ep > 1:

@@ -45,7 +45,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of one Megatron layer `module`, whose weight is `base`; their factors are `down` and `up`."""
+    """The adapters of one Megatron layer `module` with weight `base`; their factors are `down` and `up`."""
 
     module: str
     base: Slot

@@ -255,7 +255,7 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """A part of what every expert computes between its two products."""
+    """A slice of every expert's hidden dimension, between its two products."""
     named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:

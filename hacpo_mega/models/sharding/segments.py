@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of a Hugging Face tensor whose numbers lie end to end in a flattened shard, from its `start`."""
+    """A rectangle of a Hugging Face tensor that is contiguous in a flattened shard, from its `start`."""
 
     source: Source
     offsets: tuple[int, ...]

@@ -63,7 +63,7 @@ def stack_name(name: str) -> str:
 
 
 def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Tensors of a folder, name -> shape, with those of experts as one."""
+    """Tensors of a folder, name -> shape, with those of experts stacked into one."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stack = stack_name(name)
@@ -72,7 +72,7 @@ def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
 
 
 def stacked(shards: Sequence[Shard]) -> Shard:
-    """The one shard that these of neighbouring experts are; that of a tensor which is no expert's is itself."""
+    """The single shard that these shards of neighbouring experts form; one of no expert stays itself."""
     first = shards[0]
     expert = _expert(first)
     if expert is None:
