@@ -50,7 +50,7 @@ def check(
     world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
     run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
 ) -> None:
-    """Check a configuration; print what is not the default, who runs where, the batch, the memory; load no model."""
+    """Check a configuration; print non-default keys, placement of ranks, batch and memory; load no model."""
     config = load_checked(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:

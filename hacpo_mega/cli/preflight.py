@@ -23,7 +23,7 @@ from hacpo_mega.preflight.node_report import NodeReport, report_of
 def preflight(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which whoever is still awaited is named.")] = 60.0,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which missing processes are named.")] = 60.0,
 ) -> None:
     """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""
     prepare_environment()

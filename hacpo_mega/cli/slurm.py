@@ -38,7 +38,7 @@ def slurm(
         str | None, typer.Option("--job", metavar="N", help="Start now, here, on the nodes of a job that holds some.")
     ] = None,
     status: Annotated[
-        Path | None, typer.Option("--status", metavar="RUN", help="Show how a run stands, on one screen.")
+        Path | None, typer.Option("--status", metavar="RUN", help="Show a run's status on one screen.")
     ] = None,
 ) -> None:
     """Train on a Slurm cluster: show who runs on which node, write the job script and submit it."""

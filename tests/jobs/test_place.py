@@ -300,7 +300,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path
     where = f"127.0.0.1 port {port}"
     assert first.startswith(f"rank 0 cannot listen on {where} (MASTER_PORT): Address already in use")
     assert first.endswith("set MASTER_PORT to a free port of the job's first node\n") and first.count("\n") == 1
-    assert f": no store of this job at {where} for 3 s: who listens there says nothing that a process" in second
+    assert f": no store of this job at {where} for 3 s: the listener there does not answer like a process" in second
     assert second.startswith("rank 1 on ")
     assert second.endswith("MASTER_PORT a port that no other program has?\n") and second.count("\n") == 1
 

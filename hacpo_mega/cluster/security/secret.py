@@ -201,7 +201,7 @@ class AuthListener:
                     self._greet()
                 elif admitted := self._hear(key.fileobj):
                     return admitted
-        raise TimeoutError(f"nobody who knows the job's secret has come within {timeout_s:.0f} s")
+        raise TimeoutError(f"no process with the job's secret has connected within {timeout_s:.0f} s")
 
     def expect(self, timeout_s: float) -> Future[socket.socket]:
         """The same in a thread of its own; the socket is closed when a peer has been accepted, or the time is up."""
@@ -272,7 +272,7 @@ def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeou
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
     shown = _read(connection, NUM_BYTES, end, WrongSecret)
     if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
-        raise AuthError("who listens there does not know this job's secret")
+        raise AuthError("the listener there does not know this job's secret")
     connection.settimeout(None)
 
 
@@ -291,8 +291,8 @@ def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[A
         try:
             more = connection.recv(num_bytes - len(heard))
         except TimeoutError:
-            raise AuthError("who listens there says nothing that a process of this job would") from None
+            raise AuthError("the listener there does not answer like a process of this job") from None
         if not more:
-            raise hung_up("who listens there hangs up: it has another secret, or is no process of this job")
+            raise hung_up("the listener there hangs up: it has another secret, or is no process of this job")
         heard += more
     return heard

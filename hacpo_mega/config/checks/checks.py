@@ -142,7 +142,7 @@ def _one_step_off(config: Config) -> Iterator[str]:
         if agent.offload == "optimizer" and config.placement != "apart":
             yield (
                 f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
-                "so nothing is ever away. Nearest: 'none'"
+                "so nothing is ever offloaded. Nearest: 'none'"
             )
 
 

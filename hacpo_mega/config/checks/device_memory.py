@@ -310,7 +310,7 @@ def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
 
 def _device(budget: Budget, one: int) -> str:
     if budget.capacity is None:
-        return "the CPU, of which nothing is refused"
+        return "the CPU, where nothing is refused"
     return f"{budget.capacity / one:.2f} of a device"
 
 

@@ -74,8 +74,8 @@ def require_trust(named: Iterable[str], file: Path, *, trusted: bool, instead: s
     """ValueError, one line, for keys of `file` that lead to code, unless its maker is trusted."""
     if not trusted and (keys := ", ".join(named)):
         raise ValueError(
-            f"{file}: {keys}: what this leads to is not run, since it lies beside a model and is not your own "
-            f"configuration. {instead}--trust takes it as it is, if you trust whoever made this run"
+            f"{file}: {keys}: their code is not run, since the file lies beside a model and is not your own "
+            f"configuration. {instead}--trust takes it as it is, if you trust the maker of this run"
         )
 
 

@@ -24,12 +24,12 @@ def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
         return
     if kind in OF_QUANTIZED_FOLDERS:
         yield (
-            f"vllm.quantization: {kind!r} is of folders that are quantized already, and an engine here is given the "
-            f"numbers that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
+            f"vllm.quantization: {kind!r} is for folders that are quantized already, and engines here get the "
+            f"weights that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
         )
     elif capacity(config) is None:
         yield (
-            f"vllm.quantization: {kind!r} is of bf16 weights, and engines on the CPU hold float32. Nearest: without it"
+            f"vllm.quantization: {kind!r} is for bf16 weights, and engines on the CPU hold float32. Nearest: without it"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from hacpo_mega.models.files.hub import HubModel
 
 COPY = "If it is yours, copy what it leads to into its place, or name that place itself"
-TRUST = "--trust follows it, if you trust whoever made this run"
+TRUST = "--trust follows it, if you trust the maker of this run"
 OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
 
 
