@@ -20,7 +20,7 @@ def main() -> None:
         if os.getpid() != process:  # forked from it, with an end of its own
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # whoever read it may be gone
+            with suppress(OSError):  # the reader may be gone
                 stream.flush()
         os._exit(status)
 

@@ -62,7 +62,7 @@ def evaluate_model(
     if not inside_a_job():
         require_judge(settings)
         require_place(out)
-        fetch_missing([given])  # last: what is cheap to tell has been told
+        fetch_missing([given])  # last: after all cheap checks
         settings = replace(settings, model=model_folder(given))
     if reads_first():
         require_weights(settings)

@@ -140,7 +140,7 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
-        LauncherEnv.find()  # what its launcher has not set is said before the imports
+        LauncherEnv.find()  # missing variables are reported before the imports
         end_with_launcher()
         _import_for_good(door, work)
         return True

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROUNDS = 8  # of which the fastest counts; the first one also waits for rank 0 to turn to this rank
+ROUNDS = 8  # the fastest counts; the first one also waits until rank 0 serves this rank
 
 
 class ClockOffset(NamedTuple):

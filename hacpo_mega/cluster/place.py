@@ -98,7 +98,7 @@ class Place:
         # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
         self.lane_group = self._row = self.cell_group = None
         if my.is_leader:
-            # By RankMap.leaders, not by rank: what is gathered then lies in the order in which it is assembled.
+            # By RankMap.leaders, not by rank: gathered parts are then in the order of assembly.
             leaders = rank_map.leaders(my.lane)
             self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
@@ -318,7 +318,7 @@ class Place:
         """Leaves without a message to the others, which have reached the same point."""
         for group in (self.lane_group, self.weights_group):
             if group is not None:
-                group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
+                group.shutdown()  # NCCL's destructor would complain, and abort operations that it believes are running
         self.lane_group = self.cell_group = self.whole_cell = self.block_group = self.weights_group = None
         self._row = self._job = None
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 # The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
 MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
-# Of stall_s, for a process that is inside a collective of its agent: whoever has not come to it is named at 1.
+# Factor on stall_s for a process inside a collective of its agent: one that has not entered it is named at 1.
 WAITING_GRACE = 1.3
 INNERMOST_CALLS = 4
 COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # of torch, vLLM and Megatron

@@ -42,7 +42,7 @@ SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data,
 def open_store(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
     """The job's store; Unreachable if there is none within `patience_s`, which also bounds every request to it."""
     if env.store_file is not None:
-        store = dist.FileStore(str(env.store_file), -1)  # -1: whoever made the folder removes it
+        store = dist.FileStore(str(env.store_file), -1)  # -1: the maker of the folder removes it
         store.set_timeout(timedelta(seconds=patience_s))
         return store
     if env.launcher_keeps_store:

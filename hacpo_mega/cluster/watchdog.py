@@ -45,12 +45,12 @@ from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_a
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
 from hacpo_mega.models.files.visible import visible
 
-# A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
+# A ValueError in one of these is about the user's input: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
 # by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
-# comes from a person and is heeded at once.
+# comes from a person and takes effect at once.
 ERROR_PATIENCE_S = 30.0
 SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 0.0}
 ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what follows within this time is no second one
@@ -269,7 +269,7 @@ class Watchdog:
         return time.monotonic() - self._signalled_at < ECHO_S
 
     def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
-        self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
+        self._announcing.acquire()  # never released: only the first cause is reported, and ends the process
         self._tell(f"down {status} {cause}")
         self.before_end()
         sys.stdout.flush()
@@ -279,17 +279,17 @@ class Watchdog:
             waited_s = time.monotonic() - self._phase_began
             waits = f", waiting for {self.progress.waits_for}" if self.progress.waits_for else ""
             _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}{waits}, stops: {cause}\n")
-            if wakes_watched:  # when all have been told: whoever waits for it would go on, and no longer say so
+            if wakes_watched:  # after all know the cause: a process that waits for it would go on and not report it
                 self._wake_watched()
         else:
             self._forget_stack()
         if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
-        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
+        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: the sender of the signal knows that it ends
             _write(f"{cause}{self._outlook}\n")
-            with suppress(OSError):  # the disk may be full, or away
+            with suppress(OSError):  # the disk may be full or unreachable
                 self.on_termination()
-        # else the reason has been said, and who found it does not matter
+        # else the reason has been printed, and its finder does not matter
         self.at_end()
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 

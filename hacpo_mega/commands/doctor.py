@@ -116,7 +116,7 @@ def _scored_whole(tokens: Sequence[int]) -> TokenSequence:
 @torch.no_grad()
 def _hugging_face(spec: AgentConfig, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> list[np.ndarray]:
     """Log-probs of all tokens after the first by transformers, on the CPU: the devices are full of the other two."""
-    disable_progress_bar()  # what it would draw is for a screen, and a job's output is a log
+    disable_progress_bar()  # it draws for a screen, and a job's output is a log
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     scores = []
     for tokens in sequences:

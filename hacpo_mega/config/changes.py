@@ -17,7 +17,7 @@ from hacpo_mega.models.files.documents import one_line, short
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
-# Of adapters, what a checkpoint of them has room for.
+# Keys of adapters that fix the shapes in their checkpoint.
 FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")
 
 

@@ -25,7 +25,7 @@ from hacpo_mega.models.files.documents import SHOWN
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
-# Bounds that only keep a value inside what a machine word holds are nobody's concern.
+# Bounds that only keep a value inside a machine word are not shown.
 WORD_SIZES = (2**31, 2**32)
 TABLE_WIDTH = 110  # columns from which on there are tables
 

@@ -19,8 +19,8 @@ from hacpo_mega.config import own_file
 from hacpo_mega.config.own_file import module_of_file
 from hacpo_mega.config.tables.schema import Config
 
-# Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The
-# loader comes by its file: the package around it takes a second.
+# Executes the named code in a process of its own, and writes each name to a pipe; an empty line is the end. The
+# loader is run by its file: importing its package takes a second.
 TRIAL = """
 import importlib, importlib.util, json, os, sys
 pipe, path, loader, *names = sys.argv[1:]
@@ -68,7 +68,7 @@ def unfinished_import(config: Config) -> str | None:
 
 def _unfinished(names: Sequence[str], limit_s: float) -> str | None:
     heard, pipe = os.pipe()
-    os.set_blocking(heard, False)  # what the code has left running may hold the other end
+    os.set_blocking(heard, False)  # a process that the code left running may hold the other end
     command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), own_file.__file__, *names]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, pass_fds=(pipe,), process_group=0, **quiet)

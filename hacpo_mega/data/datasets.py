@@ -283,7 +283,7 @@ def _written(problem: Problem, own: Sequence[str]) -> Record:
     written = [field.name for field in fields(Problem) if field.name != "fields"]
     row = {"answer" if name == "gold" else name: getattr(problem, name) for name in written}
     row["prompt"] = messages_of(problem.prompt) or problem.prompt  # data.files reads chats as lists
-    if own:  # its own fields win, and what a row does not say of itself is no field of it
+    if own:  # its own fields win, and a field without a value is left out
         others = {name: value for name, value in json.loads(problem.fields).items() if name not in own}
         asked = {name: row[name] for name in ("prompt", "answer")}
         row = {name: value for name, value in row.items() if value} | others | asked

@@ -46,7 +46,7 @@ from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
-# Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
+# Answers between two writes, which a killed evaluation loses. With more, the engine is less often half empty.
 ANSWERS_PER_WRITE = 512
 MAX_VOTE_CHARACTERS = 500
 # Engines that share the problems end hours apart; one that dies is named at once all the same (watchdog.py).

@@ -18,7 +18,7 @@ from pathlib import Path
 from hacpo_mega.models.files.visible import one_line, say
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
-# Who submits waits so long for one that is away (a restart, a failover), and asks again so often.
+# Patience for a controller that is away (a restart, a failover), and the interval of retries.
 CONTROLLER_S, AGAIN_S = 300.0, 5.0
 AWAY = re.compile(
     "(?i)contact|connect|timed out|standby|communication|transmi|temporarily|unexpected|munge|authentication"

@@ -38,7 +38,7 @@ ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
-# All that an allocation does that stays: what runs in it is told when the time is nearly over.
+# The only work of a held allocation: it signals its runs when the time is nearly over.
 HOLD = """\
 #!/bin/bash
 @directives@

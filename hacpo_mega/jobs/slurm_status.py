@@ -37,7 +37,7 @@ ENDED_FIRST = re.compile(
 )
 ATTEMPT_BEGINS = re.compile(r"\] attempt (\d+): job \d+ on ")
 RANK_BEGINS = re.compile(r"^attempt (\d+) of job (.+?) begins after step (\d+);", re.MULTILINE)  # cli/slurm.py says it
-# At the end of a rank's log, what is no reason: its first line, and what libraries say when they are taken down.
+# Lines at the end of a rank's log that give no reason: its first line, and messages of libraries at shutdown.
 NO_REASON = re.compile(
     r"^\s*$|^rank \d+ of \d+ on |^nanobind:|^ - leaked|^srun: |^\[W|Warning: |^  warnings\.warn|^\s*\^+\s*$"
 )

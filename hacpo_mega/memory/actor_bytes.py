@@ -235,7 +235,7 @@ def _attention(plan: ActorPlan) -> int:
     tp, cp = plan.layout.tp, plan.layout.cp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
     head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
-    met = max(k, cp)  # keys and values, of which each rank has a copy of its own
+    met = max(k, cp)  # keys and values; each rank has its own copy
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
     kept = (q + 2 * met + q) * head + rows * (q // cp) * FLOAT32

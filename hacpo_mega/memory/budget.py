@@ -43,7 +43,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "publish": (*STATES, "gather buffer", "engine weights", "buckets", "engine asleep", "context"),
     "checkpoint": (*STATES, "gather buffer", "engine awake", "context"),
 }
-# Where agents take turns on a device the others have left it, but for what a process cannot give back.
+# If agents take turns on a device, the others have freed it except for memory that a process cannot free.
 LEARNS = ("learn, first update", "learn", "diagnose", "optimizer step")
 IN_TURN: Mapping[str, tuple[str, ...]] = {
     "generate": ("engine awake", "context", "other agents"),

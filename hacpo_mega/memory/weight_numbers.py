@@ -23,7 +23,7 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
 def _numbers(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
     layers = chain(*chunk_ranges(architecture.num_layers, layout, stage))
     dense = experts = 0
-    is_beside = True  # what is in no layer is counted once
+    is_beside = True  # parameters outside layers are counted once
     for model, count in architecture.kinds(layers).items():  # one of a kind is counted
         for slot in stage_slots(model, (1,) * layout.pp, stage):
             is_of_layer = slot.parameter.startswith("decoder.layers.")

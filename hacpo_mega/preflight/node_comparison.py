@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hacpo_mega.preflight.node_report import NodeReport, size
 
 MAX_CLOCK_SKEW_S = 2.0  # files of a later step must not look older
-MIN_MEMORY_SHARE = 0.5  # of what the other nodes of the same agents have free
-MIN_CORES_SHARE = 0.5  # of what a process has on other nodes of the same agents with as many processes
+MIN_MEMORY_SHARE = 0.5  # of the free memory of other nodes of the same agents
+MIN_CORES_SHARE = 0.5  # of a process's cores on other nodes of the same agents with as many processes
 MOST_PACKAGES = 5  # that are named of one node
-PROBED_NEIGHBOURS = 2  # a node that nobody reaches is told from one that reaches nobody
+PROBED_NEIGHBOURS = 2  # tells a node that nobody reaches from one that reaches nobody
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hacpo_mega.report.colours import BAND_COLOURS, FATE_COLOURS, agent_colour, 
 from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
 from hacpo_mega.report.timeline import draw_timeline
 
-FEW = 8  # answers: what is drawn of fewer is pale
+FEW = 8  # answers: points of fewer are pale
 
 
 def draw_accuracy(run: Run) -> Figure | None:
@@ -276,7 +276,7 @@ class Picture:
     svg: str
 
 
-# The one without a name is called as what was measured on held-out prompts.
+# The one without a name has the name of the held-out measure.
 FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
     ("", "", draw_accuracy, "Greedy answers to held-out prompts; lines are 95 % intervals."),
     ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),

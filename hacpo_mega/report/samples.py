@@ -15,7 +15,7 @@ PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
 MOST_TOKENS = 400  # of a strip; the rest is counted
-ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may say what it is called
+ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may hold its name
 # A token's ratio is marked from these distances of its logarithm on: barely, and clearly.
 MARKED, STRONG = 0.01, 0.2
 

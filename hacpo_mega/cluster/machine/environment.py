@@ -51,7 +51,7 @@ EVERYWHERE = {
     "TOKENIZERS_PARALLELISM": "false",
     # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
     "PYTHONWARNINGS": "ignore:resource_tracker",
-    "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
+    "TORCH_GLOO_LAZY_INIT": "1",  # connect only pairs that talk: 1000 ranks would need a million sockets
 }
 ON_CPU = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
@@ -63,7 +63,7 @@ ON_CPU = {
 }
 ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
-    "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start
+    "VLLM_LOGGING_LEVEL": "WARNING",  # its warnings explain a slow or a failed start
     "FLASHINFER_LOGGING_LEVEL": "warning",
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -73,7 +73,7 @@ ON_CUDA = {
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
 
-# What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
+# Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
@@ -220,7 +220,7 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
             "unset SLURM_PROCID to start here"
         )
     job, step = (number_of(name, task.get(name, "0"), 2**32 - 1) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
+    # Below the kernel's ephemeral ports; another one for every step of a job.
     port = 10_000 + (job * 8 + step) % 20_000
     counts, node = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"]), number_of("SLURM_NODEID", task["SLURM_NODEID"])
     if node >= len(counts):

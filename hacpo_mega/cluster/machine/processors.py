@@ -86,7 +86,7 @@ def _core(processor: int, root: Path) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):  # not told by this kernel
+    except (OSError, ValueError):  # this kernel does not tell
         return ""
 
 

@@ -32,7 +32,7 @@ def job_folder() -> Iterator[Path]:
     _remove_left(folder.parent)
     owner = (folder / f".{OWNER}").open("x")
     try:
-        with suppress(OSError):  # a file system without locks: then nobody removes what is left
+        with suppress(OSError):  # a file system without locks: then leftovers stay
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / f".{OWNER}").rename(folder / OWNER)  # nobody sees it before it is locked
         yield folder

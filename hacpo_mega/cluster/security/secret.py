@@ -187,7 +187,7 @@ class AuthListener:
     ) -> None:
         self._server, self._secret, self._purpose = server, secret, purpose
         self._turned_away, self._known = turned_away, set[str]()
-        self._callers: dict[socket.socket, bytearray] = {}  # what was sent to each, and what each has said, in order
+        self._callers: dict[socket.socket, bytearray] = {}  # bytes sent to each and received from each, in order
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)

@@ -295,7 +295,7 @@ def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[s
     yield from _tables(config, agent)
     try:
         layout = agent.layout(config.lanes)
-    except ValueError:  # which is said above
+    except ValueError:  # reported above
         return
     try:
         architecture = architecture_of(agent)

@@ -154,7 +154,7 @@ def _parameters(found: Definition | None) -> list[str] | None:
     """The parameters by which options can be given; None where the source does not tell them all."""
     if isinstance(found, ast.ClassDef):
         made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        if not made:  # a dataclass, or what a base class has
+        if not made:  # a dataclass, or an inherited one
             fields = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
             return None if found.bases else fields
         found = made[-1]

@@ -20,7 +20,7 @@ def tokenizer_problems(
     agent: AgentConfig, vocab_size: int, try_template: bool, tools_field: str | None
 ) -> Iterator[str]:
     """Problems of the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
-    if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # which is said where inputs are checked
+    if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # reported by the checks of inputs
         return
     problems = token_problems(agent.model, vocab_size)
     yield from problems

@@ -18,7 +18,7 @@ NONE = (
     *("training.diagnose_every", "training.verify_weights_every"),
     *("training.score_in_first_update", "reward.while_sampling", "agents.*.recompute", "agents.*.offload"),
     "data.repeated",  # it refuses files, or takes the same rows of them
-    # where a run gives up changes nothing of one that comes to its end
+    # limits at which a run gives up change nothing in one that finishes
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
 # Who computes what, and in which order it is added up.

@@ -15,7 +15,7 @@ PLACE = "{prompt}"
 # What a template is always given.
 OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
 OPENS, CLOSES = "<think>", "</think>"
-# What a template is tried with: two tasks, of which one is long, since a template may cut.
+# Trial input of a template: two tasks, one of them long, since a template may truncate.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 
 

@@ -39,7 +39,7 @@ NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 # Of a row, packed or not: a program's test cases take a few.
 MAX_LINE_BYTES = 16 * 2**20
-# Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
+# Packed text takes a tenth of its size; mere repetition, a thousandth.
 MAX_TIMES_UNPACKED = 200
 ALWAYS_UNPACKED_BYTES = 64 * 2**20
 TOO_LARGE = f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
@@ -47,7 +47,7 @@ MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
 TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"
 PARQUET_ROWS = 16  # that are unpacked at once
 ROW_BYTES = 64  # of a row of a table beside its values: a column without any costs a file nothing
-UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
+UNREADABLE = (OSError, EOFError, zlib.error)  # raised by a cut or damaged stream
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _FileReader:
         for field, problem_of in zip(self._fields, (prompt_problem, gold_problem)):
             value = record.get(field)
             what = absence(record, field) if value is None else problem_of(value)
-            if field not in record and not self._problems and not problems:  # told once
+            if field not in record and not self._problems and not problems:  # reported once
                 what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
             if what:
                 problems.append(DataProblem(self._file, line, field, what))
@@ -416,7 +416,7 @@ def replacing(file: Path) -> Iterator[TextIO]:
 
     ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """
-    target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
+    target = file.resolve()  # a symbolic link stays one, and its target is replaced
     is_other = target.exists() and not target.is_file()
     if is_other or not target.parent.is_dir():
         other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"

@@ -98,7 +98,7 @@ class HubSplit:
         kept = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
         try:
             builder = self._builder(library)
-        except Exception:  # as for a whole data set, what is kept serves
+        except Exception:  # as for a whole data set, the cached one serves
             if not kept:
                 raise
             return kept[-1]

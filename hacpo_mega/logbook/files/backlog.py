@@ -92,7 +92,7 @@ class Backlog:
         length = self._lengths[write.path]
         with write.path.open("r+b" if length or write.path.exists() else "xb", buffering=0) as file:
             length = min(length, file.seek(0, os.SEEK_END))
-            file.truncate(length)  # what a write before this one left of its line
+            file.truncate(length)  # drops the rest of an earlier failed write
             file.seek(length)
             left = memoryview(write.content)
             while left:

@@ -326,7 +326,7 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
 
 def require_readable_metrics(run_dir: Path) -> None:
     """ValueError, with its number, for a line of a run that it could not go on after."""
-    with suppress(FileNotFoundError):  # which is said when the run goes on
+    with suppress(FileNotFoundError):  # reported when the run resumes
         read_metrics(run_dir / "metrics.jsonl")
 
 
@@ -338,7 +338,7 @@ def _floats(table: dict[str, float | str]) -> dict[str, float]:
         if not is_whole and type(value) is not float and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"{name} is {short(value)}, needs a number")
         found[name] = float(value)
-        is_ours = not {"own", "reward"} & set(name.split("/"))  # whoever has written those calls them as he likes
+        is_ours = not {"own", "reward"} & set(name.split("/"))  # the user names those
         if is_ours and "/num_" in name and not 0.0 <= found[name] <= LARGEST:
             raise ValueError(f"{name} is {short(value)}, needs a number, 0 or more")
     return found

@@ -44,7 +44,7 @@ from hacpo_mega.logbook.files.json_lines import (
 )
 from hacpo_mega.logbook.files.metrics import json_number
 
-if TYPE_CHECKING:  # a report reads what is written here, without torch
+if TYPE_CHECKING:  # a report reads these files without torch
     from torch import Tensor
 
     from hacpo_mega.records import Pool, Trajectory

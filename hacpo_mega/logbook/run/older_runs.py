@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hacpo_mega.config.checks.run_dirs import contents, require_displaceable
 
-# What a job writes there before its ranks begin, and goes on writing: no run by itself.
+# Files that a job writes there before and while its ranks run: no run by themselves.
 OF_THE_JOB = ("slurm", "logs/attempt*")
 
 

@@ -64,7 +64,7 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 def other_threads(run_dir: Path) -> Iterator[str]:
     """A line if rank 0 of the run's last start had another number of threads than this process."""
     starts, now = [], num_threads_set()
-    with suppress(ValueError, OSError):  # whoever goes on in that folder says what its files lack
+    with suppress(ValueError, OSError):  # a resumed run reports what its files lack
         starts = read_starts(run_dir)
     before = starts[-1].get("threads") if starts else None
     if now and before and type(before) is int and before != now:

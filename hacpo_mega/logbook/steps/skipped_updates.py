@@ -72,7 +72,7 @@ class SkippedUpdates:
             return
         if self._cell is not None:
             self._write()
-        self._gather(b"written")  # whoever raises ends the others soon
+        self._gather(b"written")  # a rank that raises ends the others soon
         raise RunStopped(
             f"{self._agent}: the last {self._most} updates in a row were skipped (training.max_skipped_updates), up to "
             f"update {update + 1} of step {step}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Their "
@@ -86,7 +86,7 @@ class SkippedUpdates:
         try:
             self._folder.mkdir(exist_ok=True)
             file.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:  # that the run stops, and why, is said all the same
+        except OSError as error:  # the end of the run and its reason are reported all the same
             say(f"warning: {file} is not written: {error.strerror}", file=sys.stderr)
 
     def _record(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SkippedUpdates:
             for report in stats.reports
             for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist(), strict=True)
         }
-        # An answer without a trained token is in no micro-batch (samples/packing.py), so nothing was said of it.
+        # An answer without a trained token is in no micro-batch (samples/packing.py), so it has no numbers.
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
         shown = [(sample, ratios[key]) for sample, key in zip(samples, keys, strict=True) if key in ratios]
         broken = [

@@ -32,7 +32,7 @@ DESCRIBES = frozenset(
     | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
     | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
 )
-# What may be said of every family with this value alone: with another the model computes something else.
+# Fields that every family may have with this value alone: with another the model computes something else.
 ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -48,7 +48,7 @@ ONLY: Mapping[str, Any] = {
 }
 
 # Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
-# What comes after is a part of the sum with the residual (megatron/model/norms.py, AddNormed).
+# A norm behind a block is part of the sum with the residual (megatron/model/norms.py, AddNormed).
 BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 AROUND = {

@@ -107,7 +107,7 @@ def clock_at(time: str) -> Callable[[str], str]:
 @contextmanager
 def same_draws(template: str, messages: Messages) -> Iterator[None]:
     """Around the rendering of messages: seeds the template's random draws from them."""
-    if not draws(template) and "map" not in names_in(template):  # which may be told a filter by any text
+    if not draws(template) and "map" not in names_in(template):  # `map` may get a filter's name from any text
         yield
         return
     with _drawing:

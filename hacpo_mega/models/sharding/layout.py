@@ -99,7 +99,7 @@ def layout_problems(
     problems += _expert_problems(architecture, layout)
     of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
     problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
-    # An engine over the whole cell has the ranks of tp: what is wrong with these is said of tp, with one advice.
+    # An engine over the whole cell has the ranks of tp: its problems are reported for tp, with one advice.
     follows = layout.engine_tp == layout.cell_size and not layout.rollout
     if layout.engine_tp is not None and not (of_tensors and follows):
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
