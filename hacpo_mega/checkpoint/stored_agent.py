@@ -54,8 +54,8 @@ class StoredAgent:
     @property
     def fingerprint(self) -> str:
         """A hash of its state, from the step's record of its files."""
-        said = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        text = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def require_unaltered(self, share: slice = slice(None)) -> None:
         """Reads a share of its files. ValueError for one with bytes other than those written."""

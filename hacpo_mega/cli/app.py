@@ -65,9 +65,9 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             # click's error by its name: later versions of typer have a click of their own
-            said = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
-            if said is not None:
-                raise ValueError(said) from error
+            message = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
+            if message is not None:
+                raise ValueError(message) from error
             raise
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
@@ -173,9 +173,9 @@ def train(
         if num_repeated := _require_inputs(config, how):
             say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_room(config, fresh=fresh)
-    if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
+    if not fresh and (message := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
-            say(said)
+            say(message)
         return
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return

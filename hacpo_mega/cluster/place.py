@@ -195,9 +195,9 @@ class Place:
 
     def agreed_signal(self) -> int:
         """The number of the signal that asked any process of the job to end, 0 without one. Collective."""
-        told = self.highest_in_job(self._watchdog.told)
-        self._watchdog.is_leaving = told > 0
-        return told
+        signal_number = self.highest_in_job(self._watchdog.signal_number)
+        self._watchdog.is_leaving = signal_number > 0
+        return signal_number
 
     def progress(self) -> None:
         """Reports progress within the current phase: an engine's step, a micro-batch, a tensor."""
@@ -249,8 +249,8 @@ class Place:
 
     def first_message(self, text: str | None) -> str | None:
         """The message of the lowest rank of the job that has one, on every rank; None if none has. Collective."""
-        said = self.gather_to_first((text or "").encode())
-        return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None
+        payloads = self.gather_to_first((text or "").encode())
+        return self.share_in_job(next((payload for payload in payloads if payload), b"")).decode() or None
 
     def gather_lane(self, payload: bytes) -> list[bytes]:
         """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""

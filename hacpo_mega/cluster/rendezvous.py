@@ -105,8 +105,8 @@ def _ask_port(env: LauncherEnv, address: str, secret: Secret, patience_s: float)
             with socket.create_connection((address, port), timeout=min(PROBE_S, left_s)) as connection:
                 authenticate(connection, secret, PURPOSE, left_s)
                 connection.settimeout(left_s)
-                (told,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
-                return told
+                (published,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
+                return published
         except (OSError, struct.error) as error:
             found = error
         is_turned_away = isinstance(found, WrongSecret)

@@ -98,9 +98,9 @@ def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> st
         return row.gold
     with Judge(grader.kind, timeout_s=timeout_s, options=grader.options) as judge:
         answer = kind.gold_as_answer(row.gold)
-        ((judgement, said),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
+        ((judgement, explanation),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
         error = judge.take_report().first_error
-    read = next((said[name] for name in ("parsed_gold", "gold") if said.get(name) is not None), row.gold)
+    read = next((explanation[name] for name in ("parsed_gold", "gold") if explanation.get(name) is not None), row.gold)
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
 
 

@@ -224,7 +224,7 @@ class Wording:
 
     def changed(self, prompting: Prompting) -> Prompting:
         """`prompting` with this wording. ValueError for an argument or a file that cannot be read."""
-        said = {
+        given = {
             "chat_template": self.chat_template,
             "template_kwargs": dict(map(_template_argument, self.template_args)) or None,
             "system_prompt": self.system_prompt,
@@ -232,7 +232,7 @@ class Wording:
         }
         if self.chat_template is False:
             prompting = replace(prompting, time=None)
-        return replace(prompting, **{key: value for key, value in said.items() if value is not None})
+        return replace(prompting, **{key: value for key, value in given.items() if value is not None})
 
 
 def ask(

@@ -69,8 +69,8 @@ class JobServer:
         with job_folder() as private:
             try:
                 for rank in range(world_size):
-                    told = launcher_environment(rank, world_size, private, secret)
-                    call = (rank, folder, told | {"OMP_NUM_THREADS": threads}, function, arguments)
+                    variables = launcher_environment(rank, world_size, private, secret)
+                    call = (rank, folder, variables | {"OMP_NUM_THREADS": threads}, function, arguments)
                     processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
                     processes[-1].start()
                 yield processes

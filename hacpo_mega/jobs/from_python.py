@@ -121,7 +121,7 @@ class _Seen:
         done = [] if is_new else committed_steps(config.run_dir)
         self._step = self._answers_of = max(done, default=-1)
         self._stamp = self._stamp_now()  # what an older run has written is not this one's
-        self._told: set[str] = set()  # which reading has failed; the run is not ended by it
+        self._reported: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
         """Passes records that are new since the last call to the callbacks."""
@@ -157,8 +157,8 @@ class _Seen:
         try:
             return reader(*place)
         except Exception as error:
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._reported:
+                self._reported.add(what)
                 reason = f"{type(error).__name__}: {error}"
                 warn(f"{what} is not shown a step ({reason}); this is said once, training goes on")
             return None

@@ -63,8 +63,8 @@ def _run(ranks: "_Ranks", arguments: list[str], world_size: int, threads: Mappin
         try:
             secret = new_secret()
             for rank in range(world_size):
-                told = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
-                ranks.start(arguments, threads | told)
+                variables = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
+                ranks.start(arguments, threads | variables)
             return ranks.wait()
         finally:
             ranks.kill()
@@ -110,7 +110,7 @@ class _Ranks:
     def __init__(self, look: Callable[[], None], *, forks: bool) -> None:
         self._look, self._forks, self._is_importing = look, forks, False
         self._processes: list[subprocess.Popen | ForkedRank] = []
-        self._told: list[int] = []
+        self._signals: list[int] = []
         self._memory_kills = num_memory_kills()
 
     def after(self, imports: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class _Ranks:
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> None:
         """Starts one more process; none if the job was told to end meanwhile."""
-        if self._told:
+        if self._signals:
             return
         if self._forks:
             rank = ForkedRank(MODULE, arguments, environment, (*DEFERRED, *AT_ONCE))
@@ -134,13 +134,13 @@ class _Ranks:
         """Tells all of them."""
         if self._is_importing:
             os._exit(SIGNALLED + number)
-        self._told.append(number)
+        self._signals.append(number)
         self._send(number)
 
     def wait(self) -> int:
         """Until all have ended, with the exit code of the job."""
-        if self._told:  # the last one started may not have heard it
-            self._send(self._told[0])
+        if self._signals:  # the last one started may not have heard it
+            self._send(self._signals[0])
         self._until(lambda: self._has_failed or self._ends_at_once is not None)
         if self._ends_at_once is None:
             self._until(lambda: self._ends_at_once is not None, LAST_WORDS_S)
@@ -152,9 +152,9 @@ class _Ranks:
             return SIGNALLED + self._ends_at_once
         failures = [process.returncode for process in self._processes if process.returncode]
         if not failures:
-            return SIGNALLED + self._told[0] if self._told and not self._processes else 0
+            return SIGNALLED + self._signals[0] if self._signals and not self._processes else 0
         # One that a signal has ended has a negative code: ours, after another failed, or the one passed on.
-        return SIGNALLED + self._told[0] if max(failures) < 0 and self._told else max(FAILED, *failures)
+        return SIGNALLED + self._signals[0] if max(failures) < 0 and self._signals else max(FAILED, *failures)
 
     def kill(self) -> None:
         """Ends ranks that still run, and their children."""
@@ -186,7 +186,7 @@ class _Ranks:
 
     @property
     def _ends_at_once(self) -> int | None:
-        return next((number for number in self._told if number in AT_ONCE), None)
+        return next((number for number in self._signals if number in AT_ONCE), None)
 
     def _send(self, number: int) -> None:
         for process in self._processes:

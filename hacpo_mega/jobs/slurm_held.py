@@ -41,12 +41,12 @@ def start_in(job: Job, number: str, *, fresh: bool) -> int:
     def pass_on(*_: object) -> None:
         subprocess.Popen(["scancel", f"--signal={next(signals, 'TERM')}", number])
 
-    before = {told: signal.signal(told, pass_on) for told in TOLD}
+    before = {signum: signal.signal(signum, pass_on) for signum in TOLD}
     try:
         return process.wait()
     finally:
-        for told, handler in before.items():
-            signal.signal(told, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _nodes_of(number: str, excluded: str | None) -> list[str]:

@@ -179,8 +179,8 @@ def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
 
 
-def _words(said: str) -> str:
-    return "; ".join(line.replace("sbatch: error: ", "") for line in said.strip().splitlines())
+def _words(message: str) -> str:
+    return "; ".join(line.replace("sbatch: error: ", "") for line in message.strip().splitlines())
 
 
 def write(job: Job, *, fresh: bool) -> Path:
@@ -306,8 +306,8 @@ def _setup(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         done = subprocess.run(["bash", "-n"], input=f"{line}\n", capture_output=True, text=True)
         if done.returncode:
-            said = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
-            raise ValueError(f"slurm.setup: {line!r} is no whole command: {said}; give a construct as one text")
+            message = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
+            raise ValueError(f"slurm.setup: {line!r} is no whole command: {message}; give a construct as one text")
         yield f"eval {shlex.quote(line)} || setup_failed {shlex.quote(line)}"
 
 

@@ -169,8 +169,8 @@ def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
             attempt, ranks = found[1], ("0",)
         for rank in ranks:
             log = run_dir / f"logs/attempt_{attempt}/rank_{rank}.log"
-            if said := [line for line in _last_lines(log) if not NO_REASON.search(line)]:
-                return [(said[-1], log)]
+            if reasons := [line for line in _last_lines(log) if not NO_REASON.search(line)]:
+                return [(reasons[-1], log)]
         break
     return []
 

@@ -156,7 +156,7 @@ class StepLine:
     def __init__(self, names: Sequence[str] = (), width: int = WIDTH) -> None:
         self._names, self._width = tuple(names), width
         self._num_left_out = 0  # of LESS
-        self._told: list[str] = []  # which numbers lines without words have
+        self._listed: list[str] = []  # which numbers lines without words have
         self._widths: dict[str, dict[str, tuple[int, int]]] = {}  # of word and number, by group and cell
 
     def of(self, begin: str, metrics: StepMetrics, end: Mapping[str, str] | None = None) -> list[str]:
@@ -171,8 +171,8 @@ class StepLine:
                 self._widths.pop("phases", None)
         lines = [line] if len(line) <= self._width else _broken(line, self._width)
         shown = [cell for cell in AGENT_CELLS if any(cell in cells for cells in self._shown(groups))]
-        if "words" in self._less and shown != self._told:
-            self._told = shown
+        if "words" in self._less and shown != self._listed:
+            self._listed = shown
             lines.insert(0, f"from here on the numbers of each agent are: {', '.join(shown)}")
         return lines
 

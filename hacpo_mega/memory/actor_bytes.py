@@ -124,7 +124,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     chunks, in_flight = _chunks(plan, stage), chunks_in_flight(plan.layout, stage)
     layer = chunks[0][0][0]
     with_experts = max(sum(count for layer, count in chunk if layer.experts.kept) for chunk in chunks)
-    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
+    routing = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
     worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
     of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
@@ -135,7 +135,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + told),
+        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + routing),
         working=max(*(max(_in_layers(plan, chunk, is_last)) for chunk in chunks), head),
         forward=max(_forward(plan, layer, is_last) for chunk in chunks for layer, _ in chunk),
         # The square root of the second moment, of all parameters at once, of experts after the others.

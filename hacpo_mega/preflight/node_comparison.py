@@ -56,14 +56,14 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
 
 def warnings(reports: Sequence[NodeReport]) -> list[str]:
     """Warnings that hold on every node, so that leaving some out would not help; in the first node's words."""
-    said = {}
+    first = {}
     for report in reports:
         at = f"{report.node}: {report.cores} processor(s) of each process"
         if report.threads > report.cores > 0:
-            said.setdefault("threads", f"{at} for {report.threads} threads (OMP_NUM_THREADS)")
+            first.setdefault("threads", f"{at} for {report.threads} threads (OMP_NUM_THREADS)")
         if 0 < report.cores < report.wanted:
-            said.setdefault("wanted", f"{at} for a trainer, an engine and {report.wanted - 2} grading processes")
-    return [f"warning: {text}: see slurm.cpus_per_rank" for text in said.values()]
+            first.setdefault("wanted", f"{at} for a trainer, an engine and {report.wanted - 2} grading processes")
+    return [f"warning: {text}: see slurm.cpus_per_rank" for text in first.values()]
 
 
 def look_findings(looks: Mapping[str, Look], asked_s: float, heard_s: Mapping[str, float]) -> list[Finding]:

@@ -58,8 +58,8 @@ class Secret:
 
         ValueError where processes on several machines were given none, or something else.
         """
-        if said := os.environ.get(SECRET):
-            return cls(_decoded(said))
+        if value := os.environ.get(SECRET):
+            return cls(_decoded(value))
         if env.num_local < env.world_size:
             raise ValueError(
                 f"{SECRET} is not set, and the processes of this job are on several machines: say `{EXPORT}` once, "
@@ -148,11 +148,11 @@ def _await_private(path: Path, patience_s: float, advice: str) -> str:
         time.sleep(POLL_S)
 
 
-def _decoded(said: str) -> bytes:
+def _decoded(value: str) -> bytes:
     with suppress(ValueError):
-        if len(key := bytes.fromhex(said)) >= NUM_BYTES:
+        if len(key := bytes.fromhex(value)) >= NUM_BYTES:
             return key
-    raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(said)} characters)")
+    raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(value)} characters)")
 
 
 def _of_this_machine() -> bytes:

@@ -17,9 +17,9 @@ START = '[{"role":"'
 
 def messages_text(messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """The text for messages and tools that `messages_problem` and `tools_problem` have accepted."""
-    said = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
-    said += [{"role": message["role"], "content": message["content"]} for message in messages]
-    return _compact(said)
+    parts = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
+    parts += [{"role": message["role"], "content": message["content"]} for message in messages]
+    return _compact(parts)
 
 
 def _compact(value: object) -> str:
@@ -53,8 +53,8 @@ def _chat_of(text: str) -> tuple[list[dict[str, str]], list[dict[str, Any]]] | N
 def contents(text: str) -> list[str]:
     """The text itself, or for messages the content of each, and the schemas of tools as text."""
     found, tools = messages_of(text), tools_of(text)
-    said = [text] if found is None else [message["content"] for message in found]
-    return [*said, _compact(tools)] if tools else said
+    parts = [text] if found is None else [message["content"] for message in found]
+    return [*parts, _compact(tools)] if tools else parts
 
 
 def tools_problem(found: object) -> str | None:

@@ -75,9 +75,9 @@ class HubSplit:
             else:
                 tables = pyarrow.parquet.ParquetFile(self._first_rows(library, num_rows)).iter_batches(num_rows)
         except Exception as error:  # whatever the library, the network and its file formats raise
-            said = one_line(str(error).partition("\n")[0]) or type(error).__name__
+            reason = one_line(str(error).partition("\n")[0]) or type(error).__name__
             hint = "`hacpo-mega check CONFIG --data` downloads it, on a machine with network and the same HF_HOME"
-            raise ValueError(f"cannot be loaded ({said}); {hint}") from error
+            raise ValueError(f"cannot be loaded ({reason}); {hint}") from error
         for table in tables:
             yield from table.to_batches() if self.num_first is None else (table,)
 

@@ -37,9 +37,9 @@ class Experts:
     @property
     def fields(self) -> frozenset[str]:
         """Fields of config.json about experts."""
-        said = {*self.counts, "num_experts_per_tok", self.width}
-        said |= {"norm_topk_prob"} if self.may_normalise else set()
-        return frozenset(said | SHARED_FIELDS if self.shared is not None else said)
+        named = {*self.counts, "num_experts_per_tok", self.width}
+        named |= {"norm_topk_prob"} if self.may_normalise else set()
+        return frozenset(named | SHARED_FIELDS if self.shared is not None else named)
 
 
 SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
@@ -84,8 +84,8 @@ def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) 
         if fields.given.get(name) is not None
     }
     if len(set(found.values())) > 1:
-        said = " and ".join(f"{name} = {count}" for name, count in found.items())
-        raise ValueError(f"{fields.path}: {said} both say how many experts there are; take the wrong one out")
+        named = " and ".join(f"{name} = {count}" for name, count in found.items())
+        raise ValueError(f"{fields.path}: {named} both say how many experts there are; take the wrong one out")
     return next(iter(found.values()), defaults["num_experts"])
 
 

@@ -68,8 +68,8 @@ class PublishPlan:
             [[p.what.name, p.what.offsets, p.what.sizes, p.source, p.read, p.target, p.written] for p in bucket]
             for bucket in self.buckets
         ]
-        said = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
-        return hashlib.blake2b(said, digest_size=16).digest()
+        content = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
+        return hashlib.blake2b(content, digest_size=16).digest()
 
     @property
     def pieces(self) -> Iterator[Piece]:
