@@ -22,6 +22,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import read_checkpoint
 from hacpo_mega.cli import app as cli
+from hacpo_mega.cluster.launcher_env import LauncherEnv, from_launcher
 from hacpo_mega.cluster.machine.environment import (
     from_slurm,
     is_first_of_its_node,
@@ -29,7 +30,6 @@ from hacpo_mega.cluster.machine.environment import (
     job_size,
     prepare_environment,
 )
-from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.data.datasets import read_dataset
@@ -277,7 +277,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(value, monkeypatch):
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, value or "x")
         with pytest.raises(ValueError, match=f"{name} must be a number"):
-            Seat.find()
+            LauncherEnv.find()
         monkeypatch.setenv(name, "2")
     for find, name in ((job_size, "WORLD_SIZE"), (is_first_of_the_job, "RANK"), (is_first_of_its_node, "LOCAL_RANK")):
         monkeypatch.setenv(name, value or "x")
@@ -289,7 +289,7 @@ def test_a_rank_is_below_the_number_of_ranks(monkeypatch):
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape("RANK (2) must be below WORLD_SIZE (2)")):
-        Seat.find()
+        LauncherEnv.find()
 
 
 SLURM_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)",

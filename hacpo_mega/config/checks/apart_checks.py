@@ -1,4 +1,4 @@
-"""Whether engines can have devices of their own as a configuration asks for it (placement = "apart").
+"""Checks of placement = "apart", where engines have devices of their own.
 
 Not here: whether engine_tp divides them (models/sharding/layout.py), and how many processes that makes
 (cluster/rank_map.py).
@@ -28,10 +28,10 @@ def apart_problems(config: Config) -> Iterator[str]:
         if agent.rollout_gpus is None:
             yield (
                 f"agents.{agent.name}.rollout_gpus: with placement = 'apart' its engines have devices of their own, "
-                f"and nobody says how many. Nearest: {agent.engine_tp or 1}"
+                f"and their number is not given. Nearest: {agent.engine_tp or 1}"
             )
         if agent.offload == "optimizer":
             yield (
                 f"agents.{agent.name}.offload: with placement = 'apart' the actor shares its device with no engine, so "
-                "nothing is ever away. Nearest: 'none'"
+                "nothing is ever offloaded. Nearest: 'none'"
             )

@@ -1,4 +1,4 @@
-"""Whether an agent can replay the routing of its engine (agents.router_replay): its model, vLLM, its arguments."""
+"""Checks that an agent can replay its engine's routing (agents.router_replay): its model, vLLM, its arguments."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ WITHOUT = "Nearest: router_replay = false"
 
 
 def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
-    """A line for what cannot be, with the nearest thing that works."""
+    """A line for each impossible setting, with the nearest that works."""
     if not agent.router_replay:
         return
     if not architecture.has_experts:

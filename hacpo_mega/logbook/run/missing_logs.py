@@ -1,4 +1,4 @@
-"""What a run that goes on should find in its folder, and does not: said, since nobody else would notice for months."""
+"""Warnings about logs that a resumed run should find in its folder and does not."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from hacpo_mega.logbook.run.provenance import read_starts
 
 
 def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
-    """A line for the metrics and one for the answers that are missing among those of the steps that were done.
+    """A line for missing metrics and one for missing answers of the steps that were done.
 
     A lane's answers are missing where a later lane's are there; of the last lanes nothing can be told.
     """
@@ -29,7 +29,7 @@ def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
 
 
 def _spoken(steps: Sequence[int]) -> str:
-    """Ascending steps as a line says them: "steps 1 to 4, 7"."""
+    """Ascending steps as text: "steps 1 to 4, 7"."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and runs[-1][-1] == step - 1:
