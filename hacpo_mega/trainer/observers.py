@@ -1,25 +1,19 @@
-"""What examines a run while it goes on: gradients, the band, weights and held-out answers. Each is told of its moments.
+"""What examines a run while it goes on: gradients, weights and held-out answers. Each is told of its moments.
 
 An observer may measure, write metrics, follow what it sees, and end the run; it changes no answer, no sample and no
 update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.policy_loss import useful_ratios
-from hacpo_mega.algorithm import BandTracker
-from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepFindings, StepReport
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
-from hacpo_mega.logbook.steps.step_metrics import add_band, add_diagnosis, add_held_out
+from hacpo_mega.logbook.steps.step_metrics import add_diagnosis, add_held_out
 from hacpo_mega.records import Prompt, Sample, UpdateStats
 from hacpo_mega.trainer.phases import Phases
 
@@ -104,9 +98,9 @@ class Skips(Observer):
 class Diagnosis(Observer):
     """Measures own against cross gradients of every update of every so many steps."""
 
-    def __init__(self, every: int, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases,
+    def __init__(self, every: int, agent: Agent, metrics: Metrics, phase: Phases,
                  names: Sequence[str]) -> None:  # fmt: skip
-        self._every, self._agent, self._band = every, agent, band
+        self._every, self._agent = every, agent
         self._metrics, self._phase, self._names = metrics, phase, tuple(names)
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
@@ -114,28 +108,9 @@ class Diagnosis(Observer):
         if step % self._every:
             return
         with self._phase("diagnose"):
-            found = self._agent.diagnose(update, m, None if self._band is None else self._band.values())
+            found = self._agent.diagnose(update, m)
         if self._agent.place.is_leader:
             add_diagnosis(self._metrics, found, self._agent.index, self._names)
-
-
-class Calibration(Observer):
-    """Lets the band of the next step follow the ratios of this one."""
-
-    def __init__(self, band: BandTracker, place: Place, metrics: Metrics, phase: Phases, names: Sequence[str]) -> None:
-        self._band, self._place, self._metrics, self._phase = band, place, metrics, phase
-        self._names = tuple(names)
-
-    def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Collective over the agent's ranks."""
-        if self._place.is_leader:
-            add_band(self._metrics, self._place.agent, self._names, self._band.values())
-        mine = json.dumps(useful_ratios(updates, len(self._names)))
-        with self._phase("calibrate"):
-            cells = [json.loads(payload) for payload in self._place.gather_agent(mine.encode())]
-        for source in range(len(self._names)):
-            ratios = [ratio for cell in cells for ratio in cell[source]]
-            self._band.update(source, torch.tensor(ratios, dtype=torch.float64))
 
 
 class Verification(Observer):

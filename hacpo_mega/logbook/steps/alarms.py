@@ -309,7 +309,7 @@ class IdleAlarm:
 
 
 REMEDIES = {
-    "outside_band": 'widen algorithm.delta, or set algorithm.band = "calibrated"',
+    "outside_band": "widen algorithm.delta",
     "too_long": "raise rollout.max_answer_tokens, which holds in {learner}'s tokens, too, or ask for shorter answers",
     "undecodable": "look at {source}'s answers in rollouts/: it samples control tokens, or ids that are no text",
     "unencodable": "{learner}'s tokenizer lacks signs that {source} writes: look at its answers in rollouts/",
