@@ -13,7 +13,6 @@ from hacpo_mega.algorithm.objective import (
     mean_logprobs,
     objective_bounds,
     sample_weight,
-    sequence_objective,
     token_objective,
 )
 
@@ -33,7 +32,6 @@ __all__ = [
     "reward_tally",
     "sample_weight",
     "scale_gradient",
-    "sequence_objective",
     "token_objective",
     "trained_answers",
 ]

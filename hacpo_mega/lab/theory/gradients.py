@@ -3,7 +3,7 @@
 Theorem 4.3 (arXiv 2603.02604): the gradient from others' answers has a positive inner product with the own gradient.
 A policy is a table: on every prompt it draws each of T tokens from a softmax of its own, theta[p, t, v]. All answers,
 V^T of them, can be listed, gradients are sums, and d mean log-prob / d theta[t, v] = (1{token_t = v} - pi[t, v]) / T.
-Weights and advantages come from the functions that train: sequence_objective, hacpo_advantages, joint_baselines.
+Weights and advantages come from the functions that train: objective_from_mean, hacpo_advantages, joint_baselines.
 Prompts share no parameters, unlike in a network. The gradient is that of a step's first update (m = 0).
 Shapes: P prompts, T tokens of V kinds, A = V^T answers, D = T V parameters of a prompt, G sampled answers.
 """
@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from hacpo_kernels import objective_from_mean
 from torch import Tensor
 
-from hacpo_mega.algorithm import capability_ratios, hacpo_advantages, sequence_objective
+from hacpo_mega.algorithm import capability_ratios, hacpo_advantages, objective_bounds
 from hacpo_mega.algorithm.advantage import joint_baselines
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.lab.theory.world import Estimate
@@ -199,14 +200,14 @@ def sampled_gradients(pair: Pair, objective: Objective) -> tuple[Tensor, Tensor]
 def _gradient(
     pair: Pair, answers_PG: Tensor, author: Policy, advantage_PG: Tensor, objective: Objective, weight_PG: Tensor
 ) -> Tensor:
-    """- d sum_g weight_g loss_g / d theta of the learner, [P, D]: sequence_objective's slope times d mean log-prob."""
-    _, slope_B, _ = sequence_objective(
+    """- d sum_g weight_g loss_g / d theta of the learner, [P, D]: objective_from_mean's slope times d mean log-prob."""
+    _, slope_B, _ = objective_from_mean(
         pair.learner.mean_logprob_PA.gather(1, answers_PG).flatten(),
         author.mean_logprob_PA.gather(1, answers_PG).flatten(),
         advantage_PG.flatten(),
         torch.full((answers_PG.numel(),), author is pair.learner or objective.as_own),
         update_index=0,
-        config=objective.config,
+        bounds=objective_bounds(objective.config),
     )
     pull_PG = -slope_B.reshape(answers_PG.shape) * weight_PG / pair.tables.num_tokens
     pull_PA = torch.zeros_like(author.prob_PA).scatter_add(1, answers_PG, pull_PG)
