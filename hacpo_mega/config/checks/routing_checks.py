@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING, installed_fields
+from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING, engine_fields
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.models.families.architecture import Architecture
 
@@ -21,7 +21,7 @@ def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: 
         return
     if on_cpu:  # there it is written down beside vLLM (rollout/vllm/routing.py)
         return
-    fields = installed_fields("vllm")
+    fields = engine_fields()
     if fields is not None and RETURNS_ROUTING not in fields:
         yield f"router_replay: the vLLM that is installed has no {RETURNS_ROUTING}: it returns no routing. {WITHOUT}"
     if agent.vllm.get("enable_prefix_caching") is False:
