@@ -4,8 +4,10 @@ An observer may measure, write metrics, follow what it sees, and end the run; it
 update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.config import Config
@@ -47,41 +49,20 @@ class Observer:
         """All of a step is known but what writing it takes."""
 
 
-class Observers(Observer):
-    """Several, one after the other."""
+class Observers:
+    """Several observers, one after the other, at every moment of a run that is named on `Observer`."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
 
-    def before_training(self, step: int) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.before_training(step)
+    def __getattr__(self, moment: str) -> Callable[..., None]:
+        """The method that calls every observer's; AttributeError for what is no moment."""
+        getattr(Observer, moment)
+        return partial(self._call, moment)
 
-    def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Tells all."""
+    def _call(self, moment: str, *what: Any) -> None:
         for observer in self._all:
-            observer.before_update(step, m, update)
-
-    def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_update(step, m, update, stats)
-
-    def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_learning(step, updates)
-
-    def after_publishing(self, step: int) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_publishing(step)
-
-    def before_writing(self, step: int, found: StepFindings) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.before_writing(step, found)
+            getattr(observer, moment)(*what)
 
 
 class Skips(Observer):
