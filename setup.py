@@ -24,6 +24,9 @@ RUNTIME = [
 # What is no code and yet belongs to an installation: the job script's parts, and the configurations of the guide.
 FILES = {"hacpo_mega.launch": "launch", "hacpo_mega.configs": "configs"}
 
+# Studies of the product, a package beside it in the same wheel; its commands are found by their entry points.
+LAB = "packages/hacpo_lab"
+
 setup(
     name="hacpo_mega",
     version="0.2.0",
@@ -41,15 +44,26 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11,<3.14",
-    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels", *FILES],
-    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", **FILES},
+    packages=[
+        *find_packages(include=["hacpo_mega", "hacpo_mega.*"]),
+        "hacpo_kernels",
+        *find_packages(LAB, include=["hacpo_lab", "hacpo_lab.*"]),
+        *FILES,
+    ],
+    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", "hacpo_lab": f"{LAB}/hacpo_lab", **FILES},
     package_data={
         "hacpo_mega": ["py.typed"],
         "hacpo_kernels": ["py.typed"],
+        "hacpo_lab": ["py.typed"],
         "hacpo_mega.launch": ["*.sh", "*.sbatch"],
         "hacpo_mega.configs": ["*.toml", "*/*.toml"],
     },
-    entry_points={"console_scripts": ["hacpo-mega = hacpo_mega.cli:main"]},
+    entry_points={
+        "console_scripts": ["hacpo-mega = hacpo_mega.cli:main"],
+        "hacpo_mega.commands": [
+            f"{name} = hacpo_lab.commands.{name}:{name}" for name in ("experiment", "bench", "chaos", "plan")
+        ],
+    },
     install_requires=RUNTIME,
     extras_require={
         "cuda": ["vllm>=0.25.1"],

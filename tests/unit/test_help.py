@@ -40,6 +40,12 @@ def test_the_program_lists_its_commands_with_whole_sentences():
             assert f"{name} {' '.join(command.help.split())}" in text
 
 
+def test_packages_beside_the_product_register_their_commands():
+    registered = importlib.metadata.entry_points(group="hacpo_mega.commands").names
+    assert registered == {"bench", "chaos", "experiment", "plan"}, "setup.py is newer than the installation: make env"
+    assert registered <= FIRST.keys()
+
+
 def test_a_judge_can_be_any_kind_that_there_is():
     text = " ".join(shown("eval", "--help").split())
     assert all(kind in text for kind in REWARD_KINDS)

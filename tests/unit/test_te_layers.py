@@ -17,7 +17,7 @@ from repository import ROOT
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.lab.memory_trace import TracedMemory
+from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 

@@ -11,7 +11,7 @@ import random
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.groups.tree import share_bytes
+from hacpo_mega.cluster.patches import Patch, apply_patches
 
 SHARED_MEMORY = Path("/dev/shm")
 # Where torch's allocator reads its settings.
@@ -176,6 +177,10 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def unwatched(**_how: Any) -> None:
+    """Stands for vLLM's monitor of late compilation, which is not started."""
+
+
 @contextmanager
 def quiet(logger: logging.Logger) -> Iterator[None]:
     """Around what vLLM would warn of although it is meant."""
@@ -197,9 +202,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def starting_vllm() -> Iterator[None]:
-    """Around vLLM's start: on a CPU it adds to LD_PRELOAD, which would reach the processes that judge answers, and
-    without a tokenizer its renderer warns, with a traceback, that it cannot warm up a chat template."""
+def starting_vllm(patches: Iterable[Patch]) -> Iterator[None]:
+    """Around vLLM's start, with its names replaced: it gives up what it adds to the environment.
+
+    On a CPU it adds to LD_PRELOAD, which would reach the processes that judge answers. Without a tokenizer its renderer
+    warns, with a traceback, that it cannot warm up a chat template: that is not shown.
+    """
+    apply_patches(patches)
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
         with quiet(logging.getLogger("vllm.renderers.base")):
