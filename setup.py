@@ -24,8 +24,8 @@ RUNTIME = [
 # What is no code and yet belongs to an installation: the job script's parts, and the configurations of the guide.
 FILES = {"hacpo_mega.launch": "launch", "hacpo_mega.configs": "configs"}
 
-# Studies of the product, a package beside it in the same wheel; its commands are found by their entry points.
-LAB = "packages/hacpo_lab"
+# Beside the product, in the same wheel: graders, and studies, whose commands are found by their entry points.
+BESIDE = {"hacpo_grading": "packages/hacpo_grading", "hacpo_lab": "packages/hacpo_lab"}
 
 setup(
     name="hacpo_mega",
@@ -47,12 +47,17 @@ setup(
     packages=[
         *find_packages(include=["hacpo_mega", "hacpo_mega.*"]),
         "hacpo_kernels",
-        *find_packages(LAB, include=["hacpo_lab", "hacpo_lab.*"]),
+        *(package for name, folder in BESIDE.items() for package in find_packages(folder, include=[name, f"{name}.*"])),
         *FILES,
     ],
-    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", "hacpo_lab": f"{LAB}/hacpo_lab", **FILES},
+    package_dir={
+        "hacpo_kernels": "kernels/hacpo_kernels",
+        **{name: f"{folder}/{name}" for name, folder in BESIDE.items()},
+        **FILES,
+    },
     package_data={
         "hacpo_mega": ["py.typed"],
+        "hacpo_grading": ["py.typed"],
         "hacpo_kernels": ["py.typed"],
         "hacpo_lab": ["py.typed"],
         "hacpo_mega.launch": ["*.sh", "*.sbatch"],

@@ -18,6 +18,7 @@ LOBBY = {"records.py": "records", "__init__.py": "cli"}
 # Lowest first. A room may use the rooms on lower floors, and nothing beside it. What studies the product stands above
 # all of it, so that nothing of the product imports it.
 FLOORS = (
+    ("hacpo_grading",),
     ("models", "records"),
     ("memory",),
     ("config",),
@@ -29,7 +30,7 @@ FLOORS = (
     ("cli",),
     ("hacpo_lab",),
 )
-MAX_ROOMS, MAX_FLOORS = 26, 10
+MAX_ROOMS, MAX_FLOORS = 27, 11
 MAX_FILES = 14  # of Python in a folder of the product
 CLI = "hacpo_mega/cli/"
 LAB = "packages/hacpo_lab/hacpo_lab/"
@@ -59,11 +60,14 @@ COLLECTIVES = (
     f"{LAB}memory_trace.py",
     "kernels/hacpo_kernels/",
 )
+# Whoever grades answers needs no trainer, and no model beside it but one behind a server.
+UNKNOWN_TO_GRADERS = {"hacpo_mega", "hacpo_kernels", "hacpo_lab", "torch", "transformers", "vllm", "megatron"}
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
     *(
-        "hacpo_mega/grading/workers/grader_calls.py",
+        "hacpo_mega/grading/__init__.py",
+        "packages/hacpo_grading/hacpo_grading/workers/grader_calls.py",
         "hacpo_mega/logbook/files/trackers.py",
         "hacpo_mega/data/reading/hub_sets.py",
     ),
@@ -158,7 +162,7 @@ def rooms_keep_their_net_lines(sources: Sources) -> Complaints:
     net: collections.Counter[str] = collections.Counter()
     for source in sources:
         net[room_of(source.path) or source.path.split("/")[1]] += source.net_lines()
-    beside_lab = net.total() - net["hacpo_lab"] - net["hacpo_kernels"]
+    beside_lab = net.total() - net["hacpo_lab"] - net["hacpo_kernels"] - net["hacpo_grading"]
     for room, lines in net.items():
         if lines > (most := read_limits().net_lines.get(room, 0)):
             yield f"room {room!r}: {lines} net lines, more than {most}; the product has {beside_lab}"
@@ -193,6 +197,13 @@ def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
         for line, name in source.imports():
             if source.path.startswith("kernels/") and name.split(".")[0] == "hacpo_mega":
                 yield f"{source.path}:{line}: hacpo_kernels stands alone, but imports {name}"
+
+
+def graders_know_nothing_of_us(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            if source.path.startswith("packages/hacpo_grading/") and name.split(".")[0] in UNKNOWN_TO_GRADERS:
+                yield f"{source.path}:{line}: hacpo_grading stands alone, without models, but imports {name}"
 
 
 def one_door_per_library(sources: Sources) -> Complaints:
@@ -247,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     rooms_keep_their_net_lines,
     a_file_has_more_than_one_importer,
     kernels_know_nothing_of_us,
+    graders_know_nothing_of_us,
     one_door_per_library,
     collectives_have_few_suspects,
     algorithm_is_the_paper,
@@ -261,6 +273,7 @@ def test_the_tree_keeps(rule: Rule) -> None:
 
 
 A = "hacpo_mega/agent/agent.py"
+GRADING = "packages/hacpo_grading/hacpo_grading/"
 
 
 BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
@@ -289,6 +302,19 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     ),
     (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "from hacpo_mega.records import Prompt"}),
+    (graders_know_nothing_of_us, {f"{GRADING}graders/x.py": "def f():\n    import torch"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "PRELOAD = 'hacpo_mega.config'"}),
+    (folders_are_small, {f"{GRADING}graders/x{number}.py": "" for number in range(MAX_FILES + 1)}),
+    (
+        parts_of_a_room_have_no_circle,
+        {
+            f"{GRADING}a/x.py": "from hacpo_grading.b import y",
+            f"{GRADING}b/y.py": "",
+            f"{GRADING}b/z.py": "from hacpo_grading.a import w",
+            f"{GRADING}a/w.py": "",
+        },
+    ),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
     (one_door_per_library, {"hacpo_mega/agent/agent.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),

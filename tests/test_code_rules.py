@@ -17,7 +17,8 @@ ENVIRONMENT = (
     "packages/hacpo_lab/hacpo_lab/forked.py",
     "hacpo_mega/cluster/machine/device.py",
     "hacpo_mega/cluster/machine/environment.py",
-    "hacpo_mega/grading/graders/model_judge.py",  # the key of a server, by the name that the configuration gives
+    # the key of a server, by the name that the configuration gives
+    "packages/hacpo_grading/hacpo_grading/graders/model_judge.py",
     "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
     "hacpo_mega/jobs/slurm_held.py",
@@ -35,12 +36,13 @@ ENVIRONMENT = (
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
-# Where `say` is, and what speaks to the process that started it alone.
+# Where `say` is, what has none, and what speaks to the process that started it alone.
 PRINTS = (
     *(
         "hacpo_mega/models/files/visible.py",
         "hacpo_mega/models/files/chat_template.py",
-        "hacpo_mega/grading/workers/sandbox.py",
+        "packages/hacpo_grading/hacpo_grading/workers/guarded_workers.py",
+        "packages/hacpo_grading/hacpo_grading/workers/sandbox.py",
     ),
     "kernels/hacpo_kernels/",
 )

@@ -6,9 +6,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hacpo_grading.registry import GRADERS
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.describe import describe_fields
-from hacpo_mega.config.tables.choices import REWARD_KINDS
 
 FIRST = typer.main.get_command(app).commands
 OF_GROUPS = {name: getattr(group, "commands", {}) for name, group in FIRST.items()}
@@ -48,7 +48,7 @@ def test_packages_beside_the_product_register_their_commands():
 
 def test_a_judge_can_be_any_kind_that_there_is():
     text = " ".join(shown("eval", "--help").split())
-    assert all(kind in text for kind in REWARD_KINDS)
+    assert all(kind in text for kind in GRADERS)
 
 
 def test_every_key_is_whole_in_80_columns():

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from hacpo_grading.judge import is_success
 from hacpo_lab.throughput.memory_peak import take_peak
 from hacpo_lab.throughput.workload import Workload
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.sampler import AnswerPlace, Sampler
 from hacpo_mega.config import Config
-from hacpo_mega.grading.judge import is_success
-from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepFindings
 from hacpo_mega.records import Judgement, Prompt, Rollout, Verdict
 from hacpo_mega.samples.tokenizers import TextCodec
 from hacpo_mega.trainer.observers import Observer
+from hacpo_mega.trainer.rollout_judge import RolloutJudge
 from hacpo_mega.trainer.trainer import Trainer
 
 
