@@ -45,7 +45,6 @@ from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
 from hacpo_mega.samples.learner_view import ViewRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
-from hacpo_mega.trainer.answer_observers import OwnMetrics, TrackedAnswers
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
 from hacpo_mega.trainer.observers import (
@@ -53,11 +52,15 @@ from hacpo_mega.trainer.observers import (
     Evaluation,
     Observer,
     Observers,
+    OwnMetrics,
+    Rates,
     Skips,
+    TrackedAnswers,
     Verification,
+    num_gpus,
+    peak_flops,
 )
 from hacpo_mega.trainer.phases import Phases
-from hacpo_mega.trainer.rates import Rates, num_gpus, peak_flops
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
