@@ -117,18 +117,13 @@ class Agent(Answering):
         """This cell's samples, split into the updates of the step."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self.num_cells)
 
-    def learn(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None) -> UpdateStats:
-        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.
-
-        `low_N` is where the band of each source begins in a step, None for that of the configuration.
-        """
+    def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
+        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
         # A replayed routing is of own answers alone: others must not share their prompts.
         packing = None if update_index == 0 or self._replays else self.actor.pack
-        return self.actor.learn(update, self._policy_loss(update, update_index, low_N), packing)
+        return self.actor.learn(update, self._policy_loss(update, update_index), packing)
 
-    def diagnose(
-        self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None
-    ) -> GradientProducts:
+    def diagnose(self, update: Sequence[Sample], update_index: int) -> GradientProducts:
         """What own answers pull at, and beside it every source's, by the loss that `learn` would have now.
 
         Group 0 is the own answers', then the other agents' by their index. The agent is the same afterwards, to the
@@ -136,11 +131,11 @@ class Agent(Answering):
         """
         sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
         groups = [[sample for sample in update if sample.source == source] for source in sources]
-        return self.actor.gradient_products(groups, self._policy_loss(update, update_index, low_N))
+        return self.actor.gradient_products(groups, self._policy_loss(update, update_index))
 
-    def _policy_loss(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None) -> PolicyLoss:
+    def _policy_loss(self, update: Sequence[Sample], update_index: int) -> PolicyLoss:
         reference = self._reference_logprobs(update)
-        return PolicyLoss(update_index, self._weight, self._algorithm, reference, low_N, self._logs_tokens)
+        return PolicyLoss(update_index, self._weight, self._algorithm, reference, self._logs_tokens)
 
     def describe(
         self,

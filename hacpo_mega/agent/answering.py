@@ -20,7 +20,7 @@ from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.answer_ends import AnswerEnds
 from hacpo_mega.records import Completion, Prompt, Rollout
-from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
@@ -38,6 +38,7 @@ class Answering:
 
     def __init__(self, spec: AgentConfig, place: Place, config: Config, sampler: Callable[..., Sampler]) -> None:
         """`sampler` says what engines are asked; the others are set by who loads them."""
+        require_options(spec.vllm, f"agents.{spec.name}.")
         self.name, self.index, self.place = spec.name, place.agent, place
         self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
         self._answers_per_prompt = config.answers_per_prompt

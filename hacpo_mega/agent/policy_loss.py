@@ -62,7 +62,6 @@ class PolicyLoss:
     """The loss function of one update.
 
     reference   token log-probs of the initial policy, where KL needs them
-    low_N       where the band of each source's answers begins at update 0; None: where the configuration says
     keeps_tokens    whether the report has the log-prob of every token
     """
 
@@ -70,7 +69,6 @@ class PolicyLoss:
     weight: float
     config: AlgorithmConfig
     reference: Mapping[SampleKey, np.ndarray]
-    low_N: Sequence[float] | None = None
     keeps_tokens: bool = False
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
@@ -128,7 +126,6 @@ class PolicyLoss:
             update_index=self.update_index,
             bounds=objective_bounds(self.config),
             length=samples.length_B,
-            low=self._low(batch, token_logprob_R.device),
         )
         return loss_B, terms
 
@@ -137,14 +134,6 @@ class PolicyLoss:
         if samples[0].source_logprob is None:
             return token_logprob_R.detach()
         return torch.from_numpy(np.concatenate([sample.old_logprobs for sample in samples])).to(token_logprob_R.device)
-
-    def _low(self, batch: MicroBatch, device: torch.device) -> Tensor | None:
-        """Where the band of each answer's source begins in this update, float64 [B]."""
-        if self.low_N is None:
-            return None
-        raised = self.update_index * self.config.delta_step
-        lows = [min(1.0, self.low_N[sample.source] + raised) for sample in batch.sequences]
-        return torch.tensor(lows, dtype=torch.float64).to(device)
 
 
 def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -214,15 +203,4 @@ def scores_of_update(update: UpdateStats) -> dict[tuple[int, int], Score]:
         parts = report.token_logprob_R.split(report.num_rows_B.tolist())
         for (prompt, _, rollout), mean, part in zip(report.key_B3.tolist(), report.mean_logprob_B.tolist(), parts):
             found[prompt, rollout] = Score(mean, part.numpy())
-    return found
-
-
-def useful_ratios(updates: Iterable[UpdateStats], num_agents: int) -> list[list[float]]:
-    """Per source agent, the ratios of its answers that had a positive advantage, in the order of the updates."""
-    found: list[list[float]] = [[] for _ in range(num_agents)]
-    for report in (report for update in updates for report in update.reports):
-        ratio_B, is_cross_B = report.terms.ratio_B, ~report.terms.is_self_B
-        useful_B = is_cross_B & (report.terms.advantage_B > 0) & ratio_B.isfinite()
-        for key, ratio in zip(report.key_B3[useful_B].tolist(), ratio_B[useful_B].tolist()):
-            found[key[1]].append(ratio)
     return found

@@ -1,7 +1,6 @@
 """The paper: HACPO (arXiv 2603.02604) as pure functions on tensors. No collectives, files, logging or tokenizers."""
 
 from hacpo_mega.algorithm.advantage import REWARD_TOLERANCE, hacpo_advantages
-from hacpo_mega.algorithm.band import BandTracker
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
@@ -14,13 +13,11 @@ from hacpo_mega.algorithm.objective import (
     mean_logprobs,
     objective_bounds,
     sample_weight,
-    sequence_objective,
     token_objective,
 )
 
 __all__ = [
     "REWARD_TOLERANCE",
-    "BandTracker",
     "CapabilityTracker",
     "GradientProducts",
     "advantages_of",
@@ -35,7 +32,6 @@ __all__ = [
     "reward_tally",
     "sample_weight",
     "scale_gradient",
-    "sequence_objective",
     "token_objective",
     "trained_answers",
 ]

@@ -10,15 +10,14 @@ gspo, gspo_x2   nothing else                                                  na
 f_tis           L = - sg[min(s, C)] A log-prob, 0 where A < 0 and log s < -g  sgt     L = - A mean_logprob_learner
 
 The arithmetic itself is `hacpo_kernels.reference.objective_from_mean`, which the Triton kernel is held to, and the band
-is `hacpo_kernels.Bounds`. Here are the configuration's numbers for them, the objective of whole sequences, the weight
-of a sample, and the optional KL to the frozen initial policy. An update applies the same objective to packed tokens
-(policy_loss.py).
+is `hacpo_kernels.Bounds`. Here are the configuration's numbers for them, the weight of a sample, and the optional KL
+to the frozen initial policy. An update applies the objective to packed tokens (policy_loss.py).
 """
 
 import math
 
 import torch
-from hacpo_kernels import Bounds, ObjectiveStats, SequenceTerms, objective_from_mean, objective_stats, segment_sum
+from hacpo_kernels import Bounds, SequenceTerms, segment_sum
 from torch import Tensor
 
 from hacpo_mega.config import AlgorithmConfig
@@ -48,28 +47,6 @@ def mean_logprobs(token_logprob_R: Tensor, row_cu_seqlens_B: Tensor) -> Tensor:
     """
     length_B = row_cu_seqlens_B.diff().to(token_logprob_R.device, torch.float64, non_blocking=True)
     return (segment_sum(token_logprob_R, row_cu_seqlens_B) / length_B).float()
-
-
-def sequence_objective(
-    seq_logprob_B: Tensor,
-    source_logprob_B: Tensor,
-    advantage_B: Tensor,
-    is_self_B: Tensor,
-    update_index: int,
-    config: AlgorithmConfig,
-) -> tuple[Tensor, Tensor, ObjectiveStats]:
-    """Loss of every sequence and its derivative by the sequence's mean log-prob, [B] each, and (sum, count) stats.
-
-    seq_logprob_B     mean log-prob of the learner now, nats per token
-    source_logprob_B  mean log-prob of the source when it answered
-    advantage_B       from `hacpo_advantages`, omega applied
-    update_index      m, the optimizer updates this learner has already made in this step
-    """
-    bounds = objective_bounds(config)
-    loss_B, grad_B, terms = objective_from_mean(
-        seq_logprob_B, source_logprob_B, advantage_B, is_self_B, update_index=update_index, bounds=bounds
-    )
-    return loss_B, grad_B, objective_stats(terms)
 
 
 def token_objective(

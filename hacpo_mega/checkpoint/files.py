@@ -1,6 +1,6 @@
 """A checkpoint on disk: one folder per step for all agents together, whole or not at all.
 
-    checkpoints/step_000012/step.json      what belongs to the run: capability, bands, counts, configuration; size and
+    checkpoints/step_000012/step.json      what belongs to the run: capability, counts, configuration; size and
                                            SHA-256 of every file below
     checkpoints/step_000012/<agent>/       main weights and moments of Adam (megatron/checkpoint/sharded_state.py)
     checkpoints/step_000012.writing/       the same before its commit, which is the one rename that takes `.writing` off
@@ -22,12 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from pydantic import ValidationError
-
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
 from hacpo_mega.config.checks.run_dirs import require_displaceable
-from hacpo_mega.config.run import of_today
+from hacpo_mega.config.run import completed
 from hacpo_mega.config.template_time import with_times_of
 from hacpo_mega.models.files.documents import parse_json, require_file
 from hacpo_mega.models.files.links import require_inside
@@ -44,7 +42,6 @@ class AgentState:
     """State of an agent that is not in its own files.
 
     dtype         the type of its model's weights, which are the stored ones rounded to it: "bfloat16"
-    band          BandTracker's state, None without a calibrated band
     num_skipped   of its last updates, how many in a row were skipped
     alarms        StepReport's state, of the leader of every cell
     """
@@ -52,7 +49,6 @@ class AgentState:
     num_updates: int
     num_applied: int
     dtype: str
-    band: dict[str, list[float]] | None
     num_skipped: int
     alarms: list[dict[str, Any]]
 
@@ -102,6 +98,8 @@ class Checkpoint:
         if _digest(state) != sha256:
             raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
         try:
+            for agent in state["agents"].values():
+                agent.pop("band", None)  # older versions have one
             agents = {name: AgentState(**agent) for name, agent in state.pop("agents").items()}
             files = {path: FileState(**state_of) for path, state_of in state.pop("files").items()}
             return cls(folder=folder, agents=agents, files=files, **state)
@@ -293,17 +291,6 @@ def _require_known(accepted: Sequence[str], config: Config, stored: dict[str, An
 def plain(config: Config) -> dict[str, Any]:
     """The resolved configuration as a checkpoint keeps it."""
     return config.model_dump(mode="json", exclude_none=True)
-
-
-def completed(table: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration, as `plain` gives one, with the keys that its version did not have or called otherwise.
-
-    New ones are at their defaults, with which a run does what it did before there were such keys.
-    """
-    try:
-        return plain(Config.model_validate(of_today(table)))
-    except ValidationError:  # a key that is gone since: `changes` names it
-        return table
 
 
 def model_digests(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ All groups come from one job-wide store under prefixes of their own:
     block           all ranks of the cells that      what is said of weights for engines; mostly the same as whole cell.
                     share experts with mine          Where some ranks only answer NCCL on CUDA for weights, too
     job             all ranks                        metrics, barriers; a tree (tree.py)
-    row             my agent's leaders, by cell      numbers of whole steps (capability, band); a tree
+    row             my agent's leaders, by cell      numbers of whole steps (capability); a tree
 
 The lane carries megabytes per step, so on CUDA it is NCCL, unless two of its leaders share a GPU, which NCCL refuses.
 The others carry a few numbers from and to host memory and are gloo everywhere. All are made directly, not with

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hacpo_mega.config.load import readable_problems
+from hacpo_mega.config.tables.algorithm import REMOVED
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import toml_file
 from hacpo_mega.models.files.links import require_inside
@@ -33,13 +34,28 @@ def config_of_table(table: dict[str, Any], file: Path) -> Config:
 
 
 def of_today(table: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration with the key that older runs have elsewhere: algorithm.success_reward is reward.success.
+    """A stored configuration without the keys of older runs that have moved or are gone.
 
-    At 1 it was the default, as reward.success is where it is not given.
+    algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
+    The keys of the calibrated band are gone.
     """
     algorithm, reward = table.get("algorithm"), table.get("reward", {})
-    if not isinstance(algorithm, dict) or not isinstance(reward, dict) or "success_reward" not in algorithm:
+    if not isinstance(algorithm, dict) or not isinstance(reward, dict):
         return table
-    kept = {key: value for key, value in algorithm.items() if key != "success_reward"}
-    success = {} if algorithm["success_reward"] == 1.0 else {"success": algorithm["success_reward"]}
-    return table | {"algorithm": kept, "reward": reward | success}
+    kept = {key: value for key, value in algorithm.items() if key not in {"success_reward", *REMOVED}}
+    before = algorithm.get("success_reward", 1.0)
+    return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
+
+
+def completed(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration as plain values, with the keys that its version did not have or called otherwise.
+
+    New ones are at their defaults, with which a run does what it did before there were such keys.
+    """
+    try:
+        found = Config.model_validate(of_today(table)).model_dump(mode="json", exclude_none=True)
+    except ValidationError:  # a key that is gone since: `changes` names it
+        return table
+    if table.get("algorithm", {}).get("band") == "calibrated":  # the run trained otherwise: `changes` asks
+        found["algorithm"]["band"] = "calibrated"
+    return found

@@ -34,8 +34,7 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_he
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.expert_load import ExpertCounts
-from hacpo_mega.megatron.train.micro_batches import Told, on_device, places, update_stats
+from hacpo_mega.megatron.train.micro_batches import ExpertCounts, Told, on_device, places, update_stats
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, Leaves
 from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.train.schedule import (

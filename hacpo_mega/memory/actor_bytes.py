@@ -4,7 +4,8 @@ Every term is something that the code keeps: docs/design/memory.md names for eac
 tests/unit/test_memory_trace.py holds the sums to the real model (hacpo_lab/memory_trace.py). Letters are those of arXiv
 2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks S = t / tp
 between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f feed-forward columns
-and v vocabulary rows of a rank. Not here: the engine, and which of these are there at the same time (budget.py).
+and v vocabulary rows of a rank. Not here: the engine, and which of these are there at the same time (budget.py),
+and the kernels of the log-probs themselves (kernels/hacpo_kernels).
 """
 
 import math
@@ -14,7 +15,6 @@ from typing import Literal
 
 from hacpo_mega.memory.adapter_numbers import is_adapted, kept_by_adapters, num_factors
 from hacpo_mega.memory.expert_bytes import ExpertBytes, expert_bytes, replayed_bytes
-from hacpo_mega.memory.head_bytes import head_bytes, logit_rows
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout, chunk_ranges, chunks_in_flight
@@ -345,3 +345,36 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
         head += rows * columns * FLOAT32 * (1 if rows == tokens else 2)
         head += (columns + rows) * a.hidden_size * FLOAT32 if plan.device.mixed else 0  # weights, hidden states
     return max(inside, head if is_last else 0)
+
+
+# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once,
+# and the most of a product that is added to a gradient at once.
+TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000, 8192, 1 << 24, 1 << 20
+
+
+def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool) -> int:
+    """The most that they take, every one of a rank's `tokens` being trained; a number has so many bytes."""
+    columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, number < FLOAT32
+    rows, row = min(tokens, logit_rows(columns, triton=triton)), a.hidden_size
+    weight = columns * row * number
+    # Summed over the ranks in float32, then cast.
+    gradient = tokens * row * (FLOAT32 if tp > 1 else number)
+    cast = tokens * row * number if tp > 1 and mixed else 0
+    logit = number if triton else FLOAT32
+    operand = columns * row * FLOAT32 if mixed and not triton else 0
+    # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
+    # weight's, before it is added.
+    part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
+    in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
+    # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
+    # it is a tensor of its own from the start.
+    placeholder, own = (weight, 0) if mixed else (0, weight)
+    at_end = max(gradient + cast, (cast or gradient) + placeholder)
+    return operand + own + max(gradient + in_chunk, at_end)
+
+
+def logit_rows(columns: int, *, triton: bool) -> int:
+    """Rows of one chunk of logits over `columns` of the vocabulary, as the kernels choose them."""
+    if triton:
+        return max(128, min(TRITON_ROWS, TRITON_ELEMENTS // columns // 128 * 128))
+    return max(1, REFERENCE_ELEMENTS // columns)

@@ -26,7 +26,6 @@ PHASE_COLOURS = {
     "exchange": "#9a9fa8",
     "diagnose": "#7a68b8",
     "learn": "#d9713c",
-    "calibrate": "#8a9a3b",
     "publish": "#5fae8b",
     "evaluate": "#b07cc6",
     "write": "#a98467",

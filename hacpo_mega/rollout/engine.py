@@ -15,13 +15,15 @@ The environment must hold, before torch and vllm are imported (environment.py se
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm import config as vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -36,6 +38,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
@@ -70,6 +73,13 @@ PLAIN_READING = {"config_format": "hf", "use_tqdm_on_load": False}
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
 
+def require_options(options: Mapping[str, Any], owner: str = "") -> Mapping[str, Any]:
+    """The same engine arguments (`agents.vllm`); ValueError, one line, for one that vLLM would refuse."""
+    tables = [kind.__pydantic_fields__ for kind in vars(vllm_config).values() if hasattr(kind, "__pydantic_fields__")]
+    require_accepted(options, {field.name: field.type for field in fields(EngineArgs)}, tables, owner)
+    return options
+
+
 class Engine:
     """A live vLLM: sample answers, take new weights, sleep while the actor trains.
 
@@ -95,8 +105,7 @@ class Engine:
         """Build the engine and load the weights of the folder `model`. Collective over the default process group.
 
         max_model_len    tokens of the longest prompt and answer together
-        eos_ids          token ids that end an answer, first the one of answers whose length is given; None takes
-                         `eos_token_ids(model)`
+        eos_ids          token ids that end an answer, first that of answers whose length is given; None: the folder's
         random_weights   skip reading the weights: for a caller who publishes before the first answer
         agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
@@ -106,7 +115,7 @@ class Engine:
         Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
         """
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
-        options, returns_routing = free_options(options or {}, on_cuda=self._on_cuda)
+        options, returns_routing = free_options(require_options(options or {}), on_cuda=self._on_cuda)
         require_process(tensor_parallel_size)
         defaults = engine_defaults(
             on_cuda=self._on_cuda,

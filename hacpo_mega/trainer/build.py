@@ -14,7 +14,7 @@ from pathlib import Path
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.engine_rank import EngineRank
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.algorithm import BandTracker, CapabilityTracker
+from hacpo_mega.algorithm import CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
@@ -45,20 +45,22 @@ from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
 from hacpo_mega.samples.learner_view import ViewRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
-from hacpo_mega.trainer.answer_observers import OwnMetrics, TrackedAnswers
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
 from hacpo_mega.trainer.observers import (
-    Calibration,
     Diagnosis,
     Evaluation,
     Observer,
     Observers,
+    OwnMetrics,
+    Rates,
     Skips,
+    TrackedAnswers,
     Verification,
+    num_gpus,
+    peak_flops,
 )
 from hacpo_mega.trainer.phases import Phases
-from hacpo_mega.trainer.rates import Rates, num_gpus, peak_flops
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
@@ -89,7 +91,6 @@ class Built:
     schedule: OnPolicy
     judge: RolloutJudge
     capability: CapabilityTracker
-    band: BandTracker | None
     skips: SkippedUpdates
     view_rules: ViewRules
     report: StepReport
@@ -136,9 +137,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     report = StepReport(metrics, console, place, config, agent.dtype, folder, trackers, is_on_policy=kind.is_on_policy)
     place.keep_stack_in(config.run_dir / "logs")
     skips = _skips(config, agent)
-    band = BandTracker(len(names), config.algorithm) if config.algorithm.band == "calibrated" else None
     evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
-    examiners = *_examiners(config, agent, band, metrics, phase), *_onlookers(config, trackers)
+    examiners = *_examiners(config, agent, metrics, phase), *_onlookers(config, trackers)
     observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *handed.observers]
     for observer in observers:
         observer.joins(agent, metrics)
@@ -154,7 +154,6 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         schedule=schedule,
         judge=judge,
         capability=CapabilityTracker(len(names), config.algorithm),
-        band=band,
         skips=skips,
         view_rules=ViewRules.of(config.algorithm, config.rollout, codecs),
         report=report,
@@ -276,16 +275,12 @@ def _judge(
     return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))
 
 
-def _examiners(
-    config: Config, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases
-) -> Iterator[Observer]:
-    """What the configuration asks of weights, gradients and the band."""
+def _examiners(config: Config, agent: Agent, metrics: Metrics, phase: Phases) -> Iterator[Observer]:
+    """What the configuration asks of weights and gradients."""
     names = [agent.name for agent in config.agents]
     yield Verification(config.training.verify_weights_every, agent, phase)
     if config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
-        yield Diagnosis(config.training.diagnose_every, agent, band, metrics, phase, names)
-    if band is not None:
-        yield Calibration(band, agent.place, metrics, phase, names)
+        yield Diagnosis(config.training.diagnose_every, agent, metrics, phase, names)
 
 
 def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:

@@ -96,7 +96,7 @@ class RunState:
     """What a run is between two steps, on this rank and as plain values, beside the agents' weights and optimizers.
 
     accuracy           mean reward on held-out prompts, over the agents; None where the last step had no evaluation
-    capability, band   the state of their trackers; no band where the configuration fixes it
+    capability         the state of its tracker
     num_skipped        of the agent's last updates, how many in a row were skipped
     alarms             StepReport's state
     ready              answers to the next step's prompts, with rollout.one_step_off
@@ -105,7 +105,6 @@ class RunState:
     steps_done: int
     accuracy: float | None
     capability: dict[str, list[list[float]]]
-    band: dict[str, list[float]] | None
     num_skipped: int
     alarms: dict[str, Any]
     ready: ReadyAnswers | None
@@ -291,7 +290,7 @@ class JointCheckpoint:
         """Puts what this rank has written, and what belongs to it, into `said`."""
         files = pending.files.result() | self._states_of(pending.writing, self._is_index)
         state = pending.state
-        counts = pending.counts | {"band": state.band, "num_skipped": state.num_skipped}
+        counts = pending.counts | {"num_skipped": state.num_skipped}
         said |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
 
     def _seal(self, pending: _Pending, words: Sequence[dict[str, Any]]) -> None:

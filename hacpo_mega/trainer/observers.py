@@ -1,25 +1,34 @@
-"""What examines a run while it goes on: gradients, the band, weights and held-out answers. Each is told of its moments.
+"""Observers examine a run while it goes on: gradients, weights, held-out answers, GPU rates, users' own numbers.
 
 An observer may measure, write metrics, follow what it sees, and end the run; it changes no answer, no sample and no
 update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
 """
 
+import inspect
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, SupportsFloat
 
 import torch
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.policy_loss import useful_ratios
-from hacpo_mega.algorithm import BandTracker
+from hacpo_mega.cluster.machine.device import device_identity
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.config import Config
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.config.named_function import named_function
+from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.step_report import StepFindings, StepReport
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
-from hacpo_mega.logbook.steps.step_metrics import add_band, add_diagnosis, add_held_out
-from hacpo_mega.records import Prompt, Sample, UpdateStats
+from hacpo_mega.logbook.steps.step_metrics import add_diagnosis, add_held_out
+from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
+from hacpo_mega.records import Pool, Prompt, Sample, UpdateStats
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
@@ -53,41 +62,20 @@ class Observer:
         """All of a step is known but what writing it takes."""
 
 
-class Observers(Observer):
-    """Several, one after the other."""
+class Observers:
+    """Several observers, one after the other, at every moment of a run that is named on `Observer`."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
 
-    def before_training(self, step: int) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.before_training(step)
+    def __getattr__(self, moment: str) -> Callable[..., None]:
+        """The method that calls every observer's; AttributeError for what is no moment."""
+        getattr(Observer, moment)
+        return partial(self._call, moment)
 
-    def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Tells all."""
+    def _call(self, moment: str, *what: Any) -> None:
         for observer in self._all:
-            observer.before_update(step, m, update)
-
-    def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_update(step, m, update, stats)
-
-    def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_learning(step, updates)
-
-    def after_publishing(self, step: int) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.after_publishing(step)
-
-    def before_writing(self, step: int, found: StepFindings) -> None:
-        """Tells all."""
-        for observer in self._all:
-            observer.before_writing(step, found)
+            getattr(observer, moment)(*what)
 
 
 class Skips(Observer):
@@ -104,9 +92,9 @@ class Skips(Observer):
 class Diagnosis(Observer):
     """Measures own against cross gradients of every update of every so many steps."""
 
-    def __init__(self, every: int, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases,
+    def __init__(self, every: int, agent: Agent, metrics: Metrics, phase: Phases,
                  names: Sequence[str]) -> None:  # fmt: skip
-        self._every, self._agent, self._band = every, agent, band
+        self._every, self._agent = every, agent
         self._metrics, self._phase, self._names = metrics, phase, tuple(names)
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
@@ -114,28 +102,9 @@ class Diagnosis(Observer):
         if step % self._every:
             return
         with self._phase("diagnose"):
-            found = self._agent.diagnose(update, m, None if self._band is None else self._band.values())
+            found = self._agent.diagnose(update, m)
         if self._agent.place.is_leader:
             add_diagnosis(self._metrics, found, self._agent.index, self._names)
-
-
-class Calibration(Observer):
-    """Lets the band of the next step follow the ratios of this one."""
-
-    def __init__(self, band: BandTracker, place: Place, metrics: Metrics, phase: Phases, names: Sequence[str]) -> None:
-        self._band, self._place, self._metrics, self._phase = band, place, metrics, phase
-        self._names = tuple(names)
-
-    def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Collective over the agent's ranks."""
-        if self._place.is_leader:
-            add_band(self._metrics, self._place.agent, self._names, self._band.values())
-        mine = json.dumps(useful_ratios(updates, len(self._names)))
-        with self._phase("calibrate"):
-            cells = [json.loads(payload) for payload in self._place.gather_agent(mine.encode())]
-        for source in range(len(self._names)):
-            ratios = [ratio for cell in cells for ratio in cell[source]]
-            self._band.update(source, torch.tensor(ratios, dtype=torch.float64))
 
 
 class Verification(Observer):
@@ -193,3 +162,155 @@ class Evaluation(Observer):
             add_held_out(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
             self._report.first_rewards.compare(self._metrics, self._agent.name, self._mine, judgements, after)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that the device could reach in `dtype`; None where that is not known."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return None if tflops is None else 1e12 * tflops
+
+
+def num_gpus(place: Place) -> int:
+    """Different GPUs that the job has. Collective over the job."""
+    return len(set(place.gather_job(device_identity(place.device).encode())))
+
+
+class Rates(Observer):
+    """Adds the rates of every step, on the leader of a cell."""
+
+    def __init__(self, spec: AgentConfig, place: Place, peak: float, gpus: int, *, share_prompts: bool) -> None:
+        self._architecture = architecture_of(spec)
+        self._lora = spec.adapters(self._architecture)
+        self._name, self._share_prompts, self._gpus = spec.name, share_prompts, gpus
+        self._is_leader, self._is_first = place.is_leader, place.coordinate.global_rank == 0
+        self._peak_of_cell = peak * place.rank_map.agents[place.agent].training
+        self._step_began = self._update_began = time.perf_counter()
+
+    def joins(self, agent: Agent, metrics: Metrics) -> None:
+        """Where it writes."""
+        self._metrics = metrics
+
+    def before_training(self, step: int) -> None:
+        """What comes before is no step."""
+        self._step_began = time.perf_counter()
+
+    def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
+        """Takes the time; comes after the observers that compute something before an update."""
+        self._update_began = time.perf_counter()
+
+    def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
+        """Adds the update to both utilisations."""
+        if self._is_leader:
+            seconds = time.perf_counter() - self._update_began
+            for name in (f"agent/{self._name}", "rate"):
+                self._metrics.add(f"{name}/learn_mfu", self._flops(update), seconds * self._peak_of_cell)
+
+    def before_writing(self, step: int, found: StepFindings) -> None:
+        """Adds the tokens of the cell's answers, and once in the job the seconds of all GPUs."""
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        if self._is_leader:
+            tokens = sum(len(trajectory.rollout.token_ids) for trajectory in found.trajectories)
+            gpu_seconds = seconds * self._gpus if self._is_first else 0.0
+            self._metrics.add("rate/answer_tokens_per_gpu_s", tokens, gpu_seconds)
+
+    def _flops(self, update: Sequence[Sample]) -> float:
+        """Model FLOPs of one update of this cell; a prompt counts once where its answers share it."""
+        if not self._share_prompts:
+            lengths = (len(sample.prompt_ids) + len(sample.answer_ids) for sample in update)
+            return sum(learning_flops(self._architecture, 1.0, length, self._lora) for length in lengths)
+        groups: dict[int, tuple[int, list[int]]] = {}
+        for sample in update:
+            group = groups.setdefault(sample.prompt_index, (len(sample.prompt_ids), []))
+            group[1].append(len(sample.answer_ids))
+        return shared_learning_flops(self._architecture, groups.values(), self._lora)
+
+
+COLUMNS = ("prompt", "gold", "agent", "answer", "reward", "verdict", "num_tokens")
+MOST_CHARACTERS = 2000  # of a text in a tracker's table
+
+
+class OwnMetrics(Observer):
+    """logging.metrics: the mean of what each function says of an agent's answers, as agent/NAME/own/FUNCTION.
+
+    A function is called for every answer of a step with what its parameters name: any of COLUMNS (`reward` is NaN for
+    an unjudged one), `step`, `row`, or a field of the row. It returns a number; None: the answer is left out. One that
+    fails is said once, and its number is missing: a number never stops the training.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """ValueError for a function that cannot be loaded."""
+        self._functions = {name.rpartition(":")[2]: named_function(name) for name in names}
+        self._complained: set[str] = set()
+
+    def joins(self, agent: Agent, metrics: Metrics) -> None:
+        """Only the leader of a cell counts its answers."""
+        self._agent, self._metrics = agent, metrics
+
+    def before_writing(self, step: int, found: StepFindings) -> None:
+        """Adds the numbers of this cell's answers."""
+        if not self._agent.place.is_leader:
+            return
+        prompts = {prompt.index: prompt for prompt in found.pool.prompts}
+        for trajectory in found.trajectories:
+            prompt = prompts[trajectory.rollout.prompt_index]
+            row = json.loads(prompt.row) if prompt.row else {}
+            known = row | _columns(prompt.text, prompt.gold, self._agent.name, trajectory) | {"row": row, "step": step}
+            for name, function in self._functions.items():
+                self._add(name, function, known)
+
+    def _add(self, name: str, function: Callable, known: Mapping[str, Any]) -> None:
+        try:
+            wanted = inspect.signature(function).parameters
+            missing = [key for key, p in wanted.items() if key not in known and p.default is p.empty]
+            if missing:
+                raise ValueError(f"it asks for {missing[0]!r}; known here: {', '.join(known)}")
+            value = function(**{key: known[key] for key in wanted if key in known})
+            if value is not None and not (isinstance(value, SupportsFloat) and math.isfinite(float(value))):
+                raise ValueError(f"it returned {value!r:.80}, which is no finite number")
+        except Exception as error:
+            if name not in self._complained:
+                self._complained.add(name)
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                warn(f"logging.metrics: {name} failed ({reason}); this is said once, training goes on")
+            return
+        if value is not None:
+            self._metrics.add(f"agent/{self._agent.name}/own/{name}", float(value), 1)
+
+
+class TrackedAnswers(Observer):
+    """Shows trackers the answers to a step's first prompts, and how rewards and lengths are spread, from rank 0."""
+
+    def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
+        self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)
+
+    def before_writing(self, step: int, found: StepFindings) -> None:
+        """Of this rank's lane."""
+        rows = [list(row.values()) for row in _rows(found.pool.part(slice(self._num_prompts)), self._names)]
+        spread: dict[str, list[float]] = {}
+        for name, answers in zip(self._names, zip(*found.pool.trajectories_PNG)):
+            of_agent = [trajectory for group in answers for trajectory in group]
+            spread[f"agent/{name}/rewards"] = [t.reward for t in of_agent if t.is_judged]
+            spread[f"agent/{name}/answer_tokens"] = [float(len(t.rollout.token_ids)) for t in of_agent]
+        self._trackers.show(step, COLUMNS, rows, {name: values for name, values in spread.items() if values})
+
+
+def _rows(pool: Pool, names: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            key: value[:MOST_CHARACTERS] if isinstance(value, str) else value
+            for key, value in _columns(prompt.text, prompt.gold, name, trajectory).items()
+        }
+        for prompt, by_agent in zip(pool.prompts, pool.trajectories_PNG)
+        for name, group in zip(names, by_agent)
+        for trajectory in group
+    ]
+
+
+def _columns(prompt: str, gold: str, agent: str, trajectory: Any) -> dict[str, Any]:
+    """An answer by the names of COLUMNS."""
+    rollout = trajectory.rollout
+    verdict, num_tokens = trajectory.verdict.name.lower(), len(rollout.token_ids)
+    return dict(zip(COLUMNS, (prompt, gold, agent, rollout.text, trajectory.reward, verdict, num_tokens), strict=True))

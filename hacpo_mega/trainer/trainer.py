@@ -37,7 +37,6 @@ class Trainer:
     schedule     prompts of every step, a pure function of seed and step, when they are answered, and who scores that
     judge        answers in, verdict and reward out
     capability   P_hat of all agents, equal on every rank
-    band         where the band of each source begins for this agent; None where the configuration fixes it
     observers    what examines the run: weights, held-out answers, gradients, skipped updates
     report, console, trace   what is measured, shown and written
     checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
@@ -62,7 +61,7 @@ class Trainer:
             built = build(config, how, Handed(sampler, judge, observers), stack)
             self.config, self.place, self.phase, self.console = built.config, built.place, built.phase, built.console
             self.agent, self.schedule, self.judge = built.agent, built.schedule, built.judge
-            self.capability, self.band, self.skips = built.capability, built.band, built.skips
+            self.capability, self.skips = built.capability, built.skips
             self.view_rules, self.report, self.trace = built.view_rules, built.report, built.trace
             self.observers, self.disk = built.observers, built.disk
             self.steps_done = 0
@@ -151,12 +150,12 @@ class Trainer:
 
         The engine sleeps, unless one step off: its memory is what the actor learns in.
         """
-        step, low_N, updates = self.steps_done + 1, None if self.band is None else self.band.values(), []
+        step, updates = self.steps_done + 1, []
         with self.agent.devices.learning(self.phase):
             for m, update in enumerate(plan):
                 self.observers.before_update(step, m, update)
                 with self.phase("learn"):
-                    updates.append(self.agent.learn(update, m, low_N))
+                    updates.append(self.agent.learn(update, m))
                     self.observers.after_update(step, m, update, updates[-1])
         self.observers.after_learning(step, updates)
         return updates
@@ -187,8 +186,6 @@ class Trainer:
         agent = start.agents[self.agent.name]
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
-        if self.band is not None and agent.band is not None:  # None: the user has accepted another algorithm.band
-            self.band.load_state_dict(agent.band)
         self.skips.go_on(agent.num_skipped)
         self.schedule.take_up(start)
         # Another number of cells deals them out again.
@@ -196,9 +193,8 @@ class Trainer:
 
     def _state(self, accuracy: float | None) -> RunState:
         """What a checkpoint holds beside the agents' own state; `_take_up` is its inverse."""
-        band = None if self.band is None else self.band.state_dict()
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
-        return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, *rest)
+        return RunState(self.steps_done, accuracy, self.capability.state_dict(), *rest)
 
     def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""

@@ -27,14 +27,13 @@ TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-# Of the objective: what others' answers are trained with, whether lengths and lower ends of the band are handed in.
+# Of the objective: what others' answers are trained with, whether lengths are handed in.
 VARIANTS = (
-    ("band", False, False),
-    ("band", True, False),
-    ("band", True, True),
-    ("own", True, False),
-    ("truncated", True, False),
-    ("likelihood", True, False),
+    ("band", False),
+    ("band", True),
+    ("own", True),
+    ("truncated", True),
+    ("likelihood", True),
 )
 
 
@@ -92,12 +91,12 @@ def small_kernels():
     """The kernels without a matrix product."""
     yield compile_kernel("join", logprob._join_kernel, types_of(logprob._join_kernel, {}), {"block_t": 64}, 2, 3)
     sizes = {"block_b": 8, "block_t": 512}
-    doubles = dict.fromkeys(("ratio_ptr", "weight_ptr", "low_ptr"), "*fp64")
+    doubles = dict.fromkeys(("ratio_ptr", "weight_ptr"), "*fp64")
     pointers = {"cu_seqlens_ptr": "*i32", "is_self_ptr": "*i1"} | doubles
     kernel = objective._objective_kernel
-    for cross, has_length, has_low in VARIANTS:
-        constants = {**sizes, "cross": cross, "has_length": has_length, "has_low": has_low}
-        name = f"objective {cross}{' length' * has_length}{' low' * has_low}"
+    for cross, has_length in VARIANTS:
+        constants = {**sizes, "cross": cross, "has_length": has_length}
+        name = f"objective {cross}{' length' * has_length}"
         yield compile_kernel(name, kernel, types_of(kernel, pointers), constants, 8, 3)
     kernel = objective._segment_sum_kernel
     yield compile_kernel("segment sum", kernel, types_of(kernel, {**pointers, "out_ptr": "*fp64"}), sizes, 8, 3)

@@ -82,7 +82,6 @@ def packed_objective(
     update_index: int,
     bounds: Bounds,
     length: torch.Tensor | None = None,
-    low: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
     """HACPO's loss of packed sequences (reference.objective_from_mean has the formula), without a host sync on CUDA.
@@ -91,7 +90,6 @@ def packed_objective(
     source_logprob  [B] mean log-prob under the source; advantage [B] with omega in it; is_self [B] bool
     update_index    m, the updates already made in this step
     length          [B] what the sum of each sequence is divided by; default: its number of tokens
-    low             [B] float64, where the band of others' answers begins; default: bounds.low(update_index)
 
     Returns (loss_B, coefficient_B, terms): coefficient_B = d loss_b / d token_logprob_t for every token t of b.
     `loss_B` is differentiable in token_logprob through exactly that. Mean and source_logprob are compared in the
@@ -100,7 +98,7 @@ def packed_objective(
     """
     checks.check_segments(token_logprob, cu_seqlens)
     num_sequences = len(cu_seqlens) - 1
-    checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length, low)
+    checks.check_objective(num_sequences, token_logprob, source_logprob, advantage, is_self, update_index, length)
     cu_seqlens = cu_seqlens.to(token_logprob.device, non_blocking=True)
     length = length if length is None else length.to(token_logprob.device, non_blocking=True)
     loss_B, coefficient_B, ratio_B, weight_B = choose_backend(backend, token_logprob, checks.LOGPROBS).packed_objective(
@@ -110,7 +108,7 @@ def packed_objective(
         advantage,
         is_self,
         length,
-        _lower_end(low, update_index, bounds),
+        bounds.low(update_index),
         bounds,
     )
     terms = SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
@@ -138,10 +136,6 @@ def objective_from_mean(
     )
     loss_B, grad_B = loss_B.to(seq_logprob.dtype), (-weight_B * advantage.double()).to(seq_logprob.dtype)
     return loss_B, grad_B, SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
-
-
-def _lower_end(low: torch.Tensor | None, update_index: int, bounds: Bounds) -> torch.Tensor | float:
-    return bounds.low(update_index) if low is None else low
 
 
 class _PackedLoss(torch.autograd.Function):

@@ -66,9 +66,7 @@ def check_segments(token_logprob, cu_seqlens) -> None:
             raise ValueError(f"cu_seqlens gives sequence {row} a length of {int(lengths[row])}; expected 0 or more")
 
 
-def check_objective(
-    num_sequences, anchor, source_logprob, advantage, is_self, update_index, length=None, low=None
-) -> None:
+def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length=None) -> None:
     """`anchor` is the tensor whose device the others share. The bounds have checked themselves (bounds.py)."""
     check_tensor("source_logprob", source_logprob, (num_sequences,), LOGPROBS, anchor)
     check_tensor("advantage", advantage, (num_sequences,), LOGPROBS, anchor)
@@ -78,7 +76,5 @@ def check_objective(
         if length.device.type == "cpu" and (length < 0).any():
             row = int((length < 0).nonzero()[0])
             raise ValueError(f"length[{row}] is {length[row].item():g}; expected 0 or more tokens")
-    if low is not None:
-        check_tensor("low", low, (num_sequences,), (torch.float64,), anchor)
     if update_index < 0:
         raise ValueError(f"update_index is {update_index}; expected 0 or more, the updates already done in this step")

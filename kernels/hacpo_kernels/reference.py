@@ -137,14 +137,13 @@ def objective_from_mean(
     source_logprob_B: torch.Tensor,
     advantage_B: torch.Tensor,
     is_self_B: torch.Tensor,
-    low_B: torch.Tensor | float,
+    low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss of every sequence from its mean log-prob (nats per token), all tensors [B].
 
     Returns (loss_B, ratio_B, weight_B), float64: the ratio s, and w with d loss_B / d seq_logprob_B = -w A.
-    `advantage_B` is A, with omega in it already; `low_B` is where the band begins, for
-    each sequence or for all.
+    `advantage_B` is A, with omega in it already; `low` is where the band begins.
     """
     difference_B = seq_logprob_B.double() - source_logprob_B.double()
     ratio_B = difference_B.clamp(-bounds.log_ratio_clamp, bounds.log_ratio_clamp).exp()
@@ -153,7 +152,7 @@ def objective_from_mean(
     loss_B, weight_B = _own_objective(ratio_B, advantage_B, bounds)
     if bounds.cross != "own":
         mean_B = seq_logprob_B.double()
-        cross_loss_B, cross_weight_B = _cross_objective(mean_B, difference_B, ratio_B, advantage_B, low_B, bounds)
+        cross_loss_B, cross_weight_B = _cross_objective(mean_B, difference_B, ratio_B, advantage_B, low, bounds)
         loss_B = torch.where(is_self_B, loss_B, cross_loss_B)
         weight_B = torch.where(is_self_B, weight_B, cross_weight_B)
     weight_B = torch.where(difference_B.abs() > bounds.log_ratio_clamp, 0.0, weight_B)
@@ -176,7 +175,7 @@ def _cross_objective(
     difference_B: torch.Tensor,
     ratio_B: torch.Tensor,
     advantage_B: torch.Tensor,
-    low_B: torch.Tensor | float,
+    low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What others' answers are trained with: `Bounds.cross` says which equation is which."""
@@ -189,9 +188,9 @@ def _cross_objective(
         return -weight_B * advantage_B, weight_B
     if bounds.cross == "band":
         # eq. 50: L = -c sg[c]^alpha (omega A), c = clip(s, low(m), 1)
-        band_B = ratio_B.clamp(min=low_B).clamp(max=bounds.high)
+        band_B = ratio_B.clamp(min=low).clamp(max=bounds.high)
         factor_B = band_B.pow(bounds.alpha)
-        is_inside_B = (ratio_B >= low_B) & (ratio_B <= bounds.high)
+        is_inside_B = (ratio_B >= low) & (ratio_B <= bounds.high)
         return -band_B * factor_B * advantage_B, torch.where(is_inside_B, ratio_B * factor_B, 0.0)
     raise ValueError(f"cross is {bounds.cross!r}, an objective that the torch reference does not have")
 
@@ -203,7 +202,7 @@ def packed_objective(
     advantage_B: torch.Tensor,
     is_self_B: torch.Tensor,
     length_B: torch.Tensor | None,
-    low_B: torch.Tensor | float,
+    low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """objective_from_mean on packed tokens: (loss_B, d loss_B / d token_logprob, ratio_B, weight_B).
@@ -220,7 +219,7 @@ def packed_objective(
     length_B = length_B.masked_fill(empty_B, 1.0)
     # Rounded as the source's scalar was when it travelled: an unchanged policy has ratio 1 to the last bit.
     mean_B = (segment_sum(token_logprob_T, cu_seqlens) / length_B).to(source_logprob_B.dtype)
-    loss_B, ratio_B, weight_B = objective_from_mean(mean_B, source_logprob_B, advantage_B, is_self_B, low_B, bounds)
+    loss_B, ratio_B, weight_B = objective_from_mean(mean_B, source_logprob_B, advantage_B, is_self_B, low, bounds)
     loss_B, weight_B = loss_B.masked_fill(empty_B, 0.0), weight_B.masked_fill(empty_B, 0.0)
     coefficient_B = -weight_B * advantage_B.double() / length_B
     dtype = token_logprob_T.dtype

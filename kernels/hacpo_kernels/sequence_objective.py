@@ -70,7 +70,7 @@ def _segment_sum_kernel(
 
 @triton.jit
 def _band_objective(ratio, advantage, low, high, alpha):
-    """HACPO's loss and weight of others' answers (eq. 50), float64 [block_b]; low, high and alpha may be scalars."""
+    """HACPO's loss and weight of others' answers (eq. 50), float64 [block_b]; low, high and alpha are scalars."""
     below, above = ratio < low, ratio > high
     band = tl.where(below, low, tl.where(above, high, ratio))
     # band^alpha by logarithm; log 0 is kept out, and 0^0 is 1 as everywhere else.
@@ -88,7 +88,6 @@ def _objective_kernel(
     advantage_ptr,  # *fp32 or *fp64 [B]
     is_self_ptr,  # *u1 [B]
     length_ptr,  # any number [B], read when has_length
-    low_ptr,  # *fp64 [B], read when has_low
     loss_ptr,  # *fp32 or *fp64 [B]
     coefficient_ptr,  # *fp32 or *fp64 [B]
     ratio_ptr,  # *fp64 [B]
@@ -106,7 +105,6 @@ def _objective_kernel(
     log_ratio_clamp: tl.float64,
     cross: tl.constexpr,
     has_length: tl.constexpr,
-    has_low: tl.constexpr,
     block_b: tl.constexpr,
     block_t: tl.constexpr,
 ):
@@ -149,8 +147,6 @@ def _objective_kernel(
         cross_loss = -cross_weight * advantage
     else:
         tl.static_assert(cross == "band", "an objective that the kernel does not have")
-        if has_low:
-            low = tl.load(low_ptr + sequence, mask=inside, other=0.0)
         cross_loss, cross_weight = _band_objective(ratio, advantage, low, high, alpha)
 
     loss = tl.where(empty, 0.0, tl.where(is_self, own_loss, cross_loss))
@@ -185,24 +181,22 @@ def packed_objective(
     advantage_B: torch.Tensor,
     is_self_B: torch.Tensor,
     length_B: torch.Tensor | None,
-    low_B: torch.Tensor | float,
+    low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As reference.packed_objective."""
     num_sequences = len(cu_seqlens) - 1
     loss_B, coefficient_B = token_logprob_T.new_empty((2, num_sequences))
     ratio_B, weight_B = token_logprob_T.new_empty((2, num_sequences), dtype=torch.float64)
-    has_low = isinstance(low_B, torch.Tensor)
     if num_sequences:
         with torch.cuda.device_of(token_logprob_T):
             _objective_kernel[(triton.cdiv(num_sequences, SEQUENCES_PER_PROGRAM),)](
                 token_logprob_T.contiguous(), cu_seqlens.contiguous(), source_logprob_B.contiguous(),
                 advantage_B.contiguous(), is_self_B.contiguous(),
                 coefficient_B if length_B is None else length_B.contiguous(),  # some pointer: it is not read
-                low_B.contiguous() if has_low else ratio_B,  # likewise
                 loss_B, coefficient_B, ratio_B, weight_B, num_sequences, len(token_logprob_T),
-                bounds.own_low, bounds.own_high, 0.0 if has_low else low_B, bounds.high, bounds.alpha,
+                bounds.own_low, bounds.own_high, low, bounds.high, bounds.alpha,
                 bounds.ratio_cap, bounds.divergence_limit, bounds.log_ratio_clamp, bounds.cross,
-                length_B is not None, has_low, SEQUENCES_PER_PROGRAM, TOKENS_PER_STEP, num_warps=8,
+                length_B is not None, SEQUENCES_PER_PROGRAM, TOKENS_PER_STEP, num_warps=8,
             )  # fmt: skip
     return loss_B, coefficient_B, ratio_B, weight_B

@@ -1,6 +1,6 @@
 """Three agents in one checkpoint: a run goes on from it bit for bit, and on other lanes with another tp by rounding.
 
-Tensor parallel 2 beside single ranks, with a KL to the initial policy and a calibrated band.
+Tensor parallel 2 beside single ranks, with a KL to the initial policy.
 """
 
 import re
@@ -31,9 +31,7 @@ def config(tmp_path_factory) -> Path:
         agent_table(folder, "single", "llama", CHARACTERS + PAIRS),
         agent_table(folder, "third", "qwen3", CHARACTERS + PAIRS),
     ]
-    return write_config(
-        folder, agents, algorithm={"kl_coef": 0.01, "band": "calibrated"}, checkpoint={"every_steps": 1}
-    )
+    return write_config(folder, agents, algorithm={"kl_coef": 0.01}, checkpoint={"every_steps": 1})
 
 
 @pytest.fixture(scope="module")

@@ -252,7 +252,7 @@ def by_method(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("two")
     agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
     config = write_config(folder, agents, num_steps=2)
-    options = {"grpo": (), "gspo_x2": (), "hacpo": ("algorithm.band=calibrated",)}
+    options = {"grpo": (), "gspo_x2": (), "hacpo": ()}
     options |= {"sgt": ("reward.success=0.15", "seed=2")}
     return {
         method: train(config, f"run_dir={folder / method}", f"algorithm.method={method}", *how)
@@ -271,9 +271,6 @@ def test_a_method_trains_by_the_same_loop(method, by_method):
         assert last[f"agent/{name}/grad_norm"] > 0.0
         learned = f"agent/{name}/from/{other}/ratio_mean" in first
         assert learned == (method == "hacpo") or method == "sgt"  # sgt: where a random agent happens to be rescued
-        low = f"agent/{name}/from/{other}/band_low"
-        assert (first.get(low), low in last) == ((0.8, True) if method == "hacpo" else (None, False))
-        assert method != "hacpo" or last[low] != 0.8
 
 
 def test_another_seed_has_other_answers_and_another_method_has_not(by_method):

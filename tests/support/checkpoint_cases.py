@@ -46,10 +46,7 @@ def written(
         # what JSON has no number for, and what needs all of a float64
         capability={"history": [[0.1 + 0.2, math.nan], [1 / 3, 1.0]]},
         accuracy=accuracy,
-        agents={
-            name: AgentState(4 * step, 4 * step - 1, "bfloat16", {"low": [0.1, 1 / 3]}, 1, [{"told": []}])
-            for name in names
-        },
+        agents={name: AgentState(4 * step, 4 * step - 1, "bfloat16", 1, [{"told": []}]) for name in names},
         files={path: FileState(file.stat().st_size, file_sha256(file)) for path, file in files.items()},
         inputs=run_inputs(config),
     )

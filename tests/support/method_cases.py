@@ -1,9 +1,12 @@
-"""Cubes of rewards and configurations that the tests of all methods share."""
+"""Cubes of rewards and configurations that the tests of all methods share, and the objective of whole sequences."""
 
 import math
 
 import torch
+from hacpo_kernels import ObjectiveStats, objective_from_mean, objective_stats
+from torch import Tensor
 
+from hacpo_mega.algorithm import objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 
 NAN = math.nan
@@ -23,3 +26,25 @@ def cube(seed: int, num_agents: int, num_rollouts: int = 4) -> torch.Tensor:
 
 def config_of(method: str, **options) -> AlgorithmConfig:
     return AlgorithmConfig(method=method, **options)
+
+
+def sequence_objective(
+    seq_logprob_B: Tensor,
+    source_logprob_B: Tensor,
+    advantage_B: Tensor,
+    is_self_B: Tensor,
+    update_index: int,
+    config: AlgorithmConfig,
+) -> tuple[Tensor, Tensor, ObjectiveStats]:
+    """Loss of every sequence and its derivative by the sequence's mean log-prob, [B] each, and (sum, count) stats.
+
+    seq_logprob_B     mean log-prob of the learner now, nats per token
+    source_logprob_B  mean log-prob of the source when it answered
+    advantage_B       from `hacpo_advantages`, omega applied
+    update_index      m, the optimizer updates this learner has already made in this step
+    """
+    bounds = objective_bounds(config)
+    loss_B, grad_B, terms = objective_from_mean(
+        seq_logprob_B, source_logprob_B, advantage_B, is_self_B, update_index=update_index, bounds=bounds
+    )
+    return loss_B, grad_B, objective_stats(terms)

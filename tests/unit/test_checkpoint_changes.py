@@ -8,13 +8,10 @@ import pytest
 from checkpoint_cases import NAMES, complaint, config_in, make_step, start_of
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.checkpoint.files import (
-    completed,
-    plain,
-    read_checkpoint,
-)
+from hacpo_mega.checkpoint.files import plain, read_checkpoint
 from hacpo_mega.config import load_config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
+from hacpo_mega.config.run import completed
 from hacpo_mega.config.template_time import lacks_time, with_times, with_times_of
 
 
@@ -174,3 +171,14 @@ def test_a_key_that_has_moved_is_no_change_by_itself(before, lines):
     now = plain(config_in(Path("run")))
     old = now | {"algorithm": now["algorithm"] | {"success_reward": before}}
     assert [str(change) for change in changes(completed(old), now)] == lines
+
+
+@pytest.mark.parametrize(
+    ("band", "lines"), [("fixed", []), ("calibrated", ["algorithm.band was calibrated, is not given"])]
+)
+def test_a_calibrated_band_of_before_is_a_change_and_a_fixed_one_is_none(band, lines):
+    now = plain(config_in(Path("run")))
+    gone = {"band": band, "band_share": 0.8, "band_smoothing": 0.8}
+    found = list(changes(completed(now | {"algorithm": now["algorithm"] | gone}), now))
+    assert [str(change).replace('"', "") for change in found] == lines
+    assert [change.kind for change in found] == ["asked"] * len(lines)

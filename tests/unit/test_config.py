@@ -100,7 +100,8 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("agents.qwen.megatron.bf16=true", "megatron.bf16 is decided by this project"),
         ("data.files=['none.jsonl']", "exactly one of them"),
         ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
-        ("algorithm={cross_clip='none',band='calibrated'}", "says where the band begins"),
+        ("algorithm.band='calibrated'", "algorithm: band = 'calibrated': removed, since the calibrated band lost"),
+        ("algorithm.band_share=0.8", "band_share = 0.8: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
         (
             "reward.success=0",
@@ -226,6 +227,10 @@ def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_p
         old = text.replace("[algorithm]", f"[algorithm]\nsuccess_reward = {before}")
         (tmp_path / "config.toml").write_text(old)
         assert config_of_run(tmp_path).reward.success == now
+    for band in ("fixed", "calibrated"):
+        old = text.replace("[algorithm]", f'[algorithm]\nband = "{band}"\nband_share = 0.8\nband_smoothing = 0.8')
+        (tmp_path / "config.toml").write_text(old)
+        assert config_of_run(tmp_path).algorithm.delta == 0.5
     (tmp_path / "config.toml").write_text(text.replace("num_steps = 40", "num_steps = 40.0").replace("seed", "sed"))
     with pytest.raises(ValueError, match=r".") as error:
         config_of_run(tmp_path)

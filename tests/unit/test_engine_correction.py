@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from method_cases import sequence_objective
 
-from hacpo_mega.algorithm import engine_weights, scale_gradient, sequence_objective
+from hacpo_mega.algorithm import engine_weights, scale_gradient
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.step_metrics import add_engine_gap, add_engine_weights

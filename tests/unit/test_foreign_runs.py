@@ -101,7 +101,7 @@ def write_step(run: Path, said: Path) -> None:
     here = replace_models(config, run / "base")
     files = {f"a/{file.name}": file for file in (run / STEP / "a").iterdir()}
     states = {name: FileState(file.stat().st_size, file_sha256(file)) for name, file in files.items()}
-    agents = {"a": AgentState(1, 1, "float32", None, 0, [{}])}
+    agents = {"a": AgentState(1, 1, "float32", 0, [{}])}
     record = Checkpoint(run / STEP, 1, plain(config), {}, model_digests(here), {}, None, agents, states)
     (run / STEP / RECORD).write_text(record.text())
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from hollow_models import write_hollow_weights, write_smallest_tokenizer
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
+from pydantic import BaseModel, Field
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hacpo_mega.config import load_config
-from hacpo_mega.config.checks.pass_through import DECIDED_VLLM, installed_fields, table_problems
+from hacpo_mega.config.checks.pass_through import DECIDED_VLLM, engine_fields, require_accepted, table_problems
 from hacpo_mega.megatron.model.model import build_model, stage_model, transformer_config
 from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.models.families.architecture import Architecture
@@ -235,13 +237,16 @@ def test_check_and_the_builder_accept_what_megatron_builds(cases, folder_of, wor
 
 
 def test_the_fields_that_check_knows_are_megatrons():
-    """Read from its source without running it, against the class itself."""
+    """By name and type, against the class itself; vLLM's by name, from its source."""
     known = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-    assert installed_fields("megatron").keys() == known.keys()
     assert known.keys() >= DECIDED
+    assert engine_fields() >= DECIDED_VLLM
     plain = {n: f.default for n, f in known.items() if n in FREE and type(f.default) in (bool, int, float, str)}
     assert len(plain) > 10
     assert list(table_problems(plain, {})) == []
+    for name, default in plain.items():
+        (line,) = table_problems({name: "x" if type(default) is bool else True}, {})
+        assert line.startswith(f"megatron.{name} must be ") or name == BALANCING
 
 
 def test_every_field_of_megatron_has_one_place():
@@ -257,9 +262,7 @@ def test_a_field_without_effect_is_refused_by_name():
     for name in WITHOUT_EFFECT:
         value = defaults[name] if type(defaults[name]) in (bool, int, float, str) else 1
         (line,) = table_problems({name: value}, {})
-        assert line.startswith(f"megatron.{name} must be ") or line == (
-            f"megatron.{name}: has no effect here: {WITHOUT_EFFECT[name]}; remove it"
-        )
+        assert line == f"megatron.{name}: has no effect here: {WITHOUT_EFFECT[name]}; remove it"
     (line,) = table_problems({"cp_comm_type": "zz"}, {})
     assert line.endswith("has no effect here: context parallelism is hacpo-mega's own; set agents.cp; remove it")
     (line,) = table_problems({BALANCING: "seq_aux_loss"}, {})
@@ -268,6 +271,39 @@ def test_a_field_without_effect_is_refused_by_name():
     )
     (line,) = table_problems({"moe_aux_loss_coeff": [0.1, 0.2]}, {})
     assert line == "megatron.moe_aux_loss_coeff: needs one number, found [0.1, 0.2]"
+    (line,) = table_problems({"moe_aux_loss_coeff": "1"}, {})
+    assert line == "megatron.moe_aux_loss_coeff must be number, found '1'"
+    (line,) = table_problems({FIRST_STAGE: -1}, {})
+    assert line == f"megatron.{FIRST_STAGE} must be from 0 to 2147483647, found -1"
+
+
+Mode = Literal["auto", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("max_num_seqs", True, "agents.a.vllm.max_num_seqs must be int, found True"),
+        ("max_num_seqs", "4", "agents.a.vllm.max_num_seqs must be int, found '4'"),
+        ("max_num_seqs", 0, "agents.a.vllm.max_num_seqs: input should be greater than or equal to 1, found 0"),
+        ("max_num_seq", 4, "EngineArgs has no such field; did you mean 'max_num_seqs'?"),
+        ("seed", 4, "this key is decided by the project"),
+        ("kv_cache_dtype", "fp9", "agents.a.vllm.kv_cache_dtype: input should be 'auto' or 'fp8', found 'fp9'"),
+        ("watermark", 1, None),
+        ("kv_cache_dtype", "fp8", None),
+        ("late", {"x": 1}, None),
+    ],
+)
+def test_an_engine_argument_is_held_against_the_types_and_bounds_of_its_class(key, value, complaint):
+    class Table(BaseModel):
+        max_num_seqs: int = Field(ge=1)
+
+    types = {"max_num_seqs": int | None, "watermark": float, "kv_cache_dtype": Mode, "late": "A | B", "seed": int}
+    if complaint is None:
+        return require_accepted({key: value}, types, [Table.__pydantic_fields__], "agents.a.")
+    with pytest.raises(ValueError, match=re.escape(complaint)) as found:
+        require_accepted({key: value}, types, [Table.__pydantic_fields__], "agents.a.")
+    assert "\n" not in str(found.value)
 
 
 def test_a_field_works_where_its_model_and_layout_have_what_it_is_for():

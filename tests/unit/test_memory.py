@@ -18,9 +18,8 @@ from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks import device_memory
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import ROOM, agent_budget, memory_table
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, logit_rows
 from hacpo_mega.memory.budget import GIB, PHASES
-from hacpo_mega.memory.head_bytes import logit_rows
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout

@@ -8,13 +8,12 @@ import torch
 from hacpo_kernels.bounds import CrossObjective
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_cases import config_of, cube
+from method_cases import config_of, cube, sequence_objective
 
 from hacpo_mega.algorithm import (
     advantages_of,
     capability_ratios,
     sample_weight,
-    sequence_objective,
     trained_answers,
 )
 from hacpo_mega.config.tables.methods import METHODS

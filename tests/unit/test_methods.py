@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 from hacpo_kernels import SequenceTerms
-from method_cases import config_of, cube
+from method_cases import config_of, cube, sequence_objective
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.algorithm import (
     advantages_of,
     sample_weight,
-    sequence_objective,
     token_objective,
 )
 from hacpo_mega.config import AlgorithmConfig

@@ -81,7 +81,7 @@ def stored(folder: Path, tables: Mapping[str, Any]) -> Path:
     (step / "a").mkdir(parents=True)
     (step / "a" / ".metadata").write_bytes(b"x")
     files = {"a/.metadata": FileState(1, file_sha256(step / "a" / ".metadata"))}
-    state = AgentState(1, 1, "float32", None, 0, [{}])
+    state = AgentState(1, 1, "float32", 0, [{}])
     record = Checkpoint(step, 1, plain(config), {}, model_digests(config), {}, None, {"a": state}, files)
     (step / "step.json").write_text(record.text())
     return step / "a"

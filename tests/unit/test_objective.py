@@ -6,9 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from method_cases import sequence_objective
 
 from hacpo_mega.agent.policy_loss import PolicyLoss, scores_of_update
-from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, sample_weight, sequence_objective
+from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, sample_weight
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 

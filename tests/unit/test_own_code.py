@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from method_cases import sequence_objective
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.algorithm import learning_of, named_objective, sequence_objective
+from hacpo_mega.algorithm import learning_of, named_objective
 from hacpo_mega.config import AlgorithmConfig, load_config
 from hacpo_mega.config.named_function import named_function, unfinished_import
 

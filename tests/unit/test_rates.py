@@ -11,7 +11,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters
-from hacpo_mega.trainer.rates import Rates, peak_flops
+from hacpo_mega.trainer.observers import Rates, peak_flops
 
 
 def test_a_peak_is_claimed_of_known_devices_in_half_precision_alone(monkeypatch):
@@ -29,7 +29,7 @@ def test_rates_are_model_flops_over_the_peak_and_tokens_over_the_seconds_of_all_
 ):
     """A cell of 2 x 2 ranks learns 4 s in two updates of a step of 16 s, on a job of 6 GPUs of 1 MFLOP/s."""
     clock = iter([0.0, 10.0, 12.0, 15.0, 20.0, 21.0, 26.0])
-    monkeypatch.setattr("hacpo_mega.trainer.rates.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("hacpo_mega.trainer.observers.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     table = agent_table(tmp_path, "a", "qwen3", CHARACTERS, tp=2, pp=2)
     config = load_config(write_config(tmp_path, [table]))
     rank_map, first = RankMap.of(config), SimpleNamespace(global_rank=0)

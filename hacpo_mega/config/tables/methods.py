@@ -28,7 +28,7 @@ SHARING = frozenset({"ratio_length", "kl_on"})
 MECHANISMS = frozenset(
     {"cross_baseline", "capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
     | {"capability_floor_per_step", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"}
-    | {"delta", "delta_step", "alpha", "cross_clip", "band", "band_share", "band_smoothing"}
+    | {"delta", "delta_step", "alpha", "cross_clip"}
 )
 
 

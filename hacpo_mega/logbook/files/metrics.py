@@ -17,7 +17,6 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update
     agent/<name>/cross_coefficient_share, num_nonfinite, kl                                   its whole loss
     agent/<name>/advantage_max             largest advantage of the answers it trains with, either sign, omega applied
-    agent/<learner>/from/<source>/band_low                                        of a calibrated band, before the step
     agent/<learner>/from/<source>/ratio_mean, ratio_min, ratio_max, below, inside, above      others' answers in it
     agent/<learner>/from/<source>/weight_mean, weight_ess, weight_max, positive_share         and what they weigh there
     agent/<learner>/from/<source>/token_ratio, changed                                        and in its own tokens

@@ -10,7 +10,9 @@ this run itself, which goes on from a checkpoint. Nor does it write into a folde
 which may have been moved, removed or unmounted.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Self
 
 import tomli_w
@@ -23,11 +25,10 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.backlog import Backlog
-from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics
-from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog
-from hacpo_mega.logbook.run.missing_logs import missing_logs
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import FINISHED, record_end, record_start
+from hacpo_mega.logbook.run.provenance import FINISHED, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.records import Pool
@@ -136,3 +137,34 @@ class RunFolder:
 def resolved_toml(config: Config) -> str:
     """The configuration with every default filled in, as TOML that `load_config` reads back; None is left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
+    """A line for the metrics and one for the answers that are missing among those of the steps that were done.
+
+    A lane's answers are missing where a later lane's are there; of the last lanes nothing can be told.
+    """
+    try:
+        first = read_starts(run_dir)[0]["steps_done"]
+    except (ValueError, KeyError, IndexError):  # nothing is known of where it began, and other files tell of it
+        first = 0
+    expected = range(first + 1, steps_done + 1)
+    path = run_dir / "metrics.jsonl"
+    known = read_metrics(path) if path.exists() else {}
+    if missing := [step for step in expected if step not in known]:
+        yield f"warning: {path} has no line of {_spoken(missing)}, which this run has done; it goes on without them"
+    lanes = logged_parts(run_dir)
+    if missing := [step for step in expected if set(range(max(lanes.get(step, [0])) + 1)) != lanes.get(step, set())]:
+        folder = run_dir / "rollouts"
+        yield f"warning: {folder} lacks answers of {_spoken(missing)}, which this run has done; it goes on without them"
+
+
+def _spoken(steps: Sequence[int]) -> str:
+    """Ascending steps as a line says them: "steps 1 to 4, 7"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][-1] == step - 1:
+            runs[-1] = [runs[-1][0], step]
+        else:
+            runs.append([step])
+    return ("steps " if len(steps) > 1 else "step ") + ", ".join(" to ".join(map(str, run)) for run in runs)

@@ -22,7 +22,6 @@ OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
 # Nats per token up to which engine and trainer may differ by rounding: float32 differs by 1e-6, bf16 by .01 to .03.
 GAP_FLOOR_FP32, GAP_FLOOR = 1e-3, 0.05
 GAP_FACTOR = 4.0
-GAP_WINDOW = 16  # steps
 
 UNJUDGED_STEPS = 3
 IDLE_STEPS = 3
@@ -30,13 +29,65 @@ IDLE_STEPS = 3
 SHARED_STEPS = 3
 
 SPIKE_FACTOR = 5.0
-SPIKE_WINDOW, SPIKE_HISTORY = 16, 4  # steps
+SPIKE_HISTORY = 4  # steps
+CALM_WINDOW = 16  # steps without a spike that the next one is held against
 
 # The first update makes Adam's moments, the first exchanges make NCCL's buffers: what is held settles in some steps.
 RESIDUE_STEPS, RESIDUE_GROWTH = 4, 1 << 30
 
 
-class OmegaAlarm:
+class OnceAlarm:
+    """An alarm that says a thing once: it keeps the keys of what it has said."""
+
+    def __init__(self) -> None:
+        self._told: set[Any] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of what was said, as plain values."""
+        return {"told": sorted(self._told)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._told = {tuple(key) if isinstance(key, list) else key for key in state["told"]}
+
+    def _is_new(self, key: Any) -> bool:
+        """Whether `key` has not been said; it has been from now on."""
+        is_new = key not in self._told
+        self._told.add(key)
+        return is_new
+
+
+class SpikeAlarm:
+    """An alarm on one number per agent that says a spike once: the number must come back down before the next one.
+
+    A value is held against the median of the agent's last CALM_WINDOW values that were no spike.
+    """
+
+    FLAG = "was_spike"  # its name in a checkpoint
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._calm = [deque[float](maxlen=CALM_WINDOW) for _ in names]
+        self._was_spike = [False] * len(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every agent's calm steps, and whether its last one was a spike, as plain values."""
+        return {"calm": [list(calm) for calm in self._calm], self.FLAG: list(self._was_spike)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict()`."""
+        self._calm = [deque(calm, maxlen=CALM_WINDOW) for calm in state["calm"]]
+        self._was_spike = list(state[self.FLAG])
+
+    def _begins(self, n: int, value: float, *, is_spike: bool, is_usual: bool = True) -> bool:
+        """Whether a spike of agent `n` begins with this value; one that is no spike is kept where it `is_usual`."""
+        was_spike, self._was_spike[n] = self._was_spike[n], is_spike
+        if not is_spike and is_usual:
+            self._calm[n].append(value)
+        return is_spike and not was_spike
+
+
+class OmegaAlarm(OnceAlarm):
     """Says once for every ordered pair of agents that its capability ratio omega (eq. 9) has left [0.1, 10].
 
     An agent without a single reward has P_hat = capability_floor, so the others' omega and with it advantages grow
@@ -44,53 +95,31 @@ class OmegaAlarm:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
         self._names = names
-        self._told: set[tuple[int, int]] = set()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The pairs that were spoken of, as plain values."""
-        return {"told": sorted(self._told)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        self._told = {(k, j) for k, j in state["told"]}
 
     def warnings(self, omega_NN: Tensor) -> Iterator[str]:
         """A line for every pair (k, j) whose omega_NN[k, j] is outside for the first time."""
         outside_NN = (omega_NN < OMEGA_LOW) | (omega_NN > OMEGA_HIGH)
         for k, j in outside_NN.nonzero().tolist():
-            if (k, j) in self._told:
-                continue
-            self._told.add((k, j))
-            yield (
-                f"warning: omega({self._names[k]}, {self._names[j]}) is {omega_NN[k, j].item():.3g}, outside "
-                f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}]: advantages are scaled by it. Set algorithm.omega_clip = "
-                f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}], or start from agents that both solve some of the prompts"
-            )
+            if self._is_new((k, j)):
+                yield (
+                    f"warning: omega({self._names[k]}, {self._names[j]}) is {omega_NN[k, j].item():.3g}, outside "
+                    f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}]: advantages are scaled by it. Set algorithm.omega_clip = "
+                    f"[{OMEGA_LOW:g}, {OMEGA_HIGH:g}], or start from agents that both solve some of the prompts"
+                )
 
 
-class JudgeAlarm:
+class JudgeAlarm(OnceAlarm):
     """Says what a grader failed at when it fails for the first time, and again only for another error.
 
     A grader that always fails would otherwise train nothing, in silence: its answers enter no mean.
     """
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The errors that were quoted, as plain values."""
-        return {"told": sorted(self._told)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        self._told = set(state["told"])
-
     def warnings(self, judged: JudgeReport, what: str) -> Iterator[str]:
         """A line when the first error of a report is a new one; `what` are the answers that it is about."""
-        if judged.first_error is None or judged.first_error in self._told:
+        if judged.first_error is None or not self._is_new(judged.first_error):
             return
-        self._told.add(judged.first_error)
         if judged.num_unjudged:
             number, fate = judged.num_unjudged, "unjudged"
         else:
@@ -130,7 +159,7 @@ class UnjudgedLimit:
             )
 
 
-class EngineAlarm:
+class EngineAlarm(SpikeAlarm):
     """Says that the engine has begun to answer with another policy than the one that is trained, once for every jump.
 
     A mean gap of a step (metric engine_gap_mean) has jumped when it exceeds both a floor, which rounding in the models'
@@ -139,20 +168,11 @@ class EngineAlarm:
     that wakes with old weights: from .015 to .201 in bf16 (TRL issue 5312).
     """
 
+    FLAG = "jumped"
+
     def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
-        self._names = names
+        super().__init__(names)
         self._floor = GAP_FLOOR_FP32 if dtype == torch.float32 else GAP_FLOOR
-        self._calm = [deque[float](maxlen=GAP_WINDOW) for _ in names]
-        self._jumped = [False] * len(names)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every agent's calm steps, and whether its last one was a jump, as plain values."""
-        return {"calm": [list(calm) for calm in self._calm], "jumped": list(self._jumped)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        self._calm = [deque(calm, maxlen=GAP_WINDOW) for calm in state["calm"]]
-        self._jumped = list(state["jumped"])
 
     def warnings(self, gap_N: Sequence[float | None]) -> Iterator[str]:
         """A line for every agent whose gap has jumped in this step; `gap_N` in nats per token, None where not known."""
@@ -161,10 +181,7 @@ class EngineAlarm:
                 continue
             calm = self._calm[n]
             limit = max(self._floor, GAP_FACTOR * median(calm)) if calm else self._floor
-            was_jumped, self._jumped[n] = self._jumped[n], not gap <= limit  # NaN is a jump too
-            if not self._jumped[n]:
-                calm.append(gap)
-            elif not was_jumped:
+            if self._begins(n, gap, is_spike=not gap <= limit):  # NaN is a jump too
                 before = f"after {median(calm):.3g}, the median of {len(calm)} steps" if calm else "from the first step"
                 yield (
                     f"warning: engine and trainer of {self._names[n]} differ by {gap:.3g} nats per token, {before}; "
@@ -173,7 +190,7 @@ class EngineAlarm:
                 )
 
 
-class GradNormAlarm:
+class GradNormAlarm(SpikeAlarm):
     """Says that an agent's gradient has leapt or broken, once for every spike.
 
     The largest norm of a step's updates, before clipping (metric grad_norm_max), is a spike when it exceeds 5 times its
@@ -181,20 +198,6 @@ class GradNormAlarm:
     must come back down before the next spike is said. What a spike does to the weights is bounded by
     optimizer.clip_grad.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._calm = [deque[float](maxlen=SPIKE_WINDOW) for _ in names]
-        self._was_spike = [False] * len(names)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every agent's calm steps, and whether its last one was a spike, as plain values."""
-        return {"calm": [list(calm) for calm in self._calm], "was_spike": list(self._was_spike)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        self._calm = [deque(calm, maxlen=SPIKE_WINDOW) for calm in state["calm"]]
-        self._was_spike = list(state["was_spike"])
 
     def warnings(self, norm_N: Sequence[float | None]) -> Iterator[str]:
         """A line for every agent whose norm begins to spike in this step; None where there was no update."""
@@ -204,10 +207,8 @@ class GradNormAlarm:
             calm = self._calm[n]
             usual = median(calm) if len(calm) >= SPIKE_HISTORY else math.inf
             is_spike = not (math.isfinite(norm) and norm <= SPIKE_FACTOR * usual)
-            was_spike, self._was_spike[n] = self._was_spike[n], is_spike
-            if not is_spike and norm > 0.0:  # a step that trained nothing says nothing of what is usual
-                calm.append(norm)
-            if not is_spike or was_spike:
+            # A step that trained nothing says nothing of what is usual.
+            if not self._begins(n, norm, is_spike=is_spike, is_usual=norm > 0.0):
                 continue
             name = self._names[n]
             if math.isfinite(norm):
@@ -219,7 +220,7 @@ class GradNormAlarm:
                 yield f"warning: the gradient norm of {name} is {norm:g}: such updates are skipped and change no weight"
 
 
-class AdvantageAlarm:
+class AdvantageAlarm(OnceAlarm):
     """Says once for every agent that it trained with an advantage beyond what rewards of 0 and 1 can make of it.
 
     With n answers to a prompt and the highest capability ratio w, that is at most (1 + w) sqrt(n), times w for another
@@ -231,17 +232,9 @@ class AdvantageAlarm:
         self, names: Sequence[str], algorithm: AlgorithmConfig, num_answers: int, highest_weight: float = 1.0
     ) -> None:
         """`num_answers` of an agent to a prompt, `highest_weight` of an engine correction."""
+        super().__init__()
         self._names, self._algorithm, self._weight = names, algorithm, highest_weight
         self._root = math.sqrt(num_answers * (len(names) if algorithm.shares_answers else 1))
-        self._told: set[int] = set()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The agents that were spoken of, as plain values."""
-        return {"told": sorted(self._told)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`."""
-        self._told = set(state["told"])
 
     def warnings(self, largest_N: Sequence[float | None], highest_omega: float) -> Iterator[str]:
         """A line for every agent whose largest advantage of a step exceeds the limit for the first time."""
@@ -249,9 +242,8 @@ class AdvantageAlarm:
         if self._algorithm.method == "sgt":
             limit = max(limit, self._algorithm.transfer_weight)
         for n, largest in enumerate(largest_N):
-            if largest is None or largest <= limit or n in self._told:
+            if largest is None or largest <= limit or not self._is_new(n):
                 continue
-            self._told.add(n)
             if self._algorithm.advantages is not None:
                 cause = f"algorithm.advantages = {self._algorithm.advantages!r} returned it"
             else:
@@ -309,7 +301,7 @@ class IdleAlarm:
 
 
 REMEDIES = {
-    "outside_band": 'widen algorithm.delta, or set algorithm.band = "calibrated"',
+    "outside_band": "widen algorithm.delta",
     "too_long": "raise rollout.max_answer_tokens, which holds in {learner}'s tokens, too, or ask for shorter answers",
     "undecodable": "look at {source}'s answers in rollouts/: it samples control tokens, or ids that are no text",
     "unencodable": "{learner}'s tokenizer lacks signs that {source} writes: look at its answers in rollouts/",
@@ -319,7 +311,7 @@ REMEDIES = {
 }
 
 
-class SharingAlarm:
+class SharingAlarm(OnceAlarm):
     """Says once for every ordered pair of agents that a source's answers do not teach the learner.
 
     The warning comes after 3 steps in a row in each of which less than 5 % of the usable answers of all ranks give the
@@ -328,18 +320,18 @@ class SharingAlarm:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
         self._names = names
         self._rows: dict[tuple[str, str], tuple[int, Fates]] = {}  # steps in a row, and the answers of all of them
-        self._told: set[tuple[str, str]] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """The pairs that were spoken of, and the rows of the others, as plain values."""
         rows = [[*pair, steps, fates.reached, dict(fates.lost)] for pair, (steps, fates) in self._rows.items()]
-        return {"told": [list(pair) for pair in sorted(self._told)], "rows": rows}
+        return super().state_dict() | {"rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`."""
-        self._told = {(learner, source) for learner, source in state["told"]}
+        super().load_state_dict(state)
         self._rows = {(k, j): (steps, Fates(reached, dict(lost))) for k, j, steps, reached, lost in state["rows"]}
 
     def warnings(self, values: Mapping[str, float]) -> Iterator[str]:

@@ -120,13 +120,6 @@ def held_bytes() -> int:
     return resident_bytes()
 
 
-def add_band(metrics: Metrics, learner: int, names: Sequence[str], low_N: Sequence[float]) -> None:
-    """Adds the lower end of every source's calibrated band at the first update of a step."""
-    for source, name in enumerate(names):
-        if source != learner:
-            metrics.gauge(f"agent/{names[learner]}/from/{name}/band_low", low_N[source])
-
-
 def add_reward_parts(metrics: Metrics, name: str, judgements: Sequence[Judgement]) -> None:
     """Means of the named rewards that fresh answers got, and of other numbers that a grader returned."""
     for judgement in judgements:

@@ -15,6 +15,7 @@ count is withheld here. tests/jobs/test_gradient_invariance.py holds the law aga
 """
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,12 +27,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.nn.functional import pad
 
 from hacpo_mega.cluster.groups.spans import Spans
-from hacpo_mega.cluster.groups.tree import as_tensor
+from hacpo_mega.cluster.groups.tree import as_tensor, join, split
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model.model import HiddenStateModel, forward_packed, unwrapped
 from hacpo_mega.megatron.model.router import PADDING, UNTOLD, coefficients
 from hacpo_mega.megatron.train.overlap import buffers_of, reduction_inside_backward, wait_before_use
-from hacpo_mega.megatron.train.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
 from hacpo_mega.samples.packing import empty_microbatch
 
@@ -198,7 +198,7 @@ def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
-    """The same for what a stage_message.py holds, of a few kilobytes; `records` are the named tuples in it."""
+    """The same for any message of a few kilobytes (`to_bytes`); `records` are the named tuples in it."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return thing
     is_source = torch.distributed.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()
@@ -207,3 +207,44 @@ def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.de
     message = message if is_source else torch.empty(int(size), dtype=torch.uint8, device=device)
     tensor_from_last_stage(message)
     return thing if is_source else from_bytes(message.cpu().numpy().tobytes(), records)
+
+
+DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+}
+
+
+def to_bytes(thing: Any) -> bytes:
+    """The message. TypeError for what is none of the above."""
+    tensors: list[bytes] = []
+    return join([json.dumps(_described(thing, tensors)).encode(), *tensors])
+
+
+def from_bytes(message: bytes, records: Sequence[type]) -> Any:
+    """What `to_bytes` was given; `records` are the classes of named tuples that may be in it, by their names."""
+    text, *tensors = split(message)
+    return _read(json.loads(text), iter(tensors), {record.__name__: record for record in records})
+
+
+def _described(thing: Any, tensors: list[bytes]) -> Any:
+    if isinstance(thing, torch.Tensor):
+        tensors.append(thing.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return {"tensor": str(thing.dtype), "shape": list(thing.shape)}
+    if isinstance(thing, tuple | list):
+        entries = [_described(entry, tensors) for entry in thing]
+        return {"of": type(thing).__name__, "entries": entries}
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return thing
+    raise TypeError(f"a report of a loss holds a {type(thing).__name__}, which no message of a stage does")
+
+
+def _read(described: Any, tensors: Any, records: dict[str, type]) -> Any:
+    if not isinstance(described, dict):
+        return described
+    if "tensor" in described:
+        numbers = as_tensor(next(tensors)).view(DTYPES[described["tensor"]])
+        return numbers.reshape(described["shape"])
+    entries = [_read(entry, tensors, records) for entry in described["entries"]]
+    kind = described["of"]
+    return entries if kind == "list" else tuple(entries) if kind == "tuple" else records[kind](*entries)

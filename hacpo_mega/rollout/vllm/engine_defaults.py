@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
-from hacpo_mega.config.checks.pass_through import DECIDED_VLLM, RETURNS_ROUTING
+from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.files.folder import head_size
 from hacpo_mega.models.sharding.layout import head_size_problem
 
@@ -73,13 +73,6 @@ def cpu_attention(model: Path, backend: Any, dtype_bytes: int, options: Mapping[
 
 
 def free_options(options: Mapping[str, Any], *, on_cuda: bool) -> tuple[dict[str, Any], bool]:
-    """What vLLM is told of the caller's engine arguments, and whether answers have a routing: vLLM knows it on CUDA.
-
-    ValueError for an argument that the project decides.
-    """
-    for key in sorted((DECIDED_VLLM - {RETURNS_ROUTING}) & options.keys()):
-        raise ValueError(
-            f"vllm.{key} = {options[key]!r}: this key is decided by the project. Remove it from the table."
-        )
+    """The caller's engine arguments that vLLM gets, and whether answers have a routing: vLLM knows it on CUDA."""
     told = {key: value for key, value in options.items() if on_cuda or key != RETURNS_ROUTING}
     return told, options.get(RETURNS_ROUTING, False)
