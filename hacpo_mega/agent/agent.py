@@ -1,10 +1,10 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-It learns; how it answers and publishes its weights is in answering.py.
+The agent learns here; its rollout side is in answering.py. All ranks of a cell call every method with equal arguments
+and get equal results.
 
-Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
-Not here: other agents (trainer.py exchanges with them), what engines are asked (sampler.py), scores (scoring.py) and
-what an advantage is (algorithm/).
+Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), scores (scoring.py),
+advantages (algorithm/).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ from hacpo_mega.samples.packing import plan_updates
 
 
 class Agent(Answering):
-    """The agent whose ranks that train include this one."""
+    """The agent that this training rank belongs to."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class Agent(Answering):
         split_devices: type[OwnDevices] = OwnDevices,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
-        """Loads the model twice: into Megatron, and from Megatron into vLLM, here or on ranks of the cell that only
-        answer (engine_rank.py). Collective over the agent's ranks.
+        """Loads the model into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
 
-        `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
-        `split_devices` are its devices where no other agent takes turns on them, `sampler` says what engines are asked.
+        The engine is on this rank, or on ranks of the cell that only generate (engine_rank.py).
+        `start` is the checkpoint to resume from; the reference policy of a KL is always the model folder.
+        `split_devices` is the device policy where no other agent shares the devices. `sampler` makes the generation
+        requests.
         """
         super().__init__(spec, place, config, sampler)
         self._algorithm = config.algorithm
@@ -109,30 +110,31 @@ class Agent(Answering):
 
     @property
     def layers_said(self) -> str:
-        """Whose layers and Adam the actor has, by name and version, for people."""
+        """Transformer and optimizer backend with versions, for the startup log."""
         layers = SAID["te"] if self.actor.transformer == "te" else "local"
         return f"{self.name} {layers}, {self.actor.optimizer.said}"
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-        """This cell's samples, split into the updates of the step."""
+        """Splits this cell's samples into the step's optimizer updates."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self.num_cells)
 
     def learn(self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None) -> UpdateStats:
         """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.
 
-        `low_N` is where the band of each source begins in a step, None for that of the configuration.
+        `low_N` [N] is the lower end of the band per source; None takes the configuration's.
         """
-        # A replayed routing is of own answers alone: others must not share their prompts.
+        # Only own answers have a replayed routing, so others' answers must not share their prompts.
         packing = None if update_index == 0 or self._replays else self.actor.pack
         return self.actor.learn(update, self._policy_loss(update, update_index, low_N), packing)
 
     def diagnose(
         self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None
     ) -> GradientProducts:
-        """What own answers pull at, and beside it every source's, by the loss that `learn` would have now.
+        """Gradient norms and inner products of own answers and of every other source, under the loss that `learn` would
+        use.
 
-        Group 0 is the own answers', then the other agents' by their index. The agent is the same afterwards, to the
-        last bit. Collective over the agent's ranks.
+        Group 0 holds own answers, the others follow by agent index. The agent is bit-identical afterwards. Collective
+        over the agent's ranks.
         """
         sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
         groups = [[sample for sample in update if sample.source == source] for source in sources]
@@ -150,7 +152,9 @@ class Agent(Answering):
         updates: Sequence[UpdateStats],
         views: Sequence[ViewCounts],
     ) -> AnswerNotes:
-        """What this cell knows of the answers to the lane's `prompts`, for the log; rollouts and scores are its own."""
+        """Log notes on the answers to the lane's `prompts`, as far as this cell knows them; rollouts and scores are its
+        own.
+        """
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
         reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, view in enumerate(views) for a in view.dropped}
         reasons |= {key: "outside_band" for update in updates for key in outside_band(update)}
@@ -163,7 +167,7 @@ class Agent(Answering):
     def _describe_tokens(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
     ) -> Iterator[AnswerTokens]:
-        """The tokens of this cell's answers with what the actor said of them."""
+        """Tokens of this cell's answers with old log-probs and ratios."""
         learnt = own_token_logprobs(updates, self.index)
         for rollout, score in zip(rollouts, scores, strict=True):
             old = None if score is None else score.token_logprobs
@@ -174,36 +178,37 @@ class Agent(Answering):
             yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
-        """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""
+        """Token log-probs under the initial policy, for the samples whose KL counts; empty without a KL."""
         if self._algorithm.kl_coef == 0.0:
             return {}
         counted = [sample for sample in update if sample.is_self or self._algorithm.kl_on == "all"]
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
-        # Of another policy than the engine's: its own routers send its tokens.
+        # The reference is another policy than the engine's: its own routers choose the experts.
         unrouted = [replace(sample, routing=None) for sample in counted]
         return dict(zip(keys, self.actor.reference_token_logprobs(unrouted)))
 
     def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
-        """What AgentState says of weights and optimizer, and what writes these into an empty folder; as Actor.save.
+        """Starts a checkpoint: the counts of AgentState, and a function that writes weights and optimizer into an empty
+        folder.
 
-        Collective as `learn`.
+        See Actor.save. Collective as `learn`.
         """
         counts, write = self.actor.save(folder, copies=copies)
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
 
     def not_finite(self) -> str | None:
-        """What of this rank's share of the agent's weights and optimizer holds NaN or infinity; None where nothing."""
+        """Name of the first weight or optimizer tensor of this rank that holds NaN or infinity; None if all are finite."""
         found = self.actor.not_finite()
         return None if found is None else f"{found} of {self.name} is not finite"
 
     def export(self, folder: Path) -> None:
-        """Writes the agent as a Hugging Face folder that runs by itself."""
+        """Writes the agent as a stand-alone Hugging Face folder."""
         with self.devices.scoring():
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
-    """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
+    """Builds the agent's actor from `start`, with the optimizer state offloaded: vLLM needs that memory when it starts."""
     actor = Actor(
         spec.model,
         layout=spec.layout(config.lanes),

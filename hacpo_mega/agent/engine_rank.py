@@ -1,7 +1,7 @@
-"""An agent on a rank that only answers (placement = "apart"): its engine, and no actor.
+"""An agent on a rank that only generates (placement = "apart"): an engine, and no actor.
 
-It is asked what the ranks of its cell that train are asked, and takes their weights. Of what these learn, put on disk
-and export it has no part: nothing but the run's seed and its weights decides what it answers.
+It gets the same requests as the training ranks of its cell, and receives their weights. It takes no part in learning,
+checkpoints and export: its answers depend on the run's seed and its weights alone.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from hacpo_mega.config import AgentConfig, Config
 
 
 class EngineRank(Answering):
-    """The agent whose engines include this rank."""
+    """The agent whose engine this rank belongs to."""
 
-    layers_said = ""  # of no actor
+    layers_said = ""  # this rank has no actor
 
     def __init__(
         self, spec: AgentConfig, place: Place, config: Config, step: int, *, sampler: Callable[..., Sampler] = Sampler
     ) -> None:
-        """Starts the engine, which has the weights of the actor after `step` then. Collective as `Agent`."""
+        """Starts the engine and syncs the actor's weights after `step`. Collective as `Agent`."""
         super().__init__(spec, place, config, sampler)
         require_host_memory(place, 0)
         agents_on_device = agents_per_device(place)
@@ -40,16 +40,16 @@ class EngineRank(Answering):
                 self.publish_weights(step)
 
     def save(self, _folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
-        """Nothing to say and nothing to write, whether `copies` or not."""
+        """Saves nothing: this rank has no state of the run."""
         return {}, _nothing
 
     def not_finite(self) -> str | None:
-        """None: it has no state of the run."""
+        """None: this rank has no state of the run."""
         return None
 
     def export(self, _folder: Path) -> None:
-        """Nothing: those who train write the model."""
+        """Exports nothing: the training ranks write the model."""
 
 
 def _nothing(*_: Any) -> None:
-    """What there is to write."""
+    """Writes nothing."""

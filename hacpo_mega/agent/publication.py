@@ -1,14 +1,15 @@
-"""How an agent's weights reach its engines, and whether they did.
+"""Weight sync: how an agent's weights reach its engines, and the check that they did.
 
-Every rank of a cell says once what its actor holds and what its engine needs of each tensor; of that all make the same
-plan. Where cells share experts it is one plan of this block of cells, and "cell" below means the block. What an engine
-takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
-Where engines have ranks of their own, those that train need nothing and these hold nothing: the same plan, in which
-every piece crosses. Such an engine has the weights when all ranks of its cell have said that they are done, and of
-which step: until then, and after an error, it answers nothing.
-Verification looks at what an engine multiplies with, by the layers' own numbers and not by the loaders that the plan
-comes from: a checksum of every piece on both sides, in which a single bit shows.
-Not here: when that is, and who is on the devices then (devices.py).
+Every rank of a cell announces once which shards its actor holds and which shards its engine needs. All ranks derive the
+same plan from that. Where cells share experts, the plan spans that block of cells, and "cell" below means the block.
+Tensors that an engine takes only through vLLM's own loaders follow as full tensors (`left_over`).
+Where engines have ranks of their own, training ranks need nothing and engine ranks hold nothing: the same plan, in
+which every piece crosses ranks. Such an engine has the new weights when all ranks of its cell have confirmed the step.
+Until then, and after an error, it refuses to generate.
+Verification reads the tensors that the engine multiplies with, located by the layers' own attributes and not by the
+loaders that the plan comes from. It compares a checksum of every piece, in which a single bit shows.
+
+Not here: when weights are synced, and what is on the devices then (devices.py).
 """
 
 import json
@@ -39,16 +40,16 @@ MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
 class Publication:
-    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method.
+    """Weight sync from the actor of this rank's cell into its engines. Every rank of the cell calls every method.
 
-    left_over   tensors that every rank with an engine is given whole, and why
-    step        whose weights the engines have; None: not all of any
+    left_over   tensors that every engine rank is given whole, and why
+    step        the step whose weights the engines have; None while a sync is incomplete
     """
 
     def __init__(self, place: Place, actor: Actor | None, engine: Engine | None) -> None:
-        """`engine` is awake; None where this rank only trains, as `actor` is where it only answers.
+        """Makes the plan. `engine` is awake, or None on a training rank; `actor` is None on an engine rank.
 
-        Makes the plan; collective over the agent.
+        Collective over the agent.
         """
         self._place, self._actor, self._engine = place, actor, engine
         self._own = self._shards()
@@ -57,7 +58,7 @@ class Publication:
             names = (name for name in self._own.published if self._dtype(name) != self._own.dtype)
             self._parts.leave(dict.fromkeys(names, "the engine has it in float32"))
         self.left_over: dict[str, str] = {}
-        # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
+        # Tensors that an engine quantizes: only the engine can say what it should hold.
         self._converted: set[str] = set()
         mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
         for payload in place.gather_block(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
@@ -67,13 +68,15 @@ class Publication:
         if self._parts is not None:
             self._parts.leave(self.left_over)
         self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
-        timeout = timedelta(0) if actor is None else actor.timeout  # of a group that is not made where there is one
+        timeout = timedelta(0) if actor is None else actor.timeout  # unused: an engine rank has a weights group already
         self._exchange = Exchange(self.plan, self._own.dtype, place.device, timeout, place.weights_group)
         self._verified: PublishPlan | None = None
         self.step: int | None = None
 
     def _shards(self) -> "ActorShards | NoShards":
-        """What this rank's actor has. Where some ranks have none, the leader says what the model is. Collective."""
+        """Shards of this rank's actor. Where some ranks have no actor, the leader announces the model's tensors.
+        Collective.
+        """
         own = None if self._actor is None else ActorShards(self._actor.model)
         if self._place.weights_group is None:
             return own
@@ -82,18 +85,22 @@ class Publication:
         return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
 
     def require(self, step: int) -> None:
-        """RuntimeError unless the engines have the weights after `step`, all of them: before they answer."""
+        """RuntimeError unless the engines have all weights after `step`; called before every generation."""
         if self.step != step:
             found = "none that are whole" if self.step is None else f"those after step {self.step}"
             raise RuntimeError(f"answers of the weights after step {step} are asked for, and the engine has {found}")
 
     @property
     def said(self) -> str:
-        """The same in a line, for people, with vLLM's version if it is not that of the locks; empty if neither."""
+        """Line for the startup log on fallback tensors, with vLLM's version if it is not the locked one; empty if
+        neither.
+        """
         return loaders_said(self.left_over, installed_versions())
 
     def publish(self, step: int = 0) -> None:
-        """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""
+        """Syncs the actor's weights after `step` into the engine, which is awake or has at least its weights on the
+        device.
+        """
         spans, own = self._place.spans, self._own
         own.settle()
         self.step = None  # until all of it is there
@@ -127,7 +134,9 @@ class Publication:
         return settled
 
     def _require_all_done(self, step: int) -> None:
-        """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
+        """RuntimeError, on all ranks, unless all have reached `step`; a check only where ranks wait for each other here
+        alone.
+        """
         if self._place.weights_group is None:
             return
         steps = [int(said) for said in self._place.gather_block(str(step).encode())]
@@ -135,7 +144,7 @@ class Publication:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
     def _whole(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, on every rank of the cell; the leader tells them the ranks that only answer."""
+        """Full tensors, on every rank of the cell; the leader broadcasts them to engine ranks."""
         place, published = self._place, self._own.published
         if self._actor is not None:
             given = self._actor.weights(only=wanted)
@@ -157,10 +166,10 @@ class Publication:
         return dtype_of(name, self._own.dtype)
 
     def differences(self) -> list[str]:
-        """A line for every piece of which this rank's engine holds other numbers than the actor would publish now.
+        """A line for every piece in which this rank's engine differs from the actor's current weights.
 
-        Of a layer that quantizes, and has other numbers on purpose: for every tensor that is not what vLLM makes of the
-        actor's full tensors, which the engine has afterwards.
+        A layer that quantizes holds other numbers on purpose: a line for every tensor that differs from a fresh
+        quantization of the actor's full tensors, which the engine has afterwards.
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
@@ -174,7 +183,9 @@ class Publication:
         return found + (self._loaded_afresh() if self._converted else [])
 
     def _loaded_afresh(self) -> list[str]:
-        """Of numbers, scales and whatever else a layer keeps, those that are not the same bytes afterwards."""
+        """Converted tensors (numbers, scales and others that a layer keeps) whose bytes change when full tensors are
+        loaded again.
+        """
         before, whole = self._converted_sums(), self._whole(self._own.published)
         if self._engine is not None:
             self._engine.load(whole)
@@ -197,7 +208,7 @@ class Publication:
         return dict(zip(tensors, sums[:, 0].tolist(), strict=True))
 
     def _verified_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what an engine holds as it is published."""
+        """Shapes of the tensors that an engine holds as they are published."""
         published = self._own.published
         return stacked_shapes({name: shape for name, shape in published.items() if name not in self._converted})
 
@@ -227,7 +238,7 @@ class Publication:
                 yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
 
     def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
-        """Collective over the cell."""
+        """Makes the plan from what all ranks hold and need. Collective over the cell."""
         mine = [[_said(shard) for shard in shards] for shards in (self._own.shards, needed)]
         cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]
         sources, targets = ([[_heard(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
@@ -249,15 +260,19 @@ def _require_same_tensors(published: Set[str], held: Set[str]) -> None:
 
 
 def _checksums(tensors: Iterable[tuple[Tensor, int]]) -> np.ndarray:
-    """Of every row of each, which is of so many rows [M]: a sum that changes with any bit and with the order of its
-    numbers, and whether all are finite [M of all, 2]."""
+    """Checksum of each of the M rows of every tensor, and whether all its numbers are finite: int64 [sum of M, 2].
+
+    A checksum changes with any bit and with the order of the numbers.
+    """
     found = [_checksums_of_rows(tensor, num_rows) for tensor, num_rows in tensors]
     return torch.cat(found).cpu().numpy() if found else np.empty((0, 2), np.int64)
 
 
 def _checksums_of_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """Modulo 2^64; every number's bits times an odd number of its own, so that no single change is lost."""
-    # of zeros a product shows no sign; of bytes all say something
+    """Checksum modulo 2^64, [M, 2]: each number's bits times an odd number of its own, so that every single change
+    shows.
+    """
+    # adding 0.0 removes the sign of zeros, which a product does not show; bytes are taken as they are
     values_MN = (tensor if tensor.dtype is torch.uint8 else tensor.add(0.0)).reshape(num_rows, -1)
     bits_MN = values_MN.view(INTEGERS[values_MN.itemsize])
     total_M, finite_M = bits_MN.new_zeros(num_rows, dtype=torch.int64), bits_MN.new_ones(num_rows, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What looks at the answers of a step for their own sake: numbers of the user's, and tables for trackers."""
+"""Observers of a step's answers: the user's own metrics, and tables for trackers."""
 
 import inspect
 import json
@@ -20,11 +20,11 @@ MOST_CHARACTERS = 2000  # of a text in a tracker's table
 
 
 class OwnMetrics(Observer):
-    """logging.metrics: the mean of what each function says of an agent's answers, as agent/NAME/own/FUNCTION.
+    """logging.metrics: mean of a user function over an agent's answers, logged as agent/NAME/own/FUNCTION.
 
-    A function is called for every answer of a step with what its parameters name: any of COLUMNS (`reward` is NaN for
-    an unjudged one), `step`, `row`, or a field of the row. It returns a number; None: the answer is left out. One that
-    fails is said once, and its number is missing: a number never stops the training.
+    A function is called for every answer of a step. Its parameters name what it gets: any of COLUMNS (`reward` is NaN
+    for an unjudged answer), `step`, `row`, or a field of the row. It returns a number, or None to leave the answer out.
+    A failing function is reported once and its metric omitted; it never aborts training.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class OwnMetrics(Observer):
         self._complained: set[str] = set()
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Only the leader of a cell counts its answers."""
+        """Notes the agent and its metrics; only the leader of a cell counts answers."""
         self._agent, self._metrics = agent, metrics
 
     def before_writing(self, step: int, found: StepFindings) -> None:
@@ -68,13 +68,13 @@ class OwnMetrics(Observer):
 
 
 class TrackedAnswers(Observer):
-    """Shows trackers the answers to a step's first prompts, and how rewards and lengths are spread, from rank 0."""
+    """Sends trackers the answers to a step's first prompts, and the spread of rewards and lengths, from rank 0."""
 
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)
 
     def before_writing(self, step: int, found: StepFindings) -> None:
-        """Of this rank's lane."""
+        """Sends the answers of this rank's lane."""
         rows = [list(row.values()) for row in _rows(found.pool.part(slice(self._num_prompts)), self._names)]
         spread: dict[str, list[float]] = {}
         for name, answers in zip(self._names, zip(*found.pool.trajectories_PNG)):
@@ -97,7 +97,7 @@ def _rows(pool: Pool, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _columns(prompt: str, gold: str, agent: str, trajectory: Any) -> dict[str, Any]:
-    """An answer by the names of COLUMNS."""
+    """One answer as a mapping from COLUMNS."""
     rollout = trajectory.rollout
     verdict, num_tokens = trajectory.verdict.name.lower(), len(rollout.token_ids)
     return dict(zip(COLUMNS, (prompt, gold, agent, rollout.text, trajectory.reward, verdict, num_tokens), strict=True))

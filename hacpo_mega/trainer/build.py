@@ -1,6 +1,6 @@
-"""What stands before step 1: this rank's place, its agent, the judge, the run folder, and what examines the run.
+"""Builds everything before step 1: this rank's place, its agent, the judge, the run folder, and the observers.
 
-Everything that a user may have to mend is found here, before an older run is displaced.
+All errors that a user may have to fix are raised here, before an older run is moved aside.
 """
 
 import json
@@ -65,7 +65,7 @@ from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 @dataclass(frozen=True)
 class Handed:
-    """What a benchmark hands in: what engines are asked, who judges, who looks on. Every run has the defaults."""
+    """Overrides for benchmarks: generation requests, judge, further observers. Every run has the defaults."""
 
     sampler: Callable[..., Sampler] = Sampler
     judge: Callable[..., RolloutJudge] = RolloutJudge
@@ -74,9 +74,10 @@ class Handed:
 
 @dataclass(frozen=True)
 class Built:
-    """A trainer's parts; `start` is the checkpoint that it goes on from, `goes_on` whether that is this run's own.
+    """Parts of a trainer.
 
-    config   what was asked, with the time at which clocks of chat templates stand
+    config   as the user wrote it, with the time at which the clocks of chat templates stand
+    start    the checkpoint that the run goes on from; `goes_on`: whether it is this run's own
     """
 
     config: Config
@@ -99,9 +100,9 @@ class Built:
 
 
 def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -> Built:
-    """Takes this rank's place in the job, loads its agent as the run left it, opens the run folder.
+    """Joins the job, loads this rank's agent as the run left it, opens the run folder. Collective over the job.
 
-    Collective over the job. An error inside `stack` ends the job with the name of this rank and its phase.
+    An error inside `stack` ends the job with the name of this rank and its phase.
     """
     parts = StartParts()
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
@@ -165,7 +166,9 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """The lock of the run. Rank 0 gives it up also where it is ended at once, and notes before that a signal did so."""
+    """Takes the run's lock. Rank 0 releases it even when it is killed at once, and first records that a signal ended
+    it.
+    """
     lock = stack.enter_context(RunLock(config.run_dir))
     place.when_told(partial(record_told, config.run_dir))
     place.at_end(lock.leave)
@@ -175,7 +178,7 @@ def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
 def _agent(
     config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], handed: Handed
 ) -> Agent | EngineRank:
-    """This rank's: all of the agent that its configuration gives it."""
+    """Agent of this rank, or its rollout side alone on a rank that only generates."""
     spec = config.agents[place.agent]
     if not place.trains:
         return EngineRank(spec, place, config, 0 if start is None else start.step, sampler=handed.sampler)
@@ -183,7 +186,7 @@ def _agent(
 
 
 def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
-    """Those to train on, how many others are too long for an agent, and those held out."""
+    """Training prompts, how many others are too long for an agent, and held-out prompts."""
     num_tokens = longest_encodings(config.agents, codecs)
     return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
 
@@ -199,7 +202,7 @@ def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_d
 
 
 def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool, on_cpu: bool) -> None:
-    """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
+    """Prints the first lines of a start, before models are loaded, which takes minutes for large ones."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
     steps = f"steps {first} to {config.num_steps}" if first <= config.num_steps else "no step left but the export"
@@ -217,8 +220,11 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
 
 
 def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
-    """Where the run begins, and the configuration with the time at which the clocks of its chat templates stand: as the
-    run has it that it goes on with, else as rank 0 reads it now. Collective over the job."""
+    """The checkpoint to start from, and the configuration with the time at which the clocks of its chat templates
+    stand.
+
+    That time is the resumed run's, else rank 0's current time. Collective over the job.
+    """
     start = agree_on_start(place, config, **how)
     if start is not None:
         config = with_times_of(config, start.config)
@@ -241,7 +247,7 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
 
 
 def _require_named_code(config: Config, place: Place) -> None:
-    """Executes code of the user's own; before that, rank 0 sees whether its import ends. Collective over the job."""
+    """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
     if said := place.first_said(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
         raise ValueError(said)
     require_named_functions(config)
@@ -257,8 +263,11 @@ def _judge(
     console: Console,
     stack: ExitStack,
 ) -> RolloutJudge:
-    """The cell's judge of rollouts. ValueError for data rows without a field that a grader asks for, and for a reward
-    that gives none for the rows `tried`; rank 0 asks it, but not a server. Collective over the job."""
+    """The cell's judge of rollouts. Collective over the job.
+
+    ValueError for data rows without a field that a grader asks for, and for a reward that gives none for the rows
+    `tried`. Rank 0 tries it, but never calls a server.
+    """
     judge = stack.enter_context(judge_of(config.reward))
     judge.require_fields(rows)
     for line in judge.how_called:
@@ -279,7 +288,7 @@ def _judge(
 def _examiners(
     config: Config, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases
 ) -> Iterator[Observer]:
-    """What the configuration asks of weights, gradients and the band."""
+    """Observers of weights, gradients and the band that the configuration asks for."""
     names = [agent.name for agent in config.agents]
     yield Verification(config.training.verify_weights_every, agent, phase)
     if config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
@@ -289,7 +298,7 @@ def _examiners(
 
 
 def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
-    """What looks at a step's answers for the user's own numbers and trackers."""
+    """Observers of a step's answers for the user's own metrics and trackers."""
     if config.logging.metrics:
         yield OwnMetrics(config.logging.metrics)
     if trackers:
@@ -297,7 +306,7 @@ def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
 
 
 def _rates(config: Config, place: Place, agent: Agent | EngineRank) -> Iterator[Observer]:
-    """How well known GPUs are used. Collective over the job: ranks of another kind would be rated wrongly."""
+    """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
     if place.device.type != "cuda":
         return
     peak = peak_flops(place.device, agent.dtype)

@@ -1,7 +1,7 @@
-"""What examines a run while it goes on: gradients, the band, weights and held-out answers. Each is told of its moments.
+"""Observers of a run: gradients, the band, weights and held-out answers. Each is called at fixed moments of a step.
 
-An observer may measure, write metrics, follow what it sees, and end the run; it changes no answer, no sample and no
-update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
+An observer may measure, write metrics, track state, and end the run. It changes no answer, no sample and no update.
+Every rank calls every observer, in the order in which they are listed.
 """
 
 import json
@@ -25,84 +25,86 @@ from hacpo_mega.trainer.phases import Phases
 
 
 class Observer:
-    """The moments of a run; an observer has those that it needs. `step` is the one under way, from 1."""
+    """Base class with the moments of a run; an observer overrides those that it needs. `step` is the current one, from
+    1.
+    """
 
     def around(self, _phase: str) -> AbstractContextManager[None]:
-        """What is done around every phase, from loading on."""
+        """Context around every phase, from loading on."""
         return nullcontext()
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Once: whom it looks at, and where it may write."""
+        """Called once, with the agent to observe and the metrics to write to."""
 
     def before_training(self, step: int) -> None:
-        """The agents stand, `step` is the first to come."""
+        """Called when the agents are built; `step` is the first to come."""
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Update `m` of the step, from 0, is about to be learnt from."""
+        """Called before update `m` of the step, from 0."""
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """It has been learnt from."""
+        """Called after update `m`."""
 
     def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """All updates of the step have been learnt from."""
+        """Called after all updates of the step."""
 
     def after_publishing(self, step: int) -> None:
-        """The engine has the new weights."""
+        """Called when the engine has the new weights."""
 
     def before_writing(self, step: int, found: StepFindings) -> None:
-        """All of a step is known but what writing it takes."""
+        """Called when the step is complete, before it is written."""
 
 
 class Observers(Observer):
-    """Several, one after the other."""
+    """Several observers, called one after the other."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
 
     def before_training(self, step: int) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.before_training(step)
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.before_update(step, m, update)
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.after_update(step, m, update, stats)
 
     def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.after_learning(step, updates)
 
     def after_publishing(self, step: int) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.after_publishing(step)
 
     def before_writing(self, step: int, found: StepFindings) -> None:
-        """Tells all."""
+        """Calls all observers."""
         for observer in self._all:
             observer.before_writing(step, found)
 
 
 class Skips(Observer):
-    """Ends a run whose updates are all skipped."""
+    """Ends a run with too many skipped updates in a row."""
 
     def __init__(self, skips: SkippedUpdates) -> None:
         self._skips = skips
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """RunStopped when it is one too many."""
+        """Counts the update; RunStopped at the limit."""
         self._skips.see(step, m, update, stats)
 
 
 class Diagnosis(Observer):
-    """Measures own against cross gradients of every update of every so many steps."""
+    """Compares own and cross gradients of every update of every n-th step."""
 
     def __init__(self, every: int, agent: Agent, band: BandTracker | None, metrics: Metrics, phase: Phases,
                  names: Sequence[str]) -> None:  # fmt: skip
@@ -110,7 +112,7 @@ class Diagnosis(Observer):
         self._metrics, self._phase, self._names = metrics, phase, tuple(names)
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """The agent is the same afterwards, to the last bit. Collective over the agent's ranks."""
+        """Measures the gradients; the agent is bit-identical afterwards. Collective over the agent's ranks."""
         if step % self._every:
             return
         with self._phase("diagnose"):
@@ -120,14 +122,14 @@ class Diagnosis(Observer):
 
 
 class Calibration(Observer):
-    """Lets the band of the next step follow the ratios of this one."""
+    """Moves the band of the next step to the ratios of this one."""
 
     def __init__(self, band: BandTracker, place: Place, metrics: Metrics, phase: Phases, names: Sequence[str]) -> None:
         self._band, self._place, self._metrics, self._phase = band, place, metrics, phase
         self._names = tuple(names)
 
     def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """Collective over the agent's ranks."""
+        """Gathers the ratios and updates the band. Collective over the agent's ranks."""
         if self._place.is_leader:
             add_band(self._metrics, self._place.agent, self._names, self._band.values())
         mine = json.dumps(useful_ratios(updates, len(self._names)))
@@ -139,18 +141,18 @@ class Calibration(Observer):
 
 
 class Verification(Observer):
-    """Ends the run where an engine answers with other weights than its actor's."""
+    """Ends the run if an engine's weights differ from its actor's."""
 
     def __init__(self, every: int, agent: Agent, phase: Phases) -> None:
-        """Before training, and after every so many steps; 0: before training alone."""
+        """Checks before training, and after every n-th step; 0 checks before training only."""
         self._every, self._agent, self._phase = every, agent, phase
 
     def before_training(self, step: int) -> None:
-        """Collective over the cell."""
+        """Checks the weights. Collective over the cell."""
         self._verify(f"before step {step}")
 
     def after_publishing(self, step: int) -> None:
-        """Collective over the cell."""
+        """Checks the weights if it is due. Collective over the cell."""
         if self._every and step % self._every == 0:
             self._verify()
 
@@ -172,12 +174,12 @@ class Evaluation(Observer):
         self._is_on = bool(held_out)
 
     def before_training(self, step: int) -> None:
-        """Before a run's first step."""
+        """Evaluates before a run's first step."""
         if step == 1:
             self._evaluate(0, "before step 1")
 
     def after_publishing(self, step: int) -> None:
-        """Every so many steps, and after the last one."""
+        """Evaluates every n-th step, and after the last one."""
         every = self._config.evaluation.every_steps
         if step == self._config.num_steps or (every and step % every == 0):
             self._evaluate(step)

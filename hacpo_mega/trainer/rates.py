@@ -1,4 +1,4 @@
-"""How well a job uses its GPUs: model FLOP utilisation of learning, and tokens of answers per second and GPU.
+"""GPU utilisation of a job: model FLOP utilisation (MFU) of learning, and answer tokens per second and GPU.
 
 Measured only on devices whose peak is known (models/flops.py). Learning is timed around each update on the leader of a
 cell, waits for other cells included and waits for a turn not.
@@ -22,7 +22,7 @@ from hacpo_mega.trainer.observers import Observer
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the device could reach in `dtype`; None where that is not known."""
+    """Peak FLOP/s of the device in `dtype`; None if unknown."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     tflops = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
@@ -30,7 +30,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def num_gpus(place: Place) -> int:
-    """Different GPUs that the job has. Collective over the job."""
+    """Number of distinct GPUs of the job. Collective over the job."""
     return len(set(place.gather_job(device_identity(place.device).encode())))
 
 
@@ -46,15 +46,15 @@ class Rates(Observer):
         self._step_began = self._update_began = time.perf_counter()
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Where it writes."""
+        """Notes the metrics to write to."""
         self._metrics = metrics
 
     def before_training(self, step: int) -> None:
-        """What comes before is no step."""
+        """Starts the clock of the first step."""
         self._step_began = time.perf_counter()
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Takes the time; comes after the observers that compute something before an update."""
+        """Starts the clock of an update; must come after observers that compute before an update."""
         self._update_began = time.perf_counter()
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
@@ -65,7 +65,7 @@ class Rates(Observer):
                 self._metrics.add(f"{name}/learn_mfu", self._flops(update), seconds * self._peak_of_cell)
 
     def before_writing(self, step: int, found: StepFindings) -> None:
-        """Adds the tokens of the cell's answers, and once in the job the seconds of all GPUs."""
+        """Adds the tokens of the cell's answers, and once per job the seconds of all GPUs."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         if self._is_leader:

@@ -1,8 +1,8 @@
-"""The loop: every agent answers, all share, each learns. This file is the table of contents of a HACPO step.
+"""The training loop: every agent answers, all share, each learns. The table of contents of a HACPO step.
 
-Every process of the job runs it, in lockstep, each for the agent, lane and cell that its rank belongs to
-(cluster/place.py). What stands before step 1 is made in build.py, when answers come and who scores them is chosen in
-schedule.py, what examines the run is in observers.py, and what a step measured is added up in logbook/step_report.py.
+Every process of the job runs it, in lockstep, for its own agent, lane and cell (cluster/place.py). build.py makes what
+stands before step 1, schedule.py decides when answers are generated and who scores them, observers.py examines the run,
+logbook/step_report.py sums up what a step measured.
 """
 
 import signal
@@ -28,19 +28,19 @@ from hacpo_mega.trainer.observers import Observer
 
 
 class Trainer:
-    """All agents of a configuration, trained together. One per process; use it as a context: leaving it ends the job.
+    """All agents of a configuration, trained together. One per process; a context manager, whose exit ends the job.
 
-    config       what was asked, nobody writes to it
-    place        this process's seat: agent, lane, cell, and the groups it speaks in
-    phase        around what belongs to a phase of a step: timed, shown, named when it fails
+    config       as the user wrote it; read-only
+    place        this process's position: agent, lane, cell, and its process groups
+    phase        context of a phase of a step: timed, shown, named when it fails
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
-    schedule     prompts of every step, a pure function of seed and step, when they are answered, and who scores that
-    judge        answers in, verdict and reward out
+    schedule     prompts of every step, a pure function of seed and step; when they are answered, and who scores that
+    judge        turns answers into verdicts and rewards
     capability   P_hat of all agents, equal on every rank
-    band         where the band of each source begins for this agent; None where the configuration fixes it
-    observers    what examines the run: weights, held-out answers, gradients, skipped updates
-    report, console, trace   what is measured, shown and written
-    checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
+    band         lower end of the band of each source for this agent; None where the configuration fixes it
+    observers    examine the run: weights, held-out answers, gradients, skipped updates
+    report, console, trace   measure, show and write
+    checkpoint   what the run resumes from     disk   disk errors, agreed on by all ranks
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Trainer:
         observers: Sequence[Observer] = (),
         **how: Unpack[StartOptions],
     ) -> None:
-        """Takes its place in the job, loads the agents as the run left them, opens its folder. Collective over the job.
+        """Joins the job, loads the agents as the run left them, opens the run folder. Collective over the job.
 
-        A run that `run_dir` holds goes on from its last checkpoint, unless the options of `how` say otherwise.
-        `sampler`, `judge` and `observers` are a benchmark's: what engines are asked, who judges, who looks on.
+        A run that `run_dir` holds resumes from its last checkpoint, unless the options of `how` say otherwise.
+        `sampler`, `judge` and `observers` are for benchmarks: generation requests, judge, further observers.
         """
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
@@ -77,7 +77,7 @@ class Trainer:
     def fit(self) -> bool:
         """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job.
 
-        False when a signal has ended it before that, with its last step on disk (docs/guide/troubleshooting.md).
+        Returns False when a signal has ended it early, with its last step on disk (docs/guide/troubleshooting.md).
         """
         if self.checkpoint.is_on:
             self.place.defer_signals()
@@ -134,7 +134,7 @@ class Trainer:
         self._end_step(StepFindings(*found))
 
     def _answer_alone(self) -> None:
-        """The same step on a rank that only answers (placement = "apart"): it meets the others where all ranks meet."""
+        """The same step on a rank that only generates (placement = "apart"): it joins the collectives of the whole job."""
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
@@ -147,9 +147,9 @@ class Trainer:
         self._count_step(self.report.write_host(self.steps_done + 1, self.phase))
 
     def _learn(self, plan: Sequence[Sequence[Sample]]) -> list[UpdateStats]:
-        """The updates of the step. The cross band tightens with every one of them.
+        """Runs the updates of the step. The cross band tightens with every one of them.
 
-        The engine sleeps, unless one step off: its memory is what the actor learns in.
+        The engine sleeps, unless one step off: the actor learns in its memory.
         """
         step, low_N, updates = self.steps_done + 1, None if self.band is None else self.band.values(), []
         with self.agent.devices.learning(self.phase):
@@ -162,7 +162,7 @@ class Trainer:
         return updates
 
     def _end_step(self, found: StepFindings) -> None:
-        """What makes a step one that was done: it is written, counted, kept when it is due, and shown."""
+        """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
         self.observers.before_writing(self.steps_done + 1, found)
         if self.config.scores_in_first_update:  # what was not scored before has been by now
             scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
@@ -173,7 +173,7 @@ class Trainer:
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 
     def _count_step(self, reduced: StepMetrics) -> None:
-        """The step has been done, and what it measured is written."""
+        """Counts the step, whose metrics are written, and saves it if that is due."""
         self.steps_done += 1
         self.phase.step = self.steps_done + 1
         self.checkpoint.settle(self._state(mean_held_out(reduced.values, [agent.name for agent in self.config.agents])))
@@ -183,7 +183,7 @@ class Trainer:
         self._show(reduced)
 
     def _take_up(self, start: Checkpoint) -> None:
-        """What a checkpoint holds beside the agents' own state."""
+        """Restores what a checkpoint holds beside the agents' own state."""
         agent = start.agents[self.agent.name]
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
@@ -195,13 +195,13 @@ class Trainer:
         self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
 
     def _state(self, accuracy: float | None) -> RunState:
-        """What a checkpoint holds beside the agents' own state; `_take_up` is its inverse."""
+        """State for a checkpoint beside the agents' own; `_take_up` is its inverse."""
         band = None if self.band is None else self.band.state_dict()
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
         return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, *rest)
 
     def _leave_if_told(self) -> None:
-        """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""
+        """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
         if self.checkpoint.is_on and (number := self.place.told_to_end()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()
