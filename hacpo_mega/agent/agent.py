@@ -197,7 +197,7 @@ class Agent(Answering):
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
 
     def not_finite(self) -> str | None:
-        """Name of the first weight or optimizer tensor of this rank that holds NaN or infinity; None if all are finite."""
+        """Name of this rank's first weight or optimizer tensor that holds NaN or infinity; None if all are finite."""
         found = self.actor.not_finite()
         return None if found is None else f"{found} of {self.name} is not finite"
 
@@ -208,7 +208,7 @@ class Agent(Answering):
 
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
-    """Builds the agent's actor from `start`, with the optimizer state offloaded: vLLM needs that memory when it starts."""
+    """Builds the agent's actor from `start`, with its optimizer state offloaded: vLLM needs that memory to start."""
     actor = Actor(
         spec.model,
         layout=spec.layout(config.lanes),

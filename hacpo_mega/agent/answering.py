@@ -50,7 +50,7 @@ class Answering:
 
     @property
     def publication_said(self) -> str:
-        """Line for the startup log on tensors that are synced whole instead of shard by shard; empty if there are none."""
+        """Line for the startup log on tensors that are synced whole, not shard by shard; empty if there are none."""
         return f"{self.name}: {self.publication.said}" if self.publication.said else ""
 
     @property

@@ -113,13 +113,13 @@ class SharedDevices(OwnDevices):
     def __init__(
         self, place: Place, actor: Actor, away: ActorOffload, engine: Engine, publication: Publication
     ) -> None:
-        """Takes over in the agent's turn, with `actor` offloaded; both actor and engine are off the device afterwards."""
+        """Takes over in the agent's turn, with `actor` offloaded; afterwards the engine is asleep, too."""
         super().__init__(place, actor, engine, publication)
         self._away, self._step = away, 0
         engine.sleep()
 
     def publish(self, step: int) -> None:
-        """Notes the step: the engine takes the weights when it next wakes, in a turn, for which the actor is onloaded."""
+        """Notes the step: the engine takes the weights when it next wakes, in a turn with the actor onloaded."""
         self._step = step
 
     @contextmanager

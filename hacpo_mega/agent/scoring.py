@@ -28,7 +28,7 @@ from hacpo_mega.samples.tokenizers import TextCodec
 
 
 class Scoring:
-    """Scores of one cell's own answers, step by step. Every rank of the cell calls every method with equal arguments."""
+    """Scores of one cell's own answers, step by step. Every rank of the cell makes every call with equal arguments."""
 
     def __init__(self, actor: Actor, devices: OwnDevices, codec: TextCodec, config: Config, num_cells: int) -> None:
         """`num_cells` cells share the agent's prompts; `devices` are those of `actor`."""

@@ -134,7 +134,7 @@ class Trainer:
         self._end_step(StepFindings(*found))
 
     def _answer_alone(self) -> None:
-        """The same step on a rank that only generates (placement = "apart"): it joins the collectives of the whole job."""
+        """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
