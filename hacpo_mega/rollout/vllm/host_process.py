@@ -125,8 +125,8 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
     with _replaced(launcher, "_distributed_args", lambda executor: arguments):
         yield
     if not torch.cuda.is_available():
-        # vLLM removes these files at shutdown, which a killed process never reaches: it would leak 8 MiB. When all ranks
-        # of all engines have mapped them, their names are not needed any more. Without a name the kernel frees them
+        # vLLM removes these files at shutdown, which a killed process never reaches: it would leak 8 MiB. Once all
+        # ranks of all engines have mapped them, their names are not needed. Without a name the kernel frees them
         # with the last process, however that ends.
         dist.barrier()
         for segment in SHARED_MEMORY.glob(f"{name}-*-cpushm_*"):
