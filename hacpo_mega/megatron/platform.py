@@ -1,8 +1,8 @@
 """Megatron-core on a machine without CUDA, and the parallel groups of one agent.
 
-Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` gives those names a
-meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives in the same process and must see the
-machine as it is. On a machine with CUDA nothing is changed. Not here: which rank does what (place.py).
+Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` maps those names to
+the CPU while Megatron code runs, and restores them afterwards: vLLM lives in the same process and must see the real
+machine. With CUDA nothing changes. Not here: which rank does what (place.py).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ RANK_ORDER = "tp-cp-ep-pp-dp"
 
 @contextmanager
 def megatron_platform() -> Iterator[None]:
-    """Run Megatron code on this machine's devices; a no-op with CUDA, and inside itself.
+    """Context for Megatron code on this machine's devices; a no-op with CUDA, and inside itself.
 
     Construction, forward, backward and optimizer of a Megatron model belong inside; vLLM does not.
     """
@@ -42,10 +42,10 @@ def megatron_platform() -> Iterator[None]:
 def initialize_parallel(
     tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1, ep: int | None = None
 ) -> None:
-    """Megatron's groups over the current default process group (one agent's world), and its random streams.
+    """Creates Megatron's groups over the current default process group (one agent's world), and its random streams.
 
     Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts, those of
-    one cell or of several neighbouring ones; None stands for no experts. `timeout_s` bounds every collective of these
+    one cell or of several neighbouring ones; None means no experts. `timeout_s` bounds every collective of these
     groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
     optimizers take `use_gloo_process_groups=False`.
     """
@@ -69,11 +69,11 @@ def initialize_parallel(
 
 
 def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
-    """Puts groups in which `ep` ranks of a stage share experts in the place of those that Megatron has made.
+    """Replaces Megatron's expert groups by groups in which `ep` ranks of a stage share experts.
 
-    Its order of ranks lays experts out over all ranks of a stage of a cell, no fewer and no more. Here they are every
-    `ep` neighbours among the ranks that the stage has in all cells, of which each cell has `ranks`. Whoever has the
-    same experts, in this cell and in others, adds up their gradients and shares their optimizer.
+    Megatron's order of ranks spreads experts over exactly all ranks of a stage of a cell. Here every `ep` neighbours
+    share them, among the ranks that the stage has in all cells, `ranks` in each. Ranks with the same experts, in this
+    cell and in others, sum their gradients and share their optimizer.
     """
     names, cells = parallel_state, range(0, dist.get_world_size(), ranks * pp)
     for stage in range(pp):
@@ -91,9 +91,10 @@ def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside `megatron_platform`, what is replaced by name alone: for Megatron's layers, which name no device.
+    """Suspends the per-call interception of `megatron_platform` for Megatron's layers, which name no device.
 
-    To look at every call of torch costs more than many of them. Where it is not looked at, a no-op.
+    Interception costs more than many torch calls. Names that are replaced stay replaced. A no-op where nothing is
+    intercepted.
     """
     if not isinstance(_get_current_function_mode(), _CudaMeansCpu):
         yield
@@ -105,13 +106,13 @@ def plain_torch() -> Iterator[None]:
 class _CudaMeansCpu(TorchFunctionMode):
     """Turns the device "cuda" into the CPU in every torch call made while it is active.
 
-    torch suspends it inside backward; what Megatron calls there is replaced by name (_replacements).
+    torch suspends it inside backward; functions that Megatron calls there are replaced by name (_replacements).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        # Some thousand calls of a step come here, and few of them name a device.
+        # Thousands of calls a step pass here, and few of them name a device.
         for value in args:
             if isinstance(value, NAMES_A_DEVICE):
                 args = tuple(map(_device_on_cpu, args))

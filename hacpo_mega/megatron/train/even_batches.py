@@ -1,12 +1,13 @@
-"""Equally many micro-batches in all cells that share experts, where each of these cells has its own.
+"""Equal micro-batch counts in all cells that share experts.
 
-Rows of tokens go to experts in other cells and back, forward and backward, so all of these cells must be in the same
-layer at the same time. A cell with fewer micro-batches than the fullest gets empty ones: some padding, whose
-rows travel as others do, and nothing trained.
-Own answers and others' are filled up apart where they are packed apart: what an expert computes together, rows of all
-cells, is then the same when own answers are scored and when an update learns from them, and so is every bit. Empty ones
-come first, so that a backward ends with a real one wherever it can (overlap.py).
-Not here: how samples are packed (samples/packing.py).
+Token rows go to experts in other cells and back, forward and backward, so all of these cells must be in the same layer
+at the same time. A cell with fewer micro-batches than the fullest gets empty ones: some padding, whose rows travel as
+others do, and nothing trained.
+Own and others' answers are filled up apart where they are packed apart: an expert then computes the same rows of all
+cells together in scoring as in learning, so every bit is the same. Empty ones come first, so that a backward ends with
+a real one wherever it can (overlap.py).
+
+Not here: packing (samples/packing.py).
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ from hacpo_mega.samples.packing import empty_microbatch
 
 
 def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches, in their order, with empty ones among them; none where no other cell shares the experts.
+    """The micro-batches, in their order, with empty ones among them; unchanged if no other cell shares the experts.
 
-    Else collective over the ranks that share experts.
+    Otherwise collective over the ranks that share experts.
     """
     ranks = parallel_state.get_tensor_and_context_parallel_world_size()
     group = parallel_state.get_expert_model_parallel_group()
@@ -40,6 +41,6 @@ def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def _is_of_others(batch: MicroBatch) -> bool:
-    """Whether it holds other agents' answers; of what is no sample nothing is known, and it is scored, too."""
+    """True if it holds other agents' answers; sequences that are no samples count as own, as in scoring."""
     first = batch.sequences[0]
     return isinstance(first, Sample) and not first.is_self

@@ -1,7 +1,6 @@
-"""How evenly the tokens of an update went to the experts of every layer, over all ranks of an agent, and what the
-routers' auxiliary losses were.
+"""Expert load balance of an update, over all layers and all ranks of an agent, and the routers' auxiliary losses.
 
-Not here: who counts (router.py), and what the numbers mean in a run (logbook/files/metrics.py).
+Not here: counting (router.py), the metrics (logbook/files/metrics.py).
 """
 
 import math
@@ -18,7 +17,7 @@ from hacpo_mega.records import ExpertLoad, MicroBatch
 
 
 class ExpertCounts:
-    """What the routers of this rank's part of a model count; a model without experts has none."""
+    """Reads the counters of the routers in this rank's part of a model; there are none without experts."""
 
     def __init__(self, model: HiddenStateModel) -> None:
         layers = [layer for chunk in model.own_chunks for layer in chunk.decoder.layers]
@@ -30,9 +29,9 @@ class ExpertCounts:
         self._has_losses = model.architecture.has_experts and any(self._coefficients)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Forgets what was counted before; until `load` the routers learn from their auxiliary losses, too.
+        """Resets the counters; until `load` the routers also learn from their auxiliary losses.
 
-        `batches` are this cell's. Collective over the agent where there are such losses.
+        `batches` are this cell's. Collective over the agent if there are such losses.
         """
         if self._has_losses:
             total = torch.tensor(sum(batch.num_tokens for batch in batches), device=torch.cuda.current_device())
@@ -45,7 +44,7 @@ class ExpertCounts:
             router.num_tokens = self._num_tokens
 
     def load(self) -> ExpertLoad | None:
-        """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
+        """Load since `begin`; None if no token had experts. Collective over the agent, if it has experts."""
         a = self._architecture
         if not a.has_experts:
             return None
@@ -62,7 +61,7 @@ class ExpertCounts:
         return found if found is None or not self._has_losses else replace(found, **self._losses())
 
     def _losses(self) -> dict[str, float]:
-        """Means over tokens and layers of the losses that are switched on. Collective over the agent."""
+        """Means over tokens and layers of the enabled losses. Collective over the agent."""
         sums_2 = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for router in self._routers.values():
             sums_2 += router.losses_2
@@ -73,9 +72,9 @@ class ExpertCounts:
 
 
 def expert_load(counts_LE: torch.Tensor, replayed_L2: torch.Tensor | None = None) -> ExpertLoad | None:
-    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none.
+    """Load from the number of rows per layer and expert, int64 [L, E]; None if a layer has none.
 
-    `replayed_L2` says of those that were replayed how many were changed by it, and how many there are.
+    `replayed_L2` [L, 2] has the replayed pairs that the router had not chosen, and all replayed pairs.
     """
     total_L1 = counts_LE.sum(dim=1, keepdim=True)
     if not total_L1.all():

@@ -1,6 +1,6 @@
-"""Micro-batches on their way through the actor: evened, announced when taken, on the device, found, counted after.
+"""Micro-batch helpers: balance counts across cells, report progress, move to device, look up, summarise.
 
-Not here: what is computed of them (actor.py) and which sequences share one (samples/packing.py).
+Not here: computation (actor.py), packing (samples/packing.py).
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from hacpo_mega.records import ExpertLoad, MicroBatch, TokenSequence, UpdateStat
 
 
 class Told(list):
-    """Micro-batches, evened (even_batches.py), of which each is told when it is taken."""
+    """Micro-batches with counts balanced across cells (even_batches.py); iteration reports progress."""
 
     def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
         super().__init__(evened(batches))
@@ -28,14 +28,14 @@ class Told(list):
 
 
 def places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
-    """Where the sequences of a micro-batch stand in `sequences`."""
+    """Index in `sequences` of each sequence of a micro-batch."""
     # by identity: comparing records would compare their token arrays
     place_of = {id(sequence): place for place, sequence in enumerate(sequences)}
     return [place_of[id(sequence)] for sequence in batch.sequences]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch as a loss function reads it, which asks for no routing; itself on the CPU."""
+    """Moves a micro-batch to the device for the loss function, which needs no routing; unchanged on the CPU."""
     if device.type == "cpu":
         return batch
     tensors = {
@@ -53,7 +53,7 @@ def update_stats(
     step: OptimizerStep,
     experts: ExpertLoad | None,
 ) -> UpdateStats:
-    """What an update of these micro-batches has done."""
+    """Statistics of an update from these micro-batches."""
     return UpdateStats(
         reports=tuple(reports),
         loss=loss,

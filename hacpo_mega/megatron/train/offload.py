@@ -1,24 +1,25 @@
-"""Tensors of an actor in host memory while the engine generates; changes no bit.
+"""Offload of an actor's tensors to host memory while the engine generates. Bitwise neutral.
 
-`agents.offload` sends away all that only an optimizer step reads: the float32 main weights that are copies of
+`agents.offload` offloads all that only an optimizer step reads: the float32 main weights that are copies of
 half-precision ones, and both moments of Adam. Main weights that are views of the model's own, as with a float32 model,
-stay with it. `placement = "shared"` sends all of an actor away (actor_offload.py).
+stay. `placement = "shared"` offloads the whole actor (actor_offload.py).
 
-    start_leaving      copies to the host begin; the state may still be read, not written
-    finish_leaving     they are done; the bytes are the device's again
-    start_returning    copies to the device begin
-    require_home       the device's work from here on waits for them; the state is there
+    start_leaving      begins copies to the host; the state may still be read, not written
+    finish_leaving     waits for them and frees the device memory
+    start_returning    begins copies to the device
+    require_home       makes the device's later work wait for them; the state is usable
 
-On CUDA the copies run on a stream of their own through pinned memory, beside what the device and the process do
-meanwhile: out beside publishing, back beside judging, exchanging and scoring (agent/devices.py). On the CPU they are
-done when they begin, and the bytes are given back and taken again all the same.
+On CUDA the copies run on a stream of their own through pinned memory, beside other work: out beside publishing, back
+beside judging, exchanging and scoring (agent/devices.py). On the CPU they are done at once, and the memory is freed and
+taken again all the same.
 
 Why not Megatron's own (core 0.16.1): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
-pageable memory that they allocate anew each time, do nothing for a tensor that is on the CPU, and give every tensor
-another storage: a view of a float32 model's weights comes back as a second copy of them, and other views read what was
-before. `optimizer_cpu_offload` (HybridDeviceOptimizer) takes the optimizer step itself to the CPU. Here every
-tensor keeps its storage, whose bytes go and come, so that whatever views it finds its numbers again.
-Not here: when (agent/devices.py), and how many bytes that is (memory/actor_bytes.py).
+pageable memory that they allocate anew each time, ignore tensors on the CPU, and give every tensor another storage: a
+view of a float32 model's weights comes back as a second copy of them, and other views read stale data.
+`optimizer_cpu_offload` (HybridDeviceOptimizer) moves the optimizer step itself to the CPU. Here every tensor keeps its
+storage object, whose memory is freed and taken again, so all its views stay valid.
+
+Not here: when (agent/devices.py), and how many bytes (memory/actor_bytes.py).
 """
 
 import enum
@@ -31,7 +32,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 
 class Where(enum.Enum):
-    """Where the tensors are, or on their way to."""
+    """Location of the tensors."""
 
     HOME = "on the device"
     LEAVING = "on its way to the host"
@@ -40,17 +41,18 @@ class Where(enum.Enum):
 
 
 class Offload:
-    """Tensors of one device that go to the host and come back, with a place there that is theirs for good."""
+    """Tensors of one device that move to the host and back, with a permanent place in host memory."""
 
     def __init__(
         self, tensors: Sequence[Tensor], views: Sequence[Tensor] = (), what: str = "the optimizer's state"
     ) -> None:
-        """Takes as many bytes of host memory as `tensors` have, pinned beside CUDA; of no tensors nothing ever leaves.
+        """Allocates host memory for `tensors`, pinned beside CUDA; an empty list never moves.
 
-        tensors   each all of its storage, contiguous, and of one dtype and device with the others
-        views     contiguous ones of them, which are as little there while they are away
-        what      they are, for whom wants them then
-        RuntimeError where the host cannot pin as much.
+        tensors   each spans its whole storage, is contiguous, and shares one dtype and device with the others
+        views     contiguous views of them, which are emptied along with them
+        what      name of the tensors for error messages
+
+        RuntimeError if the host cannot pin as much.
         """
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, tensor.shape
@@ -68,7 +70,7 @@ class Offload:
         self._host = torch.empty(sum(sizes), dtype=dtype)
         if device.type == "cuda":
             pin_memory(self._host.data_ptr(), self._host.nbytes)
-            # Before the memory is given back; as the process ends there may be no CUDA left to tell.
+            # Before the memory is freed; at process exit CUDA may be gone already.
             weakref.finalize(self._host, unpin_memory, self._host.data_ptr()).atexit = False
             self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._on_host = [part.view(tensor.shape) for part, tensor in zip(self._host.split(sizes), tensors, strict=True)]
@@ -79,12 +81,16 @@ class Offload:
             self._of[id(view)] = whole[first : first + view.numel()].view(view.shape)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Where the numbers of a tensor can be read now: its copy on the host while it is away, else itself."""
+        """Tensor from which the numbers of `tensor` can be read now: its copy on the host while it is offloaded, else
+        itself.
+        """
         is_there = self.where in (Where.HOME, Where.LEAVING)
         return tensor if is_there else self._of.get(id(tensor), tensor)
 
     def start_leaving(self) -> None:
-        """Begins the copies to the host, of what the device's work so far has made; nothing where they are away."""
+        """Begins to copy the tensors to the host, ordered behind the device's work so far; a no-op unless on the
+        device.
+        """
         if self.where is Where.RETURNING:
             self.require_home()
         if self.where is Where.HOME and self._tensors:
@@ -92,10 +98,10 @@ class Offload:
             self.where = Where.LEAVING
 
     def finish_leaving(self) -> None:
-        """Waits for the copies and gives the device its memory back; nothing where none have begun.
+        """Waits for the copies and frees the device memory; a no-op if none have begun.
 
-        Afterwards the tensors and their views are empty, which whatever pairs them with a gradient, a weight or a place
-        in a checkpoint refuses.
+        Afterwards the tensors and their views are empty, so that pairing them with a gradient, a weight or a place in a
+        checkpoint fails.
         """
         if self.where is not Where.LEAVING:
             return
@@ -106,13 +112,13 @@ class Offload:
         for home in self._at_home:
             home.untyped_storage().resize_(0)
         if self._stream is not None:
-            torch.cuda.empty_cache()  # the engine's allocator does not ask torch's for what it keeps
+            torch.cuda.empty_cache()  # the engine's allocator cannot use memory that torch's caches
         self.where = Where.AWAY
 
     def start_returning(self) -> None:
-        """Takes the device's memory and begins the copies back; nothing where they are not away.
+        """Takes device memory and begins the copies back; a no-op unless offloaded.
 
-        Where there is less memory than they need, they stay away with all of it.
+        If the device lacks the memory, the tensors stay offloaded.
         """
         if self.where is not Where.AWAY:
             return
@@ -127,9 +133,9 @@ class Offload:
         self.where = Where.RETURNING
 
     def require_home(self) -> None:
-        """What the device does from here on finds the tensors as they left.
+        """Makes the device's later work find the tensors in place.
 
-        RuntimeError where nobody has called them back: waiting for them here would hide that nothing ran meanwhile.
+        RuntimeError if no onload has begun: waiting for it here would hide that nothing ran meanwhile.
         """
         if self.where is Where.RETURNING:
             if self._copied is not None:
@@ -146,7 +152,7 @@ class Offload:
         if self._stream is None or self._copied is None:
             torch._foreach_copy_(into, out_of)
             return
-        # After the work that made the numbers, or that last used the memory they come back to.
+        # Behind the work that made the numbers, or that last used the memory that they come back to.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for to, tensor in zip(into, out_of, strict=True):

@@ -1,7 +1,8 @@
-"""What the last stage of a pipeline tells the others of an update, as bytes: JSON, and the numbers of each tensor.
+"""Message of a pipeline's last stage to the others about an update, as bytes: JSON, and the numbers of each tensor.
 
 Numbers, texts, lists, tuples, tensors, and named tuples of the classes that the receiver expects; every bit arrives.
-Not here: who sends it to whom (schedule.py).
+
+Not here: sender and receiver (schedule.py).
 """
 
 import json
@@ -19,13 +20,13 @@ DTYPES = {
 
 
 def to_bytes(thing: Any) -> bytes:
-    """The message. TypeError for what is none of the above."""
+    """Encodes the message. TypeError for anything else than the above."""
     tensors: list[bytes] = []
     return join([json.dumps(_described(thing, tensors)).encode(), *tensors])
 
 
 def from_bytes(message: bytes, records: Sequence[type]) -> Any:
-    """What `to_bytes` was given; `records` are the classes of named tuples that may be in it, by their names."""
+    """Inverse of `to_bytes`; `records` are the classes of named tuples that may be in it, by their names."""
     text, *tensors = split(message)
     return _read(json.loads(text), iter(tensors), {record.__name__: record for record in records})
 
