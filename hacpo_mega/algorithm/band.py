@@ -1,14 +1,15 @@
-"""A band that fits (beyond the paper, `band = "calibrated"`): where the band of others' answers begins, per source.
+"""Calibrated band (beyond the paper, `band = "calibrated"`): lower end of the band of others' answers, per source.
 
-The paper fixes 1 - delta for every pair and run, but how much likelier a source finds its own answers than a learner
-does depends on both models and on the length of answers. Here the lower end follows the ratios that were seen:
+The paper fixes 1 - delta for every pair and run. But the factor by which a source finds its own answers likelier than a
+learner does depends on both models and on the length of answers. Here the lower end follows the observed ratios:
 
     low_j  <-  smoothing low_j + (1 - smoothing) q_j,
     q_j = the (1 - band_share) quantile of the ratios s <= 1 of source j's useful answers in the step
 
-An answer is useful where its advantage is positive: it shows the learner something. The stepwise clip then raises the
-end as ever: low_j(m) = min(1, low_j + m delta_step). Before anything was seen it is 1 - delta, and a step without such
-an answer leaves it as it is. It never looks at the answers that it is applied to.
+An answer is useful if its advantage is positive. The stepwise clip then raises the end as usual: low_j(m) = min(1,
+low_j + m delta_step). Before any observation it is 1 - delta, and a step without useful answers leaves it unchanged. It
+never depends on the answers that it is applied to.
+
 Not here: the objective inside the band (objective.py).
 """
 
@@ -18,7 +19,7 @@ from hacpo_mega.config import AlgorithmConfig
 
 
 class BandTracker:
-    """Where the band begins for each of `num_agents` sources of one learner. Equal on all ranks of the learner."""
+    """Lower end of the band for each of `num_agents` sources of one learner. Equal on all ranks of the learner."""
 
     def __init__(self, num_agents: int, config: AlgorithmConfig) -> None:
         self._share, self._smoothing = config.band_share, config.band_smoothing
@@ -44,11 +45,11 @@ class BandTracker:
         return list(self._low_N)
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The lower ends as plain numbers; exact, since a float64 survives JSON."""
+        """Lower ends as plain numbers; exact, since a float64 survives JSON."""
         return {"low": list(self._low_N)}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Restores `state_dict()`. Raises ValueError when it is of another number of agents."""
+        """Restores `state_dict()`. Raises ValueError if it has another number of agents."""
         if len(state["low"]) != len(self._low_N):
             raise ValueError(f"band state holds {len(state['low'])} agents, this run has {len(self._low_N)}")
         self._low_N = list(state["low"])

@@ -65,7 +65,7 @@ Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
 
 
 class Actor:
-    """A Hugging Face folder as a trainable Megatron model, sharded over tp * cp * pp ranks and replicated over cells."""
+    """A Hugging Face folder as a trainable Megatron model, sharded over tp * cp * pp ranks, replicated over cells."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def coefficients(config: TransformerConfig) -> tuple[float, float]:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes the shares [n, k] through; backward adds the gradient of a loss that is not part of the micro-batch's own."""
+    """Passes the shares [n, k] through; backward adds the gradient of a loss outside of the micro-batch's own."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, shares_nk: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

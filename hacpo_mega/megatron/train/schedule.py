@@ -204,7 +204,7 @@ def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
-    """Broadcasts an object of a few kilobytes (stage_message.py); `records` are the classes of the named tuples in it."""
+    """Broadcasts an object of a few kilobytes (stage_message.py); `records` are its classes of named tuples."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return thing
     is_source = torch.distributed.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()

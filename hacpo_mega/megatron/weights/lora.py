@@ -229,7 +229,7 @@ class HeldWeights:
         return whole
 
     def rectangle(self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Numbers at `offsets`, [*sizes], of a Hugging Face tensor, inside the rectangle that a parameter holds of it."""
+        """Numbers at `offsets`, [*sizes], of a Hugging Face tensor, inside the rectangle `held` of a parameter."""
         weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
         if not self._adapts(held.source.name):
             return weight

@@ -49,7 +49,7 @@ class ActorShards:
         finish_gather(self._model)
 
     def view(self, number: int, what: Shard) -> torch.Tensor:
-        """Numbers of the rectangle `what` [*what.sizes], which lies in the shard of this number; with adapters, a copy."""
+        """Numbers of the rectangle `what` [*what.sizes] in the shard of this number; with adapters, a copy."""
         parameter, rectangles = self._places[number]
         shard = self.shards[number]
         if shard.member(0) == shard:
@@ -197,7 +197,7 @@ def send_and_receive(
 
 
 def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Group of this cell's ranks, which are neighbours: Megatron's group of a model, which leaves cp out, or a new one."""
+    """Group of this cell's ranks, which are neighbours: Megatron's model group, which leaves cp out, or a new one."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == size:
         return group
