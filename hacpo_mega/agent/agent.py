@@ -130,8 +130,7 @@ class Agent(Answering):
     def diagnose(
         self, update: Sequence[Sample], update_index: int, low_N: Sequence[float] | None = None
     ) -> GradientProducts:
-        """Gradient norms and inner products of own answers and of every other source, under the loss that `learn` would
-        use.
+        """Gradient norms and inner products of own answers and of every other source, under the loss of `learn`.
 
         Group 0 holds own answers, the others follow by agent index. The agent is bit-identical afterwards. Collective
         over the agent's ranks.
@@ -152,8 +151,9 @@ class Agent(Answering):
         updates: Sequence[UpdateStats],
         views: Sequence[ViewCounts],
     ) -> AnswerNotes:
-        """Log notes on the answers to the lane's `prompts`, as far as this cell knows them; rollouts and scores are its
-        own.
+        """Log notes on the answers to the lane's `prompts`, as far as this cell knows them.
+
+        `rollouts` and `scores` are this cell's.
         """
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
         reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, view in enumerate(views) for a in view.dropped}
@@ -188,8 +188,7 @@ class Agent(Answering):
         return dict(zip(keys, self.actor.reference_token_logprobs(unrouted)))
 
     def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
-        """Starts a checkpoint: the counts of AgentState, and a function that writes weights and optimizer into an empty
-        folder.
+        """Starts a checkpoint: the counts of AgentState, and a function that writes weights and optimizer to a folder.
 
         See Actor.save. Collective as `learn`.
         """

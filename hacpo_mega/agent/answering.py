@@ -99,9 +99,7 @@ class Answering:
         return self.sampler.rollouts(asked.places, share_completions(completions, self.place, len(asked.places)))
 
     def _call(self, asked: Requests, step: int) -> Generate:
-        """The call of this rank's engine, which must have the weights after `step`; a no-op on a rank without an
-        engine.
-        """
+        """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
         self.publication.require(step)
         return _no_answers if self.engine is None else asked.call(self.engine)
 

@@ -62,9 +62,7 @@ class OwnDevices:
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
-        """Context of the last generation call before the actor scores and learns; the optimizer state is onloaded after
-        it.
-        """
+        """Context of the last generation call before the actor learns; the optimizer state is onloaded after it."""
         yield
         self._engine.sleep()
         self._engine_sleeps = True
@@ -142,8 +140,9 @@ class SharedDevices(OwnDevices):
 
     @contextmanager
     def learning(self, phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Context of the updates of a step, in one turn. Waits for this turn and the ones after it count in the phase
-        learn.
+        """Context of the updates of a step, in one turn.
+
+        Waits for this turn and later ones count in the phase learn.
         """
         with ExitStack() as turn:
             with phase("learn"):

@@ -77,9 +77,7 @@ class PolicyLoss:
     keeps_tokens: bool = False
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
-        """Sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and the report;
-        log-probs [R].
-        """
+        """Sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and the report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
         mean_B = self._score(token_logprob_R, batch)
         if mean_B is not None:
@@ -153,9 +151,7 @@ class PolicyLoss:
 
 
 def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """Returns the same log-probs [R], with gradients scaled by the samples' `token_weights`; unchanged if there are
-    none.
-    """
+    """Returns the same log-probs [R], with gradients scaled by the samples' `token_weights`, if there are any."""
     if all(sample.token_weights is None for sample in samples):
         return token_logprob_R
     parts = [np.ones(s.num_trained, np.float32) if s.token_weights is None else s.token_weights for s in samples]
@@ -197,8 +193,7 @@ def outside_band(result: UpdateStats) -> list[SampleKey]:
 
 
 def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple[int, int], np.ndarray]:
-    """Log-prob of each token of an agent's own answers in the update that trained them, by (prompt index, rollout
-    index).
+    """Token log-probs of an agent's own answers in the update that trained them, by (prompt index, rollout index).
 
     float32 nats. The updates' reports must keep tokens.
     """

@@ -74,9 +74,7 @@ class Publication:
         self.step: int | None = None
 
     def _shards(self) -> "ActorShards | NoShards":
-        """Shards of this rank's actor. Where some ranks have no actor, the leader announces the model's tensors.
-        Collective.
-        """
+        """Shards of this rank's actor; without an actor, the leader's list of the model's tensors. Collective."""
         own = None if self._actor is None else ActorShards(self._actor.model)
         if self._place.weights_group is None:
             return own
@@ -92,15 +90,14 @@ class Publication:
 
     @property
     def said(self) -> str:
-        """Line for the startup log on fallback tensors, with vLLM's version if it is not the locked one; empty if
-        neither.
+        """Line for the startup log on fallback tensors, and on a vLLM version that is not the locked one.
+
+        Empty if neither applies.
         """
         return loaders_said(self.left_over, installed_versions())
 
     def publish(self, step: int = 0) -> None:
-        """Syncs the actor's weights after `step` into the engine, which is awake or has at least its weights on the
-        device.
-        """
+        """Syncs the actor's weights after `step` into the engine, which has at least its weights on the device."""
         spans, own = self._place.spans, self._own
         own.settle()
         self.step = None  # until all of it is there
@@ -134,8 +131,7 @@ class Publication:
         return settled
 
     def _require_all_done(self, step: int) -> None:
-        """RuntimeError, on all ranks, unless all have reached `step`; a check only where ranks wait for each other here
-        alone.
+        """RuntimeError, on all ranks, unless all have reached `step`; checked only where engines have their own ranks.
         """
         if self._place.weights_group is None:
             return
@@ -183,8 +179,7 @@ class Publication:
         return found + (self._loaded_afresh() if self._converted else [])
 
     def _loaded_afresh(self) -> list[str]:
-        """Converted tensors (numbers, scales and others that a layer keeps) whose bytes change when full tensors are
-        loaded again.
+        """Converted tensors (numbers, scales and others of a layer) whose bytes change in a fresh load of the weights.
         """
         before, whole = self._converted_sums(), self._whole(self._own.published)
         if self._engine is not None:
@@ -269,9 +264,7 @@ def _checksums(tensors: Iterable[tuple[Tensor, int]]) -> np.ndarray:
 
 
 def _checksums_of_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """Checksum modulo 2^64, [M, 2]: each number's bits times an odd number of its own, so that every single change
-    shows.
-    """
+    """Checksum modulo 2^64, [M, 2]: each number's bits times an odd factor of its own, so every change shows."""
     # adding 0.0 removes the sign of zeros, which a product does not show; bytes are taken as they are
     values_MN = (tensor if tensor.dtype is torch.uint8 else tensor.add(0.0)).reshape(num_rows, -1)
     bits_MN = values_MN.view(INTEGERS[values_MN.itemsize])

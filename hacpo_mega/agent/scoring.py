@@ -103,8 +103,9 @@ class WritersScoring(Scoring):
     def before_learning(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
-        """Engine log-probs of the answers that an agent trains on, own_P bool [P], wanted_PG bool [P, G]; no
-        computation, no wait.
+        """Engine log-probs of the answers that an agent trains on; no computation, no wait.
+
+        own_P is bool [P], wanted_PG bool [P, G].
         """
         asked_B = own_P.repeat_interleave(self._answers_per_prompt) | wanted_PG.flatten()
         return [

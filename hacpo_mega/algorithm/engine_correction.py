@@ -1,5 +1,6 @@
-"""Truncated importance sampling between engine and trainer (Yao et al. 2025, "Your Efficient RL Framework Secretly
-Brings You Off-Policy RL Training"). Off by default (`rollout.engine_correction`).
+"""Truncated importance sampling between engine and trainer. Off by default (`rollout.engine_correction`).
+
+Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
 Engine and trainer compute one policy with different kernels, so answers are sampled from pi_engine and trained as if
 they were sampled from pi_trainer. With d_t = log pi_trainer(t) - log pi_engine(t), both before the step's first update,

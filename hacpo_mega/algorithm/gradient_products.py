@@ -1,4 +1,4 @@
-"""Gradients of groups of samples, as norms and angles: do sources pull in the direction of own answers? (Theorem 4.3)"""
+"""Gradients of groups of samples, as norms and angles: does a source pull where own answers do? (Theorem 4.3)"""
 
 import math
 from dataclasses import dataclass

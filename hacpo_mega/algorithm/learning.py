@@ -34,8 +34,9 @@ class Learning(NamedTuple):
 def learning_of(
     rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
 ) -> Learning:
-    """Training targets of agent number `learner`, from its lane's rewards and successes [P, N, G] and all capabilities
-    [N].
+    """Training targets of agent number `learner`, from its lane's rewards and successes [P, N, G].
+
+    capability_N [N] are all agents' capabilities.
     """
     num_agents = rewards_PNG.shape[1]
     advantages = [advantages_of(rewards_PNG, successes_PNG, capability_N, k, config) for k in range(num_agents)]

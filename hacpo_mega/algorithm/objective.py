@@ -131,8 +131,7 @@ def kl_penalty(
     weight: float,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, Tensor]:
-    """kl_coef * weight * sum over sequences of their mean KL to the frozen initial policy, and that KL as (sum, count)
-    [2].
+    """kl_coef * weight * sum over sequences of their mean KL to the initial policy, and that KL as (sum, count).
 
     The low-variance estimator exp(d) - d - 1 with d = reference - learner per token (Schulman, "Approximating KL
     divergence"; `low_var_kl` in verl). `kl_on = "own"` counts own answers only. The rows of sequence b are

@@ -91,8 +91,9 @@ class Actor:
         on_progress: Callable[[], None] = lambda: None,
         reports: Sequence[type] = (SequenceTerms,),
     ) -> None:
-        """Builds this rank's part over the default process group (the agent's world) and loads `folder`. One per
-        process.
+        """Builds this rank's part over the default process group (the agent's world) and loads `folder`.
+
+        One per process.
 
         layout           parallel layout of a cell; the `overrides` give the layers of its first and last stage
         share_prompts    reads a prompt once for all its sequences, where that is possible (local layers, cp 1)
@@ -192,9 +193,7 @@ class Actor:
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
 
     def _token_logprobs(self, hidden_tH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Log-probs of the trained rows, fp32 [R], from hidden states [t, H]: the head, without logits. Last pipeline
-        stage only.
-        """
+        """Log-probs of the trained rows, fp32 [R], from hidden states [t, H], without logits. Last stage only."""
         finish_gather(self.model)  # no module's pre-forward hook waits for the head
         weight_VH, tokens = lm_head_weight(self.model), own_tokens(len(batch.tokens_T))
         own = own_rows(batch.rows_R, tokens)
@@ -246,9 +245,7 @@ class Actor:
         return self.learn(sequences, cross_entropy, self.pack)
 
     def _loss_of(self, loss_fn: LossFn) -> LastStage:
-        """Function of the last stage: hidden states [t, H] to the loss, and (loss, report) for the caller of the
-        update.
-        """
+        """Function of the last stage: hidden states [t, H] to the loss, and (loss, report) for the caller."""
 
         def last_stage(hidden_tH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
             loss, report = loss_fn(self._token_logprobs(hidden_tH, batch), on_device(batch, self.device))
@@ -257,8 +254,7 @@ class Actor:
         return last_stage
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
-        """Squared norms of the gradients of groups of samples, and their inner products with the first; nothing is
-        learnt.
+        """Squared norms of the gradients of groups of samples, and their inner products with the first.
 
         Costs a forward and a backward per group, and one more copy of this rank's shard of the gradient, fp32. The next
         update overwrites the gradients left in the buffers. Collective over the agent: every cell gives as many groups,
@@ -330,8 +326,7 @@ class Actor:
         return full_tensors(self.model, sent=self._spans.sent, only=only)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
-        """Starts a checkpoint: the counts for `load`, and a function that writes weights and optimizer into an empty
-        folder.
+        """Starts a checkpoint: the counts for `load`, and a function that writes weights and optimizer to a folder.
 
         With `copies` the actor may learn on meanwhile: the present state is written. Collective over the agent.
         """

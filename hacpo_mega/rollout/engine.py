@@ -255,8 +255,7 @@ class Engine:
 
     @contextmanager
     def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
-        """Context of a weight sync, in which every part is written once. Cached prefixes of the old weights are
-        dropped.
+        """Context of a weight sync, in which every part is written once. Drops the old weights' cached prefixes.
 
         RuntimeError if a part was not written, or while asleep.
         """

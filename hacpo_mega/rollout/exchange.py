@@ -48,8 +48,9 @@ logger = logging.getLogger(__name__)
 def share_rewards(
     judgements: Sequence[Judgement], num_prompts: int, place: Place, rollouts_per_prompt: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], NaN if unjudged; and successes, bool
-    [P, N, G].
+    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], and successes, bool [P, N, G].
+
+    Unjudged rewards are NaN.
 
     `judgements` are this cell's, by prompt, then by rollout; the leader sends its own. They travel before the answers,
     because they decide which answers need a score. Collective over the lane; equal on every rank of it.

@@ -74,7 +74,7 @@ class ViewRules:
 
 
 def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
-    """Number of leading tokens of an answer that its loss trains and its score averages: all, or all but the final EOS."""
+    """Number of leading answer tokens that the loss trains and the score averages: all, or all but the final EOS."""
     return num_tokens - 1 if ended and not eos_in_loss else num_tokens
 
 
@@ -249,9 +249,7 @@ def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
 def _reencoded(
     text: str, readings: Mapping[str, Reading], rules: ViewRules, tally: Counter[str]
 ) -> tuple[int, ...] | DropReason:
-    """The text in the learner's tokens, or the reason for dropping it: no tokens for it, or another text after
-    decoding.
-    """
+    """The text in the learner's tokens, or the reason for dropping it."""
     if REPLACEMENT in text:
         return "undecodable"
     ids, read = readings[text]

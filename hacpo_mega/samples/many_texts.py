@@ -8,8 +8,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 def ids_of_all(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options: Mapping[str, bool]
 ) -> list[list[int]]:
-    """Same result as `tokenizer(texts, **options).input_ids`; `options` name add_special_tokens. Raises the same
-    errors.
+    """Result of `tokenizer(texts, **options).input_ids`; `options` name add_special_tokens. Raises its errors.
 
     Falls back to that call for a class that encodes in its own way.
     """

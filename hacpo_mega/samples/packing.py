@@ -50,9 +50,7 @@ def plan_updates(
 
 
 def input_length(sequence: TokenSequence) -> int:
-    """Number of tokens the model must read to predict every trained token: the last trained one is predicted, never
-    read.
-    """
+    """Number of tokens to read to predict every trained token: the last trained one is predicted, never read."""
     return len(sequence.prompt_ids) + sequence.num_trained - 1
 
 

@@ -202,9 +202,7 @@ class TextCodec:
         return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
 
     def _starts_beyond(self, read: str, most: int) -> bool:
-        """True if a prefix of a text has more than twice `most` tokens, so that the whole text must have more than
-        `most`.
-        """
+        """True if a prefix of a text has more than twice `most` tokens: the whole text then has more than `most`."""
         size = CHARACTERS_OF_A_TOKEN * most
         while size < len(read):
             if len(self._encode(read[:size], **self._prompt_options)) > 2 * most:

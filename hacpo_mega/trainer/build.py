@@ -166,9 +166,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """Takes the run's lock. Rank 0 releases it even when it is killed at once, and first records that a signal ended
-    it.
-    """
+    """Takes the run's lock. Rank 0 releases it even if a signal kills it, after it has recorded that."""
     lock = stack.enter_context(RunLock(config.run_dir))
     place.when_told(partial(record_told, config.run_dir))
     place.at_end(lock.leave)
@@ -220,8 +218,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
 
 
 def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
-    """The checkpoint to start from, and the configuration with the time at which the clocks of its chat templates
-    stand.
+    """The checkpoint to start from, and the configuration with the time of its chat templates' clocks.
 
     That time is the resumed run's, else rank 0's current time. Collective over the job.
     """

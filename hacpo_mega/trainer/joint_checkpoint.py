@@ -153,13 +153,11 @@ class JointCheckpoint:
 
     @property
     def is_on(self) -> bool:
-        """Whether the run writes checkpoints at all."""
+        """True if the run writes checkpoints at all."""
         return self._config.checkpoint.is_on
 
     def settle(self, state: RunState) -> None:
-        """Registers the state after a finished step; checkpoints save it from now on, however far the next step has
-        come.
-        """
+        """Registers the state after a finished step; later checkpoints save it, however far the next step has come."""
         self._state = state
 
     def has_work(self) -> bool:
@@ -181,8 +179,7 @@ class JointCheckpoint:
             self.lost = problem if is_last else None
 
     def keep(self) -> None:
-        """Blocks until the last finished step is on disk; before the first step it does nothing. Collective over the
-        job.
+        """Blocks until the last finished step, if there is one, is on disk. Collective over the job.
 
         No update may have been learnt since: the agents are written as they are.
         """
@@ -204,7 +201,7 @@ class JointCheckpoint:
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
     def _is_sound(self) -> bool:
-        """Whether every agent's state is finite: a broken one must not displace steps worth going back to. Collective.
+        """True if every agent's state is finite: a broken one must not displace steps worth going back to. Collective.
 
         If it is not, a warning says so; training goes on until training.max_skipped_updates ends it.
         """

@@ -76,7 +76,7 @@ class JointDisk:
             raise disk_error(int(said), text)
 
     def has(self, step: int) -> bool:
-        """Whether this process finds the checkpoint of a step in `run_dir`; step 0 needs none."""
+        """True if this process finds the checkpoint of a step in `run_dir`; step 0 needs none."""
         return step == 0 or (folder_of(self._config.run_dir, step) / RECORD).exists()
 
     def outlook(self, safe_step: int) -> str:
@@ -86,8 +86,7 @@ class JointDisk:
         return f"step {safe_step} is safe"
 
     def patiently(self, function: Callable[[], None]) -> None:
-        """Retries `function`, which fails on all ranks or none, until it succeeds or `wait_for_room_s` have passed;
-        then OSError.
+        """Retries `function`, which fails on all ranks or none, until it succeeds or times out (`wait_for_room_s`).
 
         Raises at once if waiting mends nothing. For the end of a run: its weights would be lost to a disk that can be
         cleared.

@@ -25,9 +25,7 @@ from hacpo_mega.trainer.phases import Phases
 
 
 class Observer:
-    """Base class with the moments of a run; an observer overrides those that it needs. `step` is the current one, from
-    1.
-    """
+    """Base class with the moments of a run; an observer overrides those that it needs. `step` counts from 1."""
 
     def around(self, _phase: str) -> AbstractContextManager[None]:
         """Context around every phase, from loading on."""

@@ -93,9 +93,7 @@ class OneStepOff(OnPolicy):
     _asked: tuple[Prompt, ...] = ()  # by the engine, at present
 
     def take_up(self, start: Checkpoint) -> None:
-        """Restores prefetched answers, unless another seed or [rollout] table would have sampled others or another
-        number.
-        """
+        """Restores prefetched answers, unless seed or [rollout] table have changed so that they would differ."""
         now, key = plain(self._config), ("seed", "rollout")
         if [start.config[name] for name in key] == [now[name] for name in key]:
             name = self._agent.name

@@ -58,10 +58,10 @@ def chunk_rows(num_columns: int) -> int:
 
 @triton.jit
 def _tile_place(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.constexpr):
-    """(row block, split) of a work item: group_t row blocks side by side, so that a wave of tiles shares weights and
-    hidden states in L2.
+    """(row block, split) of a work item, with group_t row blocks side by side.
 
-    Row blocks alone would read all of hidden again for every split.
+    So a wave of tiles shares weights and hidden states in L2. Row blocks alone would read all of hidden again for every
+    split.
     """
     num_blocks = tl.cdiv(num_rows, block_t)
     per_group = group_t * num_splits
@@ -114,7 +114,7 @@ def _stats_kernel(
     group_t: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """Persistent kernel: program p takes items p, p + programs, ...; an item is one row block and one vocabulary split."""
+    """Persistent kernel: program p takes items p, p + programs, ...; an item is a row block and a vocabulary split."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
     split_columns: tl.constexpr = block_v * tiles_per_split
@@ -259,9 +259,7 @@ def logit_stats(
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
-    """The weight [V, H] in the form that every chunk multiplies with: unchanged, or copied once to where TMA can read
-    it.
-    """
+    """The weight [V, H] for every chunk's product: unchanged, or copied once to where TMA can read it."""
     return aligned(weight_VH)
 
 
@@ -318,7 +316,7 @@ def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
 
 
 def aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
-    """The same rows [N, H] where TMA can read them: contiguous, 16-byte aligned. A copy only for odd sizes and strides."""
+    """The same rows [N, H] where TMA can read them: contiguous, 16-byte aligned. Copies only odd sizes and strides."""
     step = 16 // tensor_NH.element_size()
     if tensor_NH.stride(1) == 1 and tensor_NH.stride(0) % step == 0 and tensor_NH.data_ptr() % 16 == 0:
         return tensor_NH

@@ -34,8 +34,10 @@ class SequenceTerms(NamedTuple):
 
 
 class ObjectiveStats(NamedTuple):
-    """Statistics over sequences. Every pair is float64 [2], (sum, count): pairs of micro-batches and ranks add up, and
-    a mean is one division at the end. Sequences that have no tokens or are not finite are in no pair but `nonfinite`.
+    """Statistics over sequences. Every pair is float64 [2], (sum, count).
+
+    Pairs of micro-batches and ranks add up, and a mean is one division at the end. Sequences that have no tokens or are
+    not finite are in no pair but `nonfinite`.
 
     ratio_*                        s of own (`self`) and others' (`cross`) answers
     ratio_*_min, ratio_*_max       float64 scalars; +inf and -inf if there is no such answer

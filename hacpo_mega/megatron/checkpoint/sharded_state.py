@@ -41,8 +41,9 @@ from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles
 def save_state(
     model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, group: dist.ProcessGroup, *, copies: bool
 ) -> Callable[[], None]:
-    """Returns a function that writes the actor's present state into an empty folder that every rank sees, synced to
-    disk.
+    """Returns a function that writes the actor's present state into an empty folder, synced to disk.
+
+    Every rank must see the folder.
 
     group    gloo group of the agent, for the save alone
     copies   whether the actor may change before it is written, at the cost of a copy of its state in host memory

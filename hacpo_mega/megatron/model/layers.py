@@ -100,8 +100,7 @@ def _attend_in_groups(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attends in padded batches of neighbouring segments of similar length: a call for each segment costs more than its
-    work.
+    """Attends in padded batches of neighbouring segments of similar length: one call for each would cost more.
 
     The padding comes after a segment, where causality hides it from every token of the segment.
     """

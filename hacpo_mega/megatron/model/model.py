@@ -45,8 +45,7 @@ class HiddenStateModel(GPTModel):
         later: Sequence["HiddenStateModel"] = (),
         **options: Any,
     ) -> None:
-        """`chunks` has the number of layers of all pipeline chunks; `fuses_norms`: a norm is part of the projection
-        after it.
+        """`chunks` has the layers of every pipeline chunk; `fuses_norms`: a norm is part of the projection after it.
 
         `later` are this rank's further chunks, after this first one. Each is forwarded by itself (train/schedule.py),
         but they share parameters, gradients and state.

@@ -201,9 +201,7 @@ class Way:
 
     @classmethod
     def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "Way":
-        """Plans the exchange of `num_rows` rows, `counts_E` [E] of them for each expert of the layer. Collective over
-        `group`.
-        """
+        """Plans the exchange of `num_rows` rows, `counts_E` [E] of them per expert. Collective over `group`."""
         to_re = counts_E.view(group.size(), -1)
         from_re = torch.empty_like(to_re)
         dist.all_to_all_single(from_re, to_re.contiguous(), group=group)

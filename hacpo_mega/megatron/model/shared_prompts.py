@@ -42,8 +42,9 @@ class Run:
 
     @staticmethod
     def prefixed(lengths: list[int], key_lengths: list[int], places: torch.Tensor) -> "Run":
-        """Run of segments with keys of a prompt before their own: each has `key_lengths` keys at `places` [M], the last
-        `lengths` its own.
+        """Run of segments with keys of a prompt before their own.
+
+        Each has `key_lengths` keys at `places` [M], of which the last `lengths` are its own.
         """
         own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
         counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
@@ -99,8 +100,9 @@ def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tup
 
 
 def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, device: torch.device) -> PackedSegments:
-    """Segments of a micro-batch in the form that attention needs, from int32 cu_seqlens [S + 1] and prefixes_S2 [S, 2]
-    on the CPU.
+    """Segments of a micro-batch in the form that attention needs.
+
+    cu_seqlens [S + 1] and prefixes_S2 [S, 2] are int32 on the CPU.
     """
     lengths_S = cu_seqlens.diff()
     keys_S, key_starts, places = lengths_S, cu_seqlens, None

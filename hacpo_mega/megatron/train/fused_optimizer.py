@@ -19,7 +19,7 @@ SAID = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "t
 
 
 class Kernels(NamedTuple):
-    """Functions of one implementation; `apply(op, flag, lists, *arguments)` runs `l2norm` or `scale` over lists of
+    """Functions of one implementation; `apply(op, flag, lists, *arguments)` runs `l2norm` or `scale` on lists of
     tensors.
     """
 
@@ -30,9 +30,7 @@ class Kernels(NamedTuple):
 
 
 def _norm_of_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], _of_each: bool) -> tuple:
-    """Global norm [1], bit-identical to Megatron's, which makes the host wait for the norm of every tensor; this waits
-    for none.
-    """
+    """Global norm [1], bit-identical to Megatron's, but without a host wait for the norm of every tensor."""
     norms = torch.stack(torch._foreach_norm(lists[0]))
     return torch.linalg.vector_norm(norms)[None], None
 

@@ -81,16 +81,12 @@ class Offload:
             self._of[id(view)] = whole[first : first + view.numel()].view(view.shape)
 
     def readable(self, tensor: Tensor) -> Tensor:
-        """Tensor from which the numbers of `tensor` can be read now: its copy on the host while it is offloaded, else
-        itself.
-        """
+        """Tensor with the current numbers of `tensor`: its host copy while it is offloaded, else itself."""
         is_there = self.where in (Where.HOME, Where.LEAVING)
         return tensor if is_there else self._of.get(id(tensor), tensor)
 
     def start_leaving(self) -> None:
-        """Begins to copy the tensors to the host, ordered behind the device's work so far; a no-op unless on the
-        device.
-        """
+        """Begins to copy the tensors to the host, behind the device's work so far; a no-op unless on the device."""
         if self.where is Where.RETURNING:
             self.require_home()
         if self.where is Where.HOME and self._tensors:

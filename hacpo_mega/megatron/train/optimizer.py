@@ -80,10 +80,10 @@ class ActorOptimizer:
         *,
         leaves: Leaves = "nothing",
     ) -> None:
-        """`leaves` is the part that can be offloaded: the optimizer's state (`self.offload`), with moments from the
-        start, or everything.
+        """`leaves` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
 
-        Everything includes the model's weights (`self.weights`; actor_offload.py).
+        An offloadable state has moments from the start. Everything includes the model's weights (`self.weights`;
+        actor_offload.py).
         """
         self.config = config
         self.total_updates = total_updates
@@ -181,9 +181,7 @@ class ActorOptimizer:
         return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
 
     def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor of any shape over the ranks that share the elements of `counted_gradients`, in place.
-        Collective over the agent.
-        """
+        """Sums a tensor, in place, over the ranks that share `counted_gradients`. Collective over the agent."""
         torch.distributed.all_reduce(values, group=self.megatron.get_grad_stats_parallel_group())
         return values
 

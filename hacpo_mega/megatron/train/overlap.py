@@ -83,8 +83,9 @@ def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> t
 
 
 def finish_gather(model: DistributedDataParallel) -> None:
-    """Waits for the pending all-gather of updated parameters, before they are read or written outside their module's
-    forward.
+    """Waits for the pending all-gather of updated parameters.
+
+    Needed before they are read or written outside their module's forward.
 
     A write before that would be lost with gloo, which writes this rank's shard too.
     """

@@ -66,8 +66,9 @@ def data_parallel(
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
-    """Calls `last_stage` on every micro-batch with sequences, in order, without gradients; empty on other pipeline
-    stages.
+    """Calls `last_stage` on every micro-batch with sequences, in order, without gradients.
+
+    Returns its results; an empty list on other pipeline stages.
     """
     if not batches:
         return []
@@ -194,8 +195,9 @@ def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
 
 
 def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
-    """Broadcasts the last pipeline stage's `tensor` [any shape] to every stage; the others pass one of its shape, which
-    is overwritten.
+    """Broadcasts the last pipeline stage's `tensor` [any shape] to every stage.
+
+    The others pass a tensor of its shape, which is overwritten.
     """
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -1,5 +1,4 @@
-"""Reduce-scatter and all-gather of data parallelism: gradients summed into each rank's shard, weights gathered from
-all.
+"""Reduce-scatter of gradients and all-gather of weights, for data parallelism.
 
 Megatron's wrapper asks torch for both. torch calls the library even for a single rank, and gloo then copies the whole
 model three times an update; here a single rank does nothing, on every device. Among several ranks gloo sums all

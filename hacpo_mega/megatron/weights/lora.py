@@ -74,9 +74,7 @@ class ColumnAdapter(LayerAdapter):
         return linear(low, self._spread_up())
 
     def _spread_up(self) -> Tensor:
-        """Block matrix [O, n R]: every row of `up` in the columns of its own adapter, in the layer's order; zeros
-        elsewhere.
-        """
+        """Block matrix [O, n R]: every row of `up` in its adapter's columns, in the layer's order; zeros elsewhere."""
         spread = self.up
         if self.mask_Un is not None:
             spread = (self.up[:, None, :] * self.mask_Un[:, :, None]).flatten(1)

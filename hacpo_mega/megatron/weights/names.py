@@ -26,9 +26,7 @@ def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
 
 
 def _fused(slot: Slot, architecture: Architecture) -> Slot:
-    """Slot for TransformerEngine's layers: a norm's weight is a parameter of the projection after it, except before
-    experts.
-    """
+    """Slot for TransformerEngine's layers: a norm's weight is part of the projection after it, but for experts."""
     for norm, parameter in FUSED_NORMS.items():
         is_fused = "mlp." not in parameter or not architecture.has_experts
         if is_fused and slot.parameter.endswith(f".{norm}"):

@@ -60,8 +60,7 @@ def full_tensors(
     sent: Callable[[str, int], None] = lambda *_: None,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields every Hugging Face tensor (name, full tensor in its type and shape), in one order on every rank of the
-    cell.
+    """Yields every Hugging Face tensor (name, full tensor in its type), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and the caller owns each yielded tensor. A tied embedding comes once, under its own name.

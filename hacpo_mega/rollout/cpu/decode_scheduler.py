@@ -286,9 +286,7 @@ class DecodeSteps:
 
 
 def are_decoding(requests: Sequence[Any], last_scheduled: set[str]) -> bool:
-    """True if each request was in the last step and next gets one token, all with equal end tokens and log-prob
-    options.
-    """
+    """True if each request was in the last step and next gets one token, all with equal ends and log-prob options."""
     first = requests[0].sampling_params
     return first is not None and all(_is_decoding(r, last_scheduled, first) for r in requests)
 

@@ -84,11 +84,10 @@ class StreamBeside:
 
 @contextmanager
 def _computing_with(num_threads: int) -> Iterator[None]:
-    """Sets the thread count of a new thread, where OpenMP starts from the OMP_NUM_THREADS of its loading, before a
-    fork.
+    """Sets the thread count of a new thread.
 
-    torch would set its own number at its first operation there, in the middle of vLLM's attention, whose plan was made
-    for another number.
+    OpenMP starts it with the OMP_NUM_THREADS of its loading, before a fork. torch would set its own number at its first
+    operation there, in the middle of vLLM's attention, whose plan was made for another number.
     """
     torch.set_num_threads(num_threads)
     yield
@@ -153,9 +152,7 @@ def free_memory_unmeasured() -> Iterator[None]:
 
 
 def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
-    """vLLM's teardown of its groups without its last line, which destroys the default group: the actor still needs
-    that.
-    """
+    """vLLM's teardown of its groups, without the destruction of the default group, which the actor still needs."""
 
     def destroy_own_groups() -> None:
         destroy = dist.destroy_process_group
@@ -201,10 +198,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def starting_vllm() -> Iterator[None]:
-    """Context of vLLM's start. It restores LD_PRELOAD, which vLLM extends on a CPU and which would reach the judge's
-    processes.
+    """Context of vLLM's start, which restores LD_PRELOAD.
 
-    It also silences a warning with a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
+    vLLM extends LD_PRELOAD on a CPU, and it would reach the judge's processes. The context also silences a warning with
+    a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
     """
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:

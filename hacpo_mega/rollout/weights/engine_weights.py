@@ -132,8 +132,7 @@ class EngineWeights:
         return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
 
     def finish(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
-        """Installs a parameter: the first `num_written` numbers of `tensor` [any shape] are written, the rest becomes
-        zero.
+        """Installs a parameter: `num_written` numbers of `tensor` [any shape] are written, the rest becomes zero.
 
         Collective over the engine if the layer quantizes.
         """

@@ -25,9 +25,7 @@ EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a published tensor that an engine has: `size` from `start` on in `dim`, at `place` of the engine's own
-    tensor.
-    """
+    """An engine's part of a published tensor: `size` from `start` on in `dim`, at `place` of its own tensor."""
 
     dim: int
     start: int

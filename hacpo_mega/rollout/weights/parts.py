@@ -67,9 +67,7 @@ class Recording:
     spoilt: dict[str, set[str]] = field(default_factory=dict)
 
     def leave(self, names: Iterable[str], reason: str) -> None:
-        """Moves tensors to the fallback, and all others of the layers that they are loaded into: a layer is loaded
-        whole.
-        """
+        """Moves tensors to the fallback, and all others of their layers, since a layer is loaded whole."""
         names = set(names)
         while names:
             self.left_over |= {name: reason for name in sorted(names) if name not in self.left_over}
@@ -182,9 +180,7 @@ def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load
 def _run_singly(
     tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load
 ) -> tuple[list[_Copies], dict[str, str]]:
-    """Runs the loaders on every tensor by itself; returns the copies, and the problems of tensors that could not be
-    loaded.
-    """
+    """Runs the loaders on every tensor by itself; returns the copies, and the problems of tensors that failed."""
     ran, problems = [], {}
     for name, tensor in tensors.items():
         try:

@@ -37,8 +37,9 @@ class Quantizing:
         return parameter == "weight" and isinstance(getattr(module, "quant_method", None), self.methods)
 
     def take(self, module: nn.Module, tensor: Tensor, config: Any) -> None:
-        """Quantizes the weight `tensor` [out, in] into the layer; `config` is that of the model. Collective over the
-        engine.
+        """Quantizes the weight `tensor` [out, in] into the layer; `config` is the model's.
+
+        Collective over the engine.
         """
         with quiet(self.logger):
             self.begin(module)
