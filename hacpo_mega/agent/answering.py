@@ -135,8 +135,8 @@ class Answering:
         checksum.
         """
         found = self.devices.differences()
-        said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
-        lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
+        mine = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
+        lines = [line for payload in self.place.gather_cell(json.dumps(mine).encode()) for line in json.loads(payload)]
         if lines:
             raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
 

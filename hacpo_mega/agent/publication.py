@@ -78,8 +78,8 @@ class Publication:
         own = None if self._actor is None else ActorShards(self._actor.model)
         if self._place.weights_group is None:
             return own
-        said = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
-        published, dtype = json.loads(self._place.gather_block(json.dumps(said).encode())[0])
+        model = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
+        published, dtype = json.loads(self._place.gather_block(json.dumps(model).encode())[0])
         return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
 
     def require(self, step: int) -> None:
@@ -131,11 +131,10 @@ class Publication:
         return settled
 
     def _require_all_done(self, step: int) -> None:
-        """RuntimeError, on all ranks, unless all have reached `step`; checked only where engines have their own ranks.
-        """
+        """RuntimeError, on all ranks, unless all have reached `step`; no check where engines share the ranks."""
         if self._place.weights_group is None:
             return
-        steps = [int(said) for said in self._place.gather_block(str(step).encode())]
+        steps = [int(payload) for payload in self._place.gather_block(str(step).encode())]
         if len(set(steps)) > 1:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
@@ -179,8 +178,7 @@ class Publication:
         return found + (self._loaded_afresh() if self._converted else [])
 
     def _loaded_afresh(self) -> list[str]:
-        """Converted tensors (numbers, scales and others of a layer) whose bytes change in a fresh load of the weights.
-        """
+        """Converted tensors (numbers, scales and others of a layer) whose bytes change in a fresh load."""
         before, whole = self._converted_sums(), self._whole(self._own.published)
         if self._engine is not None:
             self._engine.load(whole)
@@ -211,14 +209,14 @@ class Publication:
         rank, own = self._place.coordinate.block_rank, self._own
         read = ((own.view(p.read, p.what), p.what.num_members) for p in plan.pieces if p.source == rank)
         payloads = self._place.gather_block(_checksums(read).tobytes())
-        said = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
-        mine, expected, heard = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
+        sums = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
+        mine, expected, taken = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
         for piece in plan.pieces:
-            start, source = heard[piece.source], piece.source
-            heard[source] += piece.what.num_members
+            start, source = taken[piece.source], piece.source
+            taken[source] += piece.what.num_members
             if piece.target == rank:
                 mine.append(piece)
-                expected.append(said[source][start : heard[source]])
+                expected.append(sums[source][start : taken[source]])
         views = (
             (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)), piece.what.num_members)
             for piece in mine
@@ -234,18 +232,18 @@ class Publication:
 
     def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
         """Makes the plan from what all ranks hold and need. Collective over the cell."""
-        mine = [[_said(shard) for shard in shards] for shards in (self._own.shards, needed)]
+        mine = [[_as_json(shard) for shard in shards] for shards in (self._own.shards, needed)]
         cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]
-        sources, targets = ([[_heard(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
+        sources, targets = ([[_from_json(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
         my, shapes = self._place.coordinate, self._place.rank_map.agents
         return publish_plan(sources, targets, self._own.dtype.itemsize, cell_size=shapes[my.agent].cell_size)
 
 
-def _said(shard: Shard) -> list:
+def _as_json(shard: Shard) -> list:
     return [shard.name, shard.offsets, shard.sizes]
 
 
-def _heard(name: str, offsets: list[int], sizes: list[int]) -> Shard:
+def _from_json(name: str, offsets: list[int], sizes: list[int]) -> Shard:
     return Shard(name, tuple(offsets), tuple(sizes))
 
 

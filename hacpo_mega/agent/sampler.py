@@ -83,7 +83,7 @@ class Sampler:
     def rollout(self, place: AnswerPlace, completion: Completion) -> Rollout:
         """Record with text of one answer."""
         (prompt, g), ended = place, completion.stop is Stop.EOS
-        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
+        # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
         text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         routing = completion.routing if self._replays else None  # a resumed run may have answers with a routing
         return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs, routing)

@@ -274,8 +274,8 @@ class TextCodec:
             ids = self._encode(read, **self._prompt_options)
         except ValueError as error:
             missing = [repr(sign) for sign in dict.fromkeys(read) if not self._has_tokens(sign)]
-            said = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
-            raise ValueError(f"{error}{said}") from error
+            reason = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
+            raise ValueError(f"{error}{reason}") from error
         return self._checked(text, ids)
 
     def _has_tokens(self, sign: str) -> bool:

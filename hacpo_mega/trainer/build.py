@@ -190,11 +190,11 @@ def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler
 
 
 def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
-    layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
+    layers = [line.decode() for line in place.gather_to_first(agent.layers_said.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
     for mine in (agent.ends_said, agent.publication_said, agent.routing_said):
-        for said in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
-            console.say(said.decode())
+        for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
+            console.say(line.decode())
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
 
@@ -239,14 +239,14 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     first = json.loads(place.share_in_job(json.dumps(mine).encode()))
     apart = [f"{here} where rank 0 has {there}" for here, there in zip(mine, first) if here != there]
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
-    if said := place.first_said(found if apart else None):
-        raise ValueError(said)
+    if problem := place.first_said(found if apart else None):
+        raise ValueError(problem)
 
 
 def _require_named_code(config: Config, place: Place) -> None:
     """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
-    if said := place.first_said(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
-        raise ValueError(said)
+    if problem := place.first_said(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
+        raise ValueError(problem)
     require_named_functions(config)
 
 
@@ -275,8 +275,8 @@ def _judge(
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
             console.say(line)
-    if said := place.first_said(refusal):
-        raise ValueError(said)
+    if problem := place.first_said(refusal):
+        raise ValueError(problem)
     beside = config.reward.while_sampling
     options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}
     return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))

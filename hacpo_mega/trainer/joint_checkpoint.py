@@ -244,11 +244,11 @@ class JointCheckpoint:
     def _commit(self) -> None:
         """Waits until all ranks have written, commits the checkpoint, and removes expired ones. Collective."""
         pending, self._pending = self._pending, None
-        said: dict[str, Any] = {"agent": self._agent.name}
+        message: dict[str, Any] = {"agent": self._agent.name}
         with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
-            self._disk.attempt(self._finish, pending, said)
-            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
+            self._disk.attempt(self._finish, pending, message)
+            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(message).encode())]
             self._disk.require_folder()
             self._disk.attempt(self._seal, pending, words)
         self._set_safe(pending.state.steps_done)
@@ -288,12 +288,12 @@ class JointCheckpoint:
             ready.write(writing / self._agent.name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
         return self._states_of(writing, self._is_own_shard)
 
-    def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:
-        """Adds this rank's files and counts to `said`."""
+    def _finish(self, pending: _Pending, message: dict[str, Any]) -> None:
+        """Adds this rank's files and counts to `message`."""
         files = pending.files.result() | self._states_of(pending.writing, self._is_index)
         state = pending.state
         counts = pending.counts | {"band": state.band, "num_skipped": state.num_skipped}
-        said |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
+        message |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
 
     def _seal(self, pending: _Pending, words: Sequence[dict[str, Any]]) -> None:
         if self._is_first:

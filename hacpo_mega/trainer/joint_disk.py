@@ -72,8 +72,8 @@ class JointDisk:
         `number` is the kernel's errno; without one the problem counts as one to wait for.
         """
         if found := self._place.first_said(problem and f"{number or 0} {problem}"):
-            said, _, text = found.partition(" ")
-            raise disk_error(int(said), text)
+            code, _, text = found.partition(" ")
+            raise disk_error(int(code), text)
 
     def has(self, step: int) -> bool:
         """True if this process finds the checkpoint of a step in `run_dir`; step 0 needs none."""

@@ -85,10 +85,10 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
     writer.fs = _FolderAsItIs()
     try:
-        said = {"written": _write_share(writer, parts, rank)}
+        report = {"written": _write_share(writer, parts, rank)}
     except Exception as error:  # of any kind: the others wait for a word
-        said = {"error": str(error) or type(error).__name__}
-    message = json.dumps(said).encode()
+        report = {"error": str(error) or type(error).__name__}
+    message = json.dumps(report).encode()
     messages = [message] if group is None else gather_at_head(group, message)
     refusal = _finish(writer, messages) if rank == 0 else None
     if group is not None:
@@ -122,14 +122,14 @@ def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Writ
 
 def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
     """Writes the index of all processes' parts, in the order of ranks; returns the refusal if one could not write."""
-    said = [json.loads(message) for message in messages]
-    for rank, words in enumerate(said):
-        if "error" in words:
-            return f"its rank {rank} could not write: {words['error']}"
+    reports = [json.loads(message) for message in messages]
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            return f"its rank {rank} could not write: {report['error']}"
     plans, results = [], []
-    for rank, words in enumerate(said):
-        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in words["written"]]))
-        results.append([_result(f"__{rank}_0.distcp", *written) for written in words["written"]])
+    for rank, report in enumerate(reports):
+        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in report["written"]]))
+        results.append([_result(f"__{rank}_0.distcp", *written) for written in report["written"]])
     try:
         _, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
         writer.set_up_storage_writer(True)
