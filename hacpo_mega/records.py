@@ -260,7 +260,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class DroppedAnswer(NamedTuple):
-    """An answer of one source that a learner does not train on, and the reason (ViewCounts)."""
+    """An answer of one source that a learner does not train on, and the reason (ReencodingCounts)."""
 
     prompt_index: int
     rollout_index: int
@@ -268,7 +268,7 @@ class DroppedAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ViewCounts:
+class ReencodingCounts:
     """Counts of a pool's answers after re-encoding: `num_own` + `num_cross` are trained on, the rest by reason.
 
     Others' answers are dropped if unjudged, too long, unencodable, and
@@ -304,8 +304,8 @@ class ViewCounts:
     token_ratio_sum: float = 0.0
     dropped: tuple[DroppedAnswer, ...] = field(default=(), compare=False)
 
-    def __add__(self, other: "ViewCounts") -> "ViewCounts":
-        return ViewCounts(*map(operator.add, vars(self).values(), vars(other).values()))
+    def __add__(self, other: "ReencodingCounts") -> "ReencodingCounts":
+        return ReencodingCounts(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)

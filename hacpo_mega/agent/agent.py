@@ -1,7 +1,7 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-The agent learns here; its rollout side is in answering.py. All ranks of a cell call every method with equal arguments
-and get equal results.
+The agent learns here; its rollout side is in rollout_client.py. All ranks of a cell call every method with equal
+arguments and get equal results.
 
 Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), scores (scoring.py),
 advantages (algorithm/).
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hacpo_mega.agent.answering import Answering, load_engine
 from hacpo_mega.agent.devices import ApartDevices, OwnDevices, SharedDevices
 from hacpo_mega.agent.policy_loss import (
     REPORTS,
@@ -24,8 +23,9 @@ from hacpo_mega.agent.policy_loss import (
     ratios_by_key,
     scores_of_update,
 )
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.rollout_client import RolloutClient, load_engine
 from hacpo_mega.agent.sampler import Sampler
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.algorithm import GradientProducts, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
@@ -37,21 +37,21 @@ from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
-from hacpo_mega.megatron.train.fused_optimizer import SAID
-from hacpo_mega.megatron.train.optimizer import Leaves
+from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
+from hacpo_mega.megatron.train.optimizer import OffloadMode
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Prompt,
+    ReencodingCounts,
     Rollout,
     Sample,
     Score,
     UpdateStats,
-    ViewCounts,
 )
 from hacpo_mega.samples.packing import plan_updates
 
 
-class Agent(Answering):
+class Agent(RolloutClient):
     """The agent that this training rank belongs to."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Agent(Answering):
     ) -> None:
         """Loads the model into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
 
-        The engine is on this rank, or on ranks of the cell that only generate (engine_rank.py).
+        The engine is on this rank, or on ranks of the cell that only generate (rollout_worker.py).
         `start` is the checkpoint to resume from; the reference policy of a KL is always the model folder.
         `split_devices` is the device policy where no other agent shares the devices. `sampler` makes the generation
         requests.
@@ -86,12 +86,12 @@ class Agent(Answering):
             self.dtype = self.actor.model.config.params_dtype
             self.offload = self.actor.optimizer.offload
             if shares:
-                away = ActorOffload(self.actor.model, self.actor.optimizer)
-                away.leave()
+                actor_offload = ActorOffload(self.actor.model, self.actor.optimizer)
+                actor_offload.offload()
                 self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends)
                 with place.spans.span("weights"):
-                    self.publication = Publication(place, self.actor, self.engine)
-                self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
+                    self.weight_sync = WeightSync(place, self.actor, self.engine)
+                self.devices = SharedDevices(place, self.actor, actor_offload, self.engine, self.weight_sync)
                 self.publish_weights(step)
         if not shares:
             with in_turn(place, agents_on_device > 1):
@@ -99,9 +99,9 @@ class Agent(Answering):
                 ends = self.codec.ends
                 self.engine = load_engine(spec, place, config, self.dtype, ends, agents_on_device) if answers else None
                 with place.spans.span("weights"):
-                    self.publication = Publication(place, self.actor, self.engine)
+                    self.weight_sync = WeightSync(place, self.actor, self.engine)
                     self.devices = (split_devices if answers else ApartDevices)(
-                        place, self.actor, self.engine, self.publication
+                        place, self.actor, self.engine, self.weight_sync
                     )
                     self.publish_weights(step)
         self._weight = sample_weight(
@@ -109,10 +109,10 @@ class Agent(Answering):
         )
 
     @property
-    def layers_said(self) -> str:
+    def backend_summary(self) -> str:
         """Transformer and optimizer backend with versions, for the startup log."""
-        layers = SAID["te"] if self.actor.transformer == "te" else "local"
-        return f"{self.name} {layers}, {self.actor.optimizer.said}"
+        layers = VERSIONS["te"] if self.actor.transformer == "te" else "local"
+        return f"{self.name} {layers}, {self.actor.optimizer.summary}"
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """Splits this cell's samples into the step's optimizer updates."""
@@ -149,14 +149,14 @@ class Agent(Answering):
         rollouts: Sequence[Rollout],
         scores: Sequence[Score | None],
         updates: Sequence[UpdateStats],
-        views: Sequence[ViewCounts],
+        reencodings: Sequence[ReencodingCounts],
     ) -> AnswerNotes:
         """Log notes on the answers to the lane's `prompts`, as far as this cell knows them.
 
         `rollouts` and `scores` are this cell's.
         """
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, view in enumerate(views) for a in view.dropped}
+        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, r in enumerate(reencodings) for a in r.dropped}
         reasons |= {key: "outside_band" for update in updates for key in outside_band(update)}
         seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
         tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
@@ -219,7 +219,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,
-        leaves=_what_leaves(spec, config),
+        offload_mode=_offload_mode(spec, config),
         lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
@@ -234,12 +234,12 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     if start is not None:
         state = start.agents[spec.name]
         actor.load(start.folder / spec.name, num_updates=state.num_updates, num_applied=state.num_applied)
-    actor.optimizer.offload.start_leaving()
-    actor.optimizer.offload.finish_leaving()
+    actor.optimizer.offload.begin_offload()
+    actor.optimizer.offload.finish_offload()
     return actor
 
 
-def _what_leaves(spec: AgentConfig, config: Config) -> Leaves:
+def _offload_mode(spec: AgentConfig, config: Config) -> OffloadMode:
     if config.placement == "shared":
         return "everything"
     return "state" if spec.offload == "optimizer" else "nothing"

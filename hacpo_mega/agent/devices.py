@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.logbook.steps.step_metrics import held_bytes
@@ -34,9 +34,9 @@ class OwnDevices:
     asleep_bytes   bytes in use on this rank's device after the engine's last sleep; None before the first sleep
     """
 
-    def __init__(self, place: Place, actor: Actor, engine: Engine, publication: Publication) -> None:
+    def __init__(self, place: Place, actor: Actor, engine: Engine, weight_sync: WeightSync) -> None:
         """`engine` has just started with random weights; `actor` is in the state in which it was then."""
-        self._place, self._engine, self._publication = place, engine, publication
+        self._place, self._engine, self._weight_sync = place, engine, weight_sync
         self._state = actor.optimizer.offload
         self._engine_sleeps = False
         self.asleep_bytes: int | None = None
@@ -46,11 +46,11 @@ class OwnDevices:
 
         The optimizer state is offloaded meanwhile, before the KV cache takes its place.
         """
-        self._state.start_leaving()
+        self._state.begin_offload()
         if self._engine_sleeps:
             self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
-        self._publication.publish(step)
-        self._state.finish_leaving()
+        self._weight_sync.publish(step)
+        self._state.finish_offload()
         if self._engine_sleeps:
             self._engine.wake()
         self._engine_sleeps = False
@@ -67,7 +67,7 @@ class OwnDevices:
         self._engine.sleep()
         self._engine_sleeps = True
         self.asleep_bytes = held_bytes()
-        self._state.start_returning()
+        self._state.begin_onload()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -80,8 +80,8 @@ class OwnDevices:
         yield
 
     def differences(self) -> list[str]:
-        """Forwards `Publication.differences`."""
-        return self._publication.differences()
+        """Forwards `WeightSync.differences`."""
+        return self._weight_sync.differences()
 
 
 class BusyDevices(OwnDevices):
@@ -93,12 +93,12 @@ class BusyDevices(OwnDevices):
 class ApartDevices(BusyDevices):
     """Devices of a rank that either trains or generates: nothing is offloaded."""
 
-    def __init__(self, _place: Place, _actor: Actor | None, _engine: Engine | None, publication: Publication) -> None:
-        self._publication, self.asleep_bytes = publication, None
+    def __init__(self, _place: Place, _actor: Actor | None, _engine: Engine | None, weight_sync: WeightSync) -> None:
+        self._weight_sync, self.asleep_bytes = weight_sync, None
 
     def publish(self, step: int) -> None:
         """Sends or receives the weights after `step`."""
-        self._publication.publish(step)
+        self._weight_sync.publish(step)
 
 
 class SharedDevices(OwnDevices):
@@ -109,11 +109,11 @@ class SharedDevices(OwnDevices):
     """
 
     def __init__(
-        self, place: Place, actor: Actor, away: ActorOffload, engine: Engine, publication: Publication
+        self, place: Place, actor: Actor, actor_offload: ActorOffload, engine: Engine, weight_sync: WeightSync
     ) -> None:
         """Takes over in the agent's turn, with `actor` offloaded; afterwards the engine is asleep, too."""
-        super().__init__(place, actor, engine, publication)
-        self._away, self._step = away, 0
+        super().__init__(place, actor, engine, weight_sync)
+        self._offload, self._step = actor_offload, 0
         engine.sleep()
 
     def publish(self, step: int) -> None:
@@ -125,7 +125,7 @@ class SharedDevices(OwnDevices):
         """Context of a generation call in a turn: the engine is awake with the actor's weights."""
         with self.scoring():
             with self._handed_over():
-                self._away.leave()  # before the cache takes its place
+                self._offload.offload()  # before the cache takes its place
                 self._engine.wake()
                 yield
             self.asleep_bytes = held_bytes()
@@ -153,23 +153,23 @@ class SharedDevices(OwnDevices):
                 turn.close()
 
     def differences(self) -> list[str]:
-        """`Publication.differences` in a turn: the weights just synced, against the actor's."""
+        """`WeightSync.differences` in a turn: the weights just synced, against the actor's."""
         with self.scoring(), self._handed_over():
             return super().differences()
 
     def _turn(self, *, to_learn: bool) -> AbstractContextManager[None]:
-        return in_turn(self._place, True, partial(self._away.come, to_learn=to_learn), self._away.leave)
+        return in_turn(self._place, True, partial(self._offload.onload, to_learn=to_learn), self._offload.offload)
 
     @contextmanager
     def _handed_over(self) -> Iterator[None]:
         """Context in which the engine has the actor's weights; on exit both are off the device, also after an error."""
         try:
             self._engine.wake(cache=False)
-            self._publication.publish(self._step)
+            self._weight_sync.publish(self._step)
             yield
         finally:
             try:
-                self._away.leave()
+                self._offload.offload()
             finally:
                 if not self._engine.is_asleep:
                     self._engine.sleep()

@@ -36,8 +36,8 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_he
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
 from hacpo_mega.megatron.train.expert_load import ExpertCounts
-from hacpo_mega.megatron.train.micro_batches import Told, on_device, places, update_stats
-from hacpo_mega.megatron.train.optimizer import ActorOptimizer, Leaves
+from hacpo_mega.megatron.train.micro_batches import EvenBatches, on_device, places, update_stats
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer, OffloadMode
 from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.train.schedule import (
     DATA_PARALLEL,
@@ -80,7 +80,7 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
-        leaves: Leaves = "nothing",
+        offload_mode: OffloadMode = "nothing",
         lora: Lora | None = None,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
@@ -99,7 +99,7 @@ class Actor:
         share_prompts    reads a prompt once for all its sequences, where that is possible (local layers, cp 1)
         temperature      of the rollouts: log-probs are of the distribution that was sampled
         recompute        activations that backward computes again (none, mlp, full)
-        leaves           state that can be offloaded (optimizer.py)
+        offload_mode     state that can be offloaded (optimizer.py)
         lora             trains adapters alone (weights/lora.py)
         transformer      layer implementation (auto, local, te; te_layers.py)
         communication    overlap of data-parallel communication with compute (overlap.py)
@@ -140,7 +140,7 @@ class Actor:
             if lora is not None:
                 attach_adapters(model, lora, seed)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, leaves=leaves)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offload_mode=offload_mode)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
@@ -187,7 +187,7 @@ class Actor:
         """Every micro-batch with the log-probs [R] of its rows, which the last pipeline stage sends to the others."""
         batches = self.pack(sequences)
         with megatron_platform():
-            logprobs = forward_only(self.model, Told(batches, self._on_progress), self._token_logprobs)
+            logprobs = forward_only(self.model, EvenBatches(batches, self._on_progress), self._token_logprobs)
         if not logprobs:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
@@ -225,7 +225,7 @@ class Actor:
         with megatron_platform():
             self._experts.begin(batches)
             with self._spans.span("forward and backward"):
-                seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
+                seen = accumulate_gradients(self.model, EvenBatches(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
@@ -264,7 +264,7 @@ class Actor:
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                batches = Told(self._pack_update(samples), self._on_progress)
+                batches = EvenBatches(self._pack_update(samples), self._on_progress)
                 accumulate_gradients(self.model, batches, self._loss_of(loss_fn))
                 present = self.optimizer.counted_gradients()
                 if place == 0:

@@ -183,7 +183,7 @@ class _Layer:
         columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
-        if a.kin.offset_norms and plan.device.mixed:
+        if a.traits.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
@@ -197,7 +197,7 @@ class _Layer:
             mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
             down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
-            more_norms=(len(a.kin.norms) - 2) * norm,
+            more_norms=(len(a.traits.norms) - 2) * norm,
             experts=experts,
         )
 
@@ -245,10 +245,10 @@ def _attention(plan: ActorPlan) -> int:
     if cp > 1 and not plan.device.flash_attention:
         # Values beside their padded copy.
         kept += met * head
-    if a.qk_norm and a.kin.offset_norms and plan.device.mixed:
+    if a.qk_norm and a.traits.offset_norms and plan.device.mixed:
         # The numbers in float32, and nothing of the projection.
         return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)
-    if a.kin.whole_qk_norm and plan.device.mixed:
+    if a.traits.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not (plan.device.flash_attention or cp > 1):
@@ -258,7 +258,7 @@ def _attention(plan: ActorPlan) -> int:
         # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
         # One over all heads is written out, and keeps the normalised numbers.
-        kept += (q + k) * head if a.kin.whole_qk_norm else 0
+        kept += (q + k) * head if a.traits.whole_qk_norm else 0
     return kept
 
 

@@ -48,8 +48,8 @@ from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.vllm.engine_door import EngineDoor, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.flat_logprobs import written_at_once
 from hacpo_mega.rollout.vllm.host_process import (
     free_memory_unmeasured,
@@ -147,9 +147,9 @@ class Engine:
             **{**PLAIN_READING, **defaults, **options},
         )
         with starting_vllm(), joined_to_default_group(ExecutorWithExternalLauncher):
-            self._door = EngineDoor(start)
+            self._guard = EngineStreamGuard(start)
         self._on_progress, self._running = on_progress, None
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
@@ -202,7 +202,7 @@ class Engine:
             )
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             routing = self.routing if return_logprobs else None
             running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
             self._running = running
@@ -225,7 +225,7 @@ class Engine:
                     f"scores 2 to {self.max_model_len - 1}, since it always samples one more"
                 )
         scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             outputs = _answers(llm, sequences, [scoring] * len(sequences))
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
@@ -240,7 +240,7 @@ class Engine:
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
         require_names(given, self._names)
@@ -249,7 +249,7 @@ class Engine:
     def weights(self, published: Mapping[str, tuple[int, ...]]) -> EngineWeights:
         """Destination of every part of the published tensors (name -> shape), recorded from vLLM's own loaders."""
         self._require(Memory.AWAKE, "weights", needs_weights=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             config = llm.llm_engine.vllm_config.model_config
             return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
 
@@ -261,7 +261,7 @@ class Engine:
         """
         self._require(Memory.WEIGHTS, "receiving", needs_weights=False)
         self._is_loaded = False  # until all of it is
-        with self._door.open() as llm, torch.inference_mode():
+        with self._guard.open() as llm, torch.inference_mode():
             receiver = Receiver(weights, partial(self._reload, llm))
             yield receiver
             llm.reset_prefix_cache()
@@ -280,7 +280,7 @@ class Engine:
     def held(self) -> Iterator[list[HeldPart]]:
         """Context with the tensors that the engine multiplies with."""
         self._require(Memory.WEIGHTS, "held", needs_weights=True)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             model = worker_of(llm).get_model()
             # A matrix that the folder holds fused is published fused, whatever else vLLM could take.
             stored = {name.split(".")[-2] for name in self._names if name.count(".")}
@@ -293,7 +293,7 @@ class Engine:
         On CPU vLLM cannot free memory: only the state changes. Raises RuntimeError if asleep already.
         """
         self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             llm.reset_prefix_cache()
             if self._on_cuda:
                 with free_memory_unmeasured() if self._shares_device else nullcontext():
@@ -312,7 +312,7 @@ class Engine:
             raise RuntimeError("the engine is awake: wake() needs a sleep() before it")
         parts = [WEIGHTS] if self._memory is Memory.ASLEEP else []
         parts += [CACHE] if cache else []
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             if self._on_cuda and parts:
                 take_memory(llm, parts)
             self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
@@ -321,7 +321,7 @@ class Engine:
 
     def close(self) -> None:
         """Shuts vLLM down and frees its memory. The default process group stays the caller's."""
-        self._door.close()
+        self._guard.close()
 
     @property
     def is_asleep(self) -> bool:

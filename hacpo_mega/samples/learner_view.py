@@ -27,12 +27,12 @@ from hacpo_mega.records import (
     DropReason,
     Pool,
     Prompt,
+    ReencodingCounts,
     Rollout,
     Sample,
     Score,
     Stop,
     Trajectory,
-    ViewCounts,
 )
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -42,7 +42,7 @@ AnswerKey = tuple[int, int]  # prompt index, rollout index: an answer of one age
 
 
 @dataclass(frozen=True)
-class ViewRules:
+class ReencodingRules:
     """Rules by which a learner re-encodes the answers of a pool.
 
     sources             per source agent: its tokenizer; one with the learner's fingerprint has the same ids
@@ -95,10 +95,10 @@ def learner_view(
     trains_PNG: torch.Tensor,
     learner: int,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     own_scores: Mapping[AnswerKey, Score],
     own_routing: Mapping[AnswerKey, np.ndarray] = MappingProxyType({}),
-) -> tuple[list[Sample], tuple[ViewCounts, ...]]:
+) -> tuple[list[Sample], tuple[ReencodingCounts, ...]]:
     """Samples of `learner`, ordered by (prompt, source, rollout), and counts of each source's answers [N].
 
     `advantages_PNG` [P, N, G] has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool
@@ -128,7 +128,7 @@ def learner_view(
                 advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                 own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
                 samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
-    return samples, tuple(ViewCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
+    return samples, tuple(ReencodingCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
 
 
 def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]) -> DropReason | None:
@@ -151,7 +151,7 @@ class Reading(NamedTuple):
 
 
 def _readings(
-    pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ViewRules
+    pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ReencodingRules
 ) -> dict[str, Reading]:
     """Encodes and decodes each text that the learner may take from another tokenizer: all at once, equal ones once."""
     foreign = [j for j, source in enumerate(rules.sources) if j != learner and not _are_twins(source, codec)]
@@ -176,7 +176,7 @@ def _answer_ids(
     trajectory: Trajectory,
     is_self: bool,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
@@ -216,7 +216,7 @@ def _sampled(rollout: Rollout) -> np.ndarray:
 def _in_own_tokens(
     trajectory: Trajectory,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
@@ -247,7 +247,7 @@ def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
 
 
 def _reencoded(
-    text: str, readings: Mapping[str, Reading], rules: ViewRules, tally: Counter[str]
+    text: str, readings: Mapping[str, Reading], rules: ReencodingRules, tally: Counter[str]
 ) -> tuple[int, ...] | DropReason:
     """The text in the learner's tokens, or the reason for dropping it."""
     if REPLACEMENT in text:
@@ -271,7 +271,7 @@ def _sample(
     is_self: bool,
     own: Score | None,
     routing: np.ndarray | None,
-    rules: ViewRules,
+    rules: ReencodingRules,
 ) -> Sample:
     rollout = trajectory.rollout
     num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)

@@ -11,7 +11,7 @@ from hacpo_mega.config.named_function import named_function
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
-from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.records import Pool
 from hacpo_mega.trainer.observers import Observer
 
@@ -36,7 +36,7 @@ class OwnMetrics(Observer):
         """Notes the agent and its metrics; only the leader of a cell counts answers."""
         self._agent, self._metrics = agent, metrics
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Adds the numbers of this cell's answers."""
         if not self._agent.place.is_leader:
             return
@@ -73,7 +73,7 @@ class TrackedAnswers(Observer):
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Sends the answers of this rank's lane."""
         rows = [list(row.values()) for row in _rows(found.pool.part(slice(self._num_prompts)), self._names)]
         spread: dict[str, list[float]] = {}

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.engine_rank import EngineRank
+from hacpo_mega.agent.rollout_worker import RolloutWorker
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import BandTracker, CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
@@ -44,7 +44,7 @@ from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.models.files.chat_template import utc_now
 from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
-from hacpo_mega.samples.learner_view import ViewRules
+from hacpo_mega.samples.learner_view import ReencodingRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.answer_observers import OwnMetrics, TrackedAnswers
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
@@ -64,7 +64,7 @@ from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 
 @dataclass(frozen=True)
-class Handed:
+class TrainerOverrides:
     """Overrides for benchmarks: generation requests, judge, further observers. Every run has the defaults."""
 
     sampler: Callable[..., Sampler] = Sampler
@@ -86,20 +86,20 @@ class Built:
     place: Place
     phase: Phases
     console: Console
-    agent: Agent | EngineRank
+    agent: Agent | RolloutWorker
     schedule: OnPolicy
     judge: RolloutJudge
     capability: CapabilityTracker
     band: BandTracker | None
     skips: SkippedUpdates
-    view_rules: ViewRules
+    reencoding_rules: ReencodingRules
     report: StepReport
     trace: StepTrace
     disk: JointDisk
     observers: Observers
 
 
-def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -> Built:
+def build(config: Config, how: StartOptions, overrides: TrainerOverrides, stack: ExitStack) -> Built:
     """Joins the job, loads this rank's agent as the run left it, opens the run folder. Collective over the job.
 
     An error inside `stack` ends the job with the name of this rank and its phase.
@@ -118,7 +118,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
     _require_named_code(config, place)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
-    phase = Phases(place, metrics, [observer.around for observer in handed.observers])
+    phase = Phases(place, metrics, [observer.around for observer in overrides.observers])
     phase.step = steps_done + 1
     kind = SCHEDULES[config.rollout.one_step_off]
     with phase("load", f"before step {phase.step}"):
@@ -127,8 +127,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
             prompts, num_dropped, held_out = _prompts(config, codecs)
             rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
             tried = prompts.groups[0][:MOST_ROWS]
-            judge = _judge(config, place, handed.judge, codecs[place.agent], rows, tried, console, stack)
-        agent = _agent(config, place, start, kind, handed)
+            judge = _judge(config, place, overrides.judge, codecs[place.agent], rows, tried, console, stack)
+        agent = _agent(config, place, start, kind, overrides)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent, num_dropped)
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -140,7 +140,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     band = BandTracker(len(names), config.algorithm) if config.algorithm.band == "calibrated" else None
     evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
     examiners = *_examiners(config, agent, band, metrics, phase), *_onlookers(config, trackers)
-    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *handed.observers]
+    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *overrides.observers]
     for observer in observers:
         observer.joins(agent, metrics)
     console.say(parts.finish(place.spans, metrics))
@@ -157,7 +157,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         capability=CapabilityTracker(len(names), config.algorithm),
         band=band,
         skips=skips,
-        view_rules=ViewRules.of(config.algorithm, config.rollout, codecs),
+        reencoding_rules=ReencodingRules.of(config.algorithm, config.rollout, codecs),
         report=report,
         trace=StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced),
         disk=JointDisk(place, config, folder, console.say),
@@ -174,13 +174,13 @@ def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
 
 
 def _agent(
-    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], handed: Handed
-) -> Agent | EngineRank:
+    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], overrides: TrainerOverrides
+) -> Agent | RolloutWorker:
     """Agent of this rank, or its rollout side alone on a rank that only generates."""
     spec = config.agents[place.agent]
     if not place.trains:
-        return EngineRank(spec, place, config, 0 if start is None else start.step, sampler=handed.sampler)
-    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+        return RolloutWorker(spec, place, config, 0 if start is None else start.step, sampler=overrides.sampler)
+    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=overrides.sampler)
 
 
 def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
@@ -189,10 +189,10 @@ def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler
     return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
 
 
-def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
-    layers = [line.decode() for line in place.gather_to_first(agent.layers_said.encode())]
+def _say_agents(console: Console, place: Place, agent: Agent | RolloutWorker, num_dropped: int) -> None:
+    layers = [line.decode() for line in place.gather_to_first(agent.backend_summary.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for mine in (agent.ends_said, agent.publication_said, agent.routing_said):
+    for mine in (agent.ends_summary, agent.weight_sync_summary, agent.routing_summary):
         for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
             console.say(line.decode())
     if num_dropped:
@@ -302,7 +302,7 @@ def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, [agent.name for agent in config.agents])
 
 
-def _rates(config: Config, place: Place, agent: Agent | EngineRank) -> Iterator[Observer]:
+def _rates(config: Config, place: Place, agent: Agent | RolloutWorker) -> Iterator[Observer]:
     """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
     if place.device.type != "cuda":
         return

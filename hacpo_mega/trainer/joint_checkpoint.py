@@ -123,7 +123,7 @@ class _Pending:
     files: "Future[Files]"
 
 
-class ToldToEnd(Exception):
+class TerminationRequested(Exception):
     """The run ends before its last step because of the signal of this number; its last finished step is on disk."""
 
 

@@ -17,7 +17,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import Metrics
-from hacpo_mega.logbook.step_report import StepFindings, StepReport
+from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.step_metrics import add_band, add_diagnosis, add_held_out
 from hacpo_mega.records import Prompt, Sample, UpdateStats
@@ -49,7 +49,7 @@ class Observer:
     def after_publishing(self, step: int) -> None:
         """Called when the engine has the new weights."""
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Called when the step is complete, before it is written."""
 
 
@@ -84,7 +84,7 @@ class Observers(Observer):
         for observer in self._all:
             observer.after_publishing(step)
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Calls all observers."""
         for observer in self._all:
             observer.before_writing(step, found)

@@ -15,7 +15,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.logbook.files.metrics import Metrics
-from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.trainer.observers import Observer
@@ -64,7 +64,7 @@ class Rates(Observer):
             for name in (f"agent/{self._name}", "rate"):
                 self._metrics.add(f"{name}/learn_mfu", self._flops(update), seconds * self._peak_of_cell)
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Adds the tokens of the cell's answers, and once per job the seconds of all GPUs."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now

@@ -17,13 +17,13 @@ from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
 from hacpo_mega.config import Config
 from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import StepMetrics
-from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.logbook.steps.held_out import mean_held_out
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer
-from hacpo_mega.trainer.build import Handed, build
-from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd
+from hacpo_mega.trainer.build import TrainerOverrides, build
+from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.observers import Observer
 
 
@@ -59,11 +59,11 @@ class Trainer:
         """
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            built = build(config, how, Handed(sampler, judge, observers), stack)
+            built = build(config, how, TrainerOverrides(sampler, judge, observers), stack)
             self.config, self.place, self.phase, self.console = built.config, built.place, built.phase, built.console
             self.agent, self.schedule, self.judge = built.agent, built.schedule, built.judge
             self.capability, self.band, self.skips = built.capability, built.band, built.skips
-            self.view_rules, self.report, self.trace = built.view_rules, built.report, built.trace
+            self.reencoding_rules, self.report, self.trace = built.reencoding_rules, built.report, built.trace
             self.observers, self.disk = built.observers, built.disk
             self.steps_done = 0
             if built.start is not None:
@@ -86,11 +86,11 @@ class Trainer:
             if self.steps_done == 0:
                 self._show(self.report.write_metrics(0, self.phase))
             while self.steps_done < self.config.num_steps:
-                self._leave_if_told()
+                self._end_if_signalled()
                 with self.trace.step(self.steps_done + 1):
                     self.step()
-            self._leave_if_told()
-        except ToldToEnd as told:
+            self._end_if_signalled()
+        except TerminationRequested as told:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
         with self.phase("export", "after the last step"):
@@ -106,7 +106,7 @@ class Trainer:
         prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
-        self._leave_if_told()
+        self._end_if_signalled()
         with self.phase("judge"):
             judgements, judged = self.judge.judge(prompts[mine], rollouts), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
@@ -120,26 +120,26 @@ class Trainer:
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
-            samples, views = learner_view(
+            samples, reencodings = learner_view(
                 pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
-                self.agent.codec, self.view_rules, scores_by_answer(rollouts, scores),
+                self.agent.codec, self.reencoding_rules, scores_by_answer(rollouts, scores),
                 routing_by_answer(rollouts))  # fmt: skip
-        self._leave_if_told()  # what is learnt cannot be taken back: from here on the step is finished first
+        self._end_if_signalled()  # what is learnt cannot be taken back: from here on the step is finished first
         updates = self._learn(self.agent.plan(prompts[mine], samples))
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
-        found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, views, updates
-        self._end_step(StepFindings(*found))
+        found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, reencodings, updates
+        self._end_step(StepResult(*found))
 
     def _answer_alone(self) -> None:
         """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
-            self._leave_if_told()  # before answers are judged
-            self._leave_if_told()  # before anything is learnt
+            self._end_if_signalled()  # before answers are judged
+            self._end_if_signalled()  # before anything is learnt
         self.schedule.finish(self.phase)
         with self.phase("publish"):
             self.agent.publish_weights(self.steps_done + 1)
@@ -161,14 +161,14 @@ class Trainer:
         self.observers.after_learning(step, updates)
         return updates
 
-    def _end_step(self, found: StepFindings) -> None:
+    def _end_step(self, found: StepResult) -> None:
         """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
         self.observers.before_writing(self.steps_done + 1, found)
         if self.config.scores_in_first_update:  # what was not scored before has been by now
             scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)
-        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.views)
+        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
         known = notes, self.capability.values(), self.agent.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 
@@ -200,12 +200,12 @@ class Trainer:
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
         return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, *rest)
 
-    def _leave_if_told(self) -> None:
+    def _end_if_signalled(self) -> None:
         """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
         if self.checkpoint.is_on and (number := self.place.told_to_end()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()
-            raise ToldToEnd(number)
+            raise TerminationRequested(number)
 
     def _show(self, reduced: StepMetrics) -> None:
         self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.checkpoint.is_on else None)

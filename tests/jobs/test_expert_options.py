@@ -55,7 +55,9 @@ def visit(folder: Path) -> dict:
         "communication": {
             name: learned(folder, optimizer=ADAM, communication=options) for name, options in COMMUNICATION.items()
         },
-        "places": {leaves: learned(folder, optimizer=ADAM, dtype=torch.bfloat16, leaves=leaves) for leaves in PLACES},
+        "places": {
+            leaves: learned(folder, optimizer=ADAM, dtype=torch.bfloat16, offload_mode=leaves) for leaves in PLACES
+        },
     }
 
 
@@ -83,9 +85,9 @@ def learned(folder: Path, **options) -> tuple:
     scores, losses = [score.mean_logprob for score in actor.score(samples)], []
     for _ in range(2):
         if whole is not None:
-            whole.leave()
+            whole.offload()
             assert not any(buffer.param_data.numel() for buffer in buffers_of(actor.model))
-            whole.come(to_learn=True)
+            whole.onload(to_learn=True)
         losses.append(actor.learn(samples, objective).loss)
     buffers = buffers_of(actor.model)
     weights = dict(actor.weights())

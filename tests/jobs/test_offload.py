@@ -44,9 +44,9 @@ def visit_layouts(folder: Path) -> dict:
     found = {}
     for name, options in LAYOUTS.items():
         stays, _ = play(folder / "model", folder / name / "stays", **options)
-        offloads, actor = play(folder / "model", folder / name / "offloads", leaves="state", **options)
+        offloads, actor = play(folder / "model", folder / name / "offloads", offload_mode="state", **options)
         facts = look(actor)
-        leaves, actor = play(folder / "model", folder / name / "leaves", leaves="everything", **options)
+        leaves, actor = play(folder / "model", folder / name / "leaves", offload_mode="everything", **options)
         found[name] = stays, (offloads, leaves), facts, look_at_whole(actor)
     return found
 
@@ -55,8 +55,8 @@ def look(actor) -> dict:
     """What memory there is on both sides when the state has left, and what happens to who wants to learn then."""
     offload, at_home = actor.optimizer.offload, kept(actor)
     before = num_bytes(at_home)
-    offload.start_leaving()
-    offload.finish_leaving()
+    offload.begin_offload()
+    offload.finish_offload()
     facts = {"given back": before - num_bytes(at_home), "on the host": num_bytes([kept(actor)[1]])}
     for what in (actor.learn, lambda samples, loss: actor.gradient_products([samples], loss)):
         with pytest.raises(RuntimeError, match="is in host memory"):
@@ -72,13 +72,13 @@ def look_at_whole(actor) -> dict:
     at_home = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)] + kept(actor)
     storages = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in at_home}
     scores, before = actor.score(samples), num_bytes(storages.values())
-    whole.leave()
+    whole.offload()
     facts = {"held": before, "still held": num_bytes(storages.values()), "numbers": sum(b.numel for b in buffers)}
     for use in (lambda: actor.score(samples), lambda: list(actor.weights())):
         with pytest.raises(RuntimeError):
             use()
     refuse_to_learn(actor, samples)
-    whole.come(to_learn=False)
+    whole.onload(to_learn=False)
     facts["scores"] = [score.mean_logprob for score in scores], [score.mean_logprob for score in actor.score(samples)]
     refuse_to_learn(actor, samples)
     return facts

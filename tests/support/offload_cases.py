@@ -38,14 +38,14 @@ def play(folder: Path, out: Path, **options) -> tuple[Left, Actor]:
     whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") == "everything" else None
     for step in range(2):
         if whole is not None:
-            whole.leave()
-        offload.start_leaving()
-        offload.finish_leaving()
+            whole.offload()
+        offload.begin_offload()
+        offload.finish_offload()
         if step:
             write(actor, out / "away", copies=False)
         if whole is not None:
-            whole.come(to_learn=True)
-        offload.start_returning()
+            whole.onload(to_learn=True)
+        offload.begin_onload()
         if step:
             write(actor, out / "returning", copies=True)
         for number in range(2):

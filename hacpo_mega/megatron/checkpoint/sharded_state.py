@@ -88,7 +88,7 @@ def load_state(
     """
     with megatron_platform():
         optimizer.make_moments()
-    optimizer.offload.require_home()
+    optimizer.offload.ensure_on_device()
     StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
     with megatron_platform():
         optimizer.spread_main_weights(model)

@@ -71,8 +71,8 @@ class ExpertLayer(torch.nn.Module):
         if self.group.size() == 1:
             rows_RH = self.experts(rows_RH, counts_E)
         else:
-            way = Way.of(counts_E, len(order), self.group)
-            rows_RH = way.back(self.experts(way.there(rows_RH), way.counts_e))
+            exchange = ExpertDispatch.of(counts_E, len(order), self.group)
+            rows_RH = exchange.combine(self.experts(exchange.dispatch(rows_RH), exchange.counts_e))
         output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
         return output if self.shared is None else output + self.shared(hidden)[0], None
 
@@ -86,7 +86,7 @@ def _shared_experts(architecture: Architecture, config: TransformerConfig) -> ML
     """Megatron's feed-forward, which takes its width from its configuration."""
     config = copy(config)
     config.ffn_hidden_size = architecture.shared_ffn
-    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
     parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
     group = parallel_state.get_tensor_model_parallel_group()
     return MLP(config, parts, ffn_hidden_size=architecture.shared_ffn, tp_group=group)
@@ -98,7 +98,7 @@ class Experts(torch.nn.Module):
     def __init__(self, architecture: Architecture, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
-        self.activation = GatedActivation(architecture.kin.activation)
+        self.activation = GatedActivation(architecture.traits.activation)
         self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden)
         self.down = ExpertMatrix(config, num_experts, hidden, width)
 
@@ -185,7 +185,7 @@ class _Combine(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Way:
+class ExpertDispatch:
     """All-to-all token dispatch and combine over the expert-parallel group.
 
     sent, received   number of rows that go to each rank of ep, and come from it
@@ -200,7 +200,7 @@ class Way:
     counts_e: torch.Tensor
 
     @classmethod
-    def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "Way":
+    def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "ExpertDispatch":
         """Plans the exchange of `num_rows` rows, `counts_E` [E] of them per expert. Collective over `group`."""
         to_re = counts_E.view(group.size(), -1)
         from_re = torch.empty_like(to_re)
@@ -210,11 +210,11 @@ class Way:
         labels_R = experts_e.repeat_interleave(from_re.flatten(), output_size=sum(received))
         return cls(group, sent, received, labels_R.argsort(stable=True), from_re.sum(dim=0))
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Sends this rank's rows [n k, H]; returns the rows of this rank's experts, sorted by expert [R, H]."""
         return _Permute.apply(_Exchange.apply(rows, self.group, self.received, self.sent), self.order)
 
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Sends results [R, H] back; returns this rank's, in their original order [n k, H]."""
         return _Exchange.apply(_Permute.apply(rows, _inverse(self.order)), self.group, self.sent, self.received)
 

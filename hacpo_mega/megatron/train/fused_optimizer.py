@@ -15,7 +15,7 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
 from hacpo_mega.megatron.model.installed import APEX_VERSION, VERSION
 
-SAID = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
+VERSIONS = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
 
 
 class Kernels(NamedTuple):
@@ -73,7 +73,7 @@ def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(
         return next(name for name in there if on_cuda or name == "torch")
     if asked not in there:
         raise ValueError(
-            f'optimizer.kernels = "{asked}", but {SAID[asked].partition(" ")[0]} is not installed here: build it '
+            f'optimizer.kernels = "{asked}", but {VERSIONS[asked].partition(" ")[0]} is not installed here: build it '
             '(launch/image/Dockerfile), or set "auto"'
         )
     if asked != "torch" and not on_cuda:

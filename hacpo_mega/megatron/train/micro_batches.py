@@ -14,7 +14,7 @@ from hacpo_mega.megatron.train.optimizer import OptimizerStep
 from hacpo_mega.records import ExpertLoad, MicroBatch, TokenSequence, UpdateStats
 
 
-class Told(list):
+class EvenBatches(list):
     """Micro-batches with counts balanced across cells (even_batches.py); iteration reports progress."""
 
     def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:

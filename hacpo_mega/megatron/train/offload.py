@@ -4,10 +4,10 @@
 half-precision ones, and both moments of Adam. Main weights that are views of the model's own, as with a float32 model,
 stay. `placement = "shared"` offloads the whole actor (actor_offload.py).
 
-    start_leaving      begins copies to the host; the state may still be read, not written
-    finish_leaving     waits for them and frees the device memory
-    start_returning    begins copies to the device
-    require_home       makes the device's later work wait for them; the state is usable
+    begin_offload      begins copies to the host; the state may still be read, not written
+    finish_offload     waits for them and frees the device memory
+    begin_onload       begins copies to the device
+    ensure_on_device   makes the device's later work wait for them; the state is usable
 
 On CUDA the copies run on a stream of their own through pinned memory, beside other work: out beside publishing, back
 beside judging, exchanging and scoring (agent/devices.py). On the CPU they are done at once, and the memory is freed and
@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 
-class Where(enum.Enum):
+class Residence(enum.Enum):
     """Location of the tensors."""
 
-    HOME = "on the device"
-    LEAVING = "on its way to the host"
-    AWAY = "in host memory"
-    RETURNING = "on its way to the device"
+    ON_DEVICE = "on the device"
+    OFFLOADING = "on its way to the host"
+    ON_HOST = "in host memory"
+    ONLOADING = "on its way to the device"
 
 
 class Offload:
@@ -57,9 +57,9 @@ class Offload:
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, tensor.shape
         self._tensors, self._views, self._what = list(tensors), list(views), what
-        self._at_home = [tensor.detach() for tensor in tensors]
-        self._views_at_home = [view.detach() for view in views]
-        self.where = Where.HOME
+        self._originals = [tensor.detach() for tensor in tensors]
+        self._view_originals = [view.detach() for view in views]
+        self.residence = Residence.ON_DEVICE
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         if not tensors:
@@ -75,74 +75,74 @@ class Offload:
             self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._on_host = [part.view(tensor.shape) for part, tensor in zip(self._host.split(sizes), tensors, strict=True)]
         self._of = {id(tensor): part for tensor, part in zip(self._tensors, self._on_host, strict=True)}
-        of_storage = {home.data_ptr(): part for home, part in zip(self._at_home, self._on_host, strict=True)}
+        of_storage = {original.data_ptr(): part for original, part in zip(self._originals, self._on_host, strict=True)}
         for view in self._views:
             whole, first = of_storage[view.untyped_storage().data_ptr()].view(-1), view.storage_offset()
             self._of[id(view)] = whole[first : first + view.numel()].view(view.shape)
 
     def readable(self, tensor: Tensor) -> Tensor:
         """Tensor with the current numbers of `tensor`: its host copy while it is offloaded, else itself."""
-        is_there = self.where in (Where.HOME, Where.LEAVING)
+        is_there = self.residence in (Residence.ON_DEVICE, Residence.OFFLOADING)
         return tensor if is_there else self._of.get(id(tensor), tensor)
 
-    def start_leaving(self) -> None:
+    def begin_offload(self) -> None:
         """Begins to copy the tensors to the host, behind the device's work so far; a no-op unless on the device."""
-        if self.where is Where.RETURNING:
-            self.require_home()
-        if self.where is Where.HOME and self._tensors:
-            self._copy(self._on_host, self._at_home)
-            self.where = Where.LEAVING
+        if self.residence is Residence.ONLOADING:
+            self.ensure_on_device()
+        if self.residence is Residence.ON_DEVICE and self._tensors:
+            self._copy(self._on_host, self._originals)
+            self.residence = Residence.OFFLOADING
 
-    def finish_leaving(self) -> None:
+    def finish_offload(self) -> None:
         """Waits for the copies and frees the device memory; a no-op if none have begun.
 
         Afterwards the tensors and their views are empty, so that pairing them with a gradient, a weight or a place in a
         checkpoint fails.
         """
-        if self.where is not Where.LEAVING:
+        if self.residence is not Residence.OFFLOADING:
             return
         if self._copied is not None:
             self._copied.synchronize()
         for tensor in (*self._tensors, *self._views):
-            tensor.data = self._at_home[0].new_empty(0)
-        for home in self._at_home:
-            home.untyped_storage().resize_(0)
+            tensor.data = self._originals[0].new_empty(0)
+        for original in self._originals:
+            original.untyped_storage().resize_(0)
         if self._stream is not None:
             torch.cuda.empty_cache()  # the engine's allocator cannot use memory that torch's caches
-        self.where = Where.AWAY
+        self.residence = Residence.ON_HOST
 
-    def start_returning(self) -> None:
+    def begin_onload(self) -> None:
         """Takes device memory and begins the copies back; a no-op unless offloaded.
 
         If the device lacks the memory, the tensors stay offloaded.
         """
-        if self.where is not Where.AWAY:
+        if self.residence is not Residence.ON_HOST:
             return
         try:
-            for home in self._at_home:
-                home.untyped_storage().resize_(home.nbytes)
+            for original in self._originals:
+                original.untyped_storage().resize_(original.nbytes)
         except BaseException:
-            for home in self._at_home:
-                home.untyped_storage().resize_(0)
+            for original in self._originals:
+                original.untyped_storage().resize_(0)
             raise
-        self._copy(self._at_home, self._on_host)
-        self.where = Where.RETURNING
+        self._copy(self._originals, self._on_host)
+        self.residence = Residence.ONLOADING
 
-    def require_home(self) -> None:
+    def ensure_on_device(self) -> None:
         """Makes the device's later work find the tensors in place.
 
         RuntimeError if no onload has begun: waiting for it here would hide that nothing ran meanwhile.
         """
-        if self.where is Where.RETURNING:
+        if self.residence is Residence.ONLOADING:
             if self._copied is not None:
                 torch.cuda.current_stream().wait_event(self._copied)
-            for tensor, home in zip(self._tensors, self._at_home, strict=True):
-                tensor.data = home
-            for view, home in zip(self._views, self._views_at_home, strict=True):
-                view.data = home
-            self.where = Where.HOME
-        if self.where is not Where.HOME:
-            raise RuntimeError(f"{self._what} is {self.where.value}: start_returning() comes before its use")
+            for tensor, original in zip(self._tensors, self._originals, strict=True):
+                tensor.data = original
+            for view, original in zip(self._views, self._view_originals, strict=True):
+                view.data = original
+            self.residence = Residence.ON_DEVICE
+        if self.residence is not Residence.ON_DEVICE:
+            raise RuntimeError(f"{self._what} is {self.residence.value}: begin_onload() comes before its use")
 
     def _copy(self, into: Sequence[Tensor], out_of: Sequence[Tensor]) -> None:
         if self._stream is None or self._copied is None:

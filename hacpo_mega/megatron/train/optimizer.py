@@ -19,12 +19,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.train.fused_optimizer import SAID, chosen_kernels, use_kernels
+from hacpo_mega.megatron.train.fused_optimizer import VERSIONS, chosen_kernels, use_kernels
 from hacpo_mega.megatron.train.offload import Offload
 from hacpo_mega.megatron.train.overlap import buffers_of
 
 # Offloadable part of an actor: nothing, the optimizer's state, or everything.
-Leaves = Literal["nothing", "state", "everything"]
+OffloadMode = Literal["nothing", "state", "everything"]
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -78,9 +78,9 @@ class ActorOptimizer:
         config: OptimizerConfig,
         total_updates: int,
         *,
-        leaves: Leaves = "nothing",
+        offload_mode: OffloadMode = "nothing",
     ) -> None:
-        """`leaves` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
+        """`offload_mode` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
 
         An offloadable state has moments from the start. Everything includes the model's weights (`self.weights`;
         actor_offload.py).
@@ -97,21 +97,21 @@ class ActorOptimizer:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if self.kernels == "torch":
                 group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
-        if leaves != "nothing":
+        if offload_mode != "nothing":
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if leaves != "nothing" else ())
+        self.offload = Offload(self._own_state() if offload_mode != "nothing" else ())
         # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
         # A router's bias, float32 and a few numbers, stays.
         frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
         whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
-        self.weights = Offload(whole, [*trained, *main], "the model") if leaves == "everything" else Offload(())
+        self.weights = Offload(whole, [*trained, *main], "the model") if offload_mode == "everything" else Offload(())
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Adam implementation with its version, for the startup log."""
-        return f"Adam of {SAID[self.kernels]}"
+        return f"Adam of {VERSIONS[self.kernels]}"
 
     @property
     def parts(self) -> list[DistributedOptimizer]:
@@ -153,7 +153,7 @@ class ActorOptimizer:
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:
         """Rounds the main weights into the model's own, whole on all ranks. Collective over the agent."""
-        self.offload.require_home()
+        self.offload.ensure_on_device()
         for part in self.parts:
             part._copy_main_params_to_model_params()
         model.start_param_sync(force_sync=True)
@@ -175,7 +175,7 @@ class ActorOptimizer:
         Megatron selects them, as for the norm: this rank's data-parallel shard, without copies on other tensor ranks
         and without the tied head of another stage. Flat fp32 views, valid until the buffers are filled again.
         """
-        self.offload.require_home()  # Megatron pairs every gradient with its main weight
+        self.offload.ensure_on_device()  # Megatron pairs every gradient with its main weight
         self.megatron.prepare_grads()
         parts = self.megatron.chained_optimizers
         return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
@@ -191,7 +191,7 @@ class ActorOptimizer:
         Collective over the agent's ranks, which all pass the same loss. The norm is all-reduced, so all ranks skip
         together. Skipped updates still advance the LR schedule. RuntimeError while the state is offloaded (offload.py).
         """
-        self.offload.require_home()
+        self.offload.ensure_on_device()
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         self.num_updates += 1
         for group in self.megatron.param_groups:

@@ -20,7 +20,7 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.train.overlap import finish_gather
 from hacpo_mega.megatron.weights.lora import HeldWeights
 from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of
-from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, actor_stacks, stack_of
+from hacpo_mega.models.sharding.publish_plan import Piece, WeightSyncPlan, actor_stacks, stack_of
 from hacpo_mega.models.sharding.shards import Shard
 
 # A piece's memory [*sizes], at the rank that reads it or at the one that writes it.
@@ -88,7 +88,7 @@ class Exchange:
 
     def __init__(
         self,
-        plan: PublishPlan,
+        plan: WeightSyncPlan,
         dtype: torch.dtype,
         device: torch.device,
         timeout: timedelta,
@@ -106,7 +106,7 @@ class Exchange:
         self._require_one_plan(plan)
         self._buckets = [self._share(bucket) for bucket in plan.buckets]
 
-    def _require_one_plan(self, plan: PublishPlan) -> None:
+    def _require_one_plan(self, plan: WeightSyncPlan) -> None:
         """RuntimeError unless all ranks have the same plan.
 
         Also the group's first collective, which NCCL needs from all ranks before any two of them exchange.

@@ -94,7 +94,7 @@ class Architecture:
             )
 
     @property
-    def kin(self) -> Family:
+    def traits(self) -> Family:
         """What all models of its family have in common."""
         return FAMILIES[self.family]
 
@@ -106,7 +106,7 @@ class Architecture:
     @property
     def fits_te(self) -> bool:
         """Whether it can have TransformerEngine's layers."""
-        return self.kin.fits_te and not self.windows
+        return self.traits.fits_te and not self.windows
 
     @property
     def softmax_scale(self) -> float | None:
@@ -120,7 +120,7 @@ class Architecture:
     @property
     def copies_qk_norm(self) -> bool:
         """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
-        return self.qk_norm and not self.kin.whole_qk_norm
+        return self.qk_norm and not self.traits.whole_qk_norm
 
     @property
     def has_experts(self) -> bool:
@@ -149,7 +149,7 @@ class Architecture:
     @property
     def interleaved(self) -> bool:
         """Whether neighbouring numbers of a head turn together."""
-        return self.kin.interleaved
+        return self.traits.interleaved
 
     @property
     def rotary_dim(self) -> int:

@@ -154,7 +154,7 @@ def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
     rows = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     also = {"the model's {} rows of query, key and value together": rows}
-    if architecture.kin.whole_qk_norm:
+    if architecture.traits.whole_qk_norm:
         also["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
     return _sharing_problems(architecture, "tp", layout.tp, also)
 

@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PublishPlan:
+class WeightSyncPlan:
     """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a block of cells.
 
     itemsize   bytes of a number
@@ -108,7 +108,7 @@ def publish_plan(
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,
     cell_size: int | None = None,
-) -> PublishPlan:
+) -> WeightSyncPlan:
     """The plan for ranks that hold `sources[rank]` and need `targets[rank]`; numbers are of `itemsize` bytes.
 
     Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number, of
@@ -131,7 +131,7 @@ def publish_plan(
                 pieces += _split(Piece(overlap, source, read, rank, number), bucket_bytes // itemsize)
     order = {name: place for place, name in enumerate(holders)}
     pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
-    return PublishPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
+    return WeightSyncPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
 
 
 # What others hold of a shard: each rectangle, and the ranks and numbers of their shards that it lies in.
@@ -185,7 +185,7 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
         yield tuple(bucket)
 
 
-def said_whole(reasons: Mapping[str, str]) -> str:
+def whole_tensors_summary(reasons: Mapping[str, str]) -> str:
     """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
 
     The number of a layer, or of an expert in it, is a star there.
@@ -253,7 +253,7 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
     """A part of what every expert computes between its two products."""
-    named, size = architecture.kin.experts, architecture.expert_ffn // tp
+    named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
         whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))

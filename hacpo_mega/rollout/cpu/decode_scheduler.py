@@ -109,7 +109,7 @@ class DecodeSteps:
         """Same arguments as vLLM's Scheduler."""
         super().__init__(*arguments, **options)
         self._batch: DecodeBatch | None = None
-        self._left_over: list[Any] = []
+        self._held_back: list[Any] = []
         self._decodes_alone = self._knows_all_that_steps_may_bring()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -140,7 +140,7 @@ class DecodeSteps:
             batch = None
         if batch is None or batch.scheduled is not scheduler_output:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            return self._with_left_over(outputs)
+            return self._with_held_back(outputs)
         batch.scheduled = None
         ended_R = batch.take(model_runner_output)
         self._hash_full_blocks(batch)
@@ -151,12 +151,12 @@ class DecodeSteps:
             batch.keep(goes_on_R)
         if batch.num_held == MOST_HELD:
             outputs += self._held_of(batch)
-        return self._with_left_over({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
+        return self._with_held_back({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
 
     def take_held(self) -> list[Any]:
         """Records of the held tokens, for vLLM's output processor: they complete running answers."""
         self._leave()
-        held, self._left_over = self._left_over, []
+        held, self._held_back = self._held_back, []
         return held
 
     def _decoding(self) -> DecodeBatch | None:
@@ -256,15 +256,15 @@ class DecodeSteps:
     def _leave(self) -> None:
         """Leaves the fast path: held tokens go out with the next step, which may be any."""
         if self._batch is not None:
-            self._left_over += self._held_of(self._batch)
+            self._held_back += self._held_of(self._batch)
             self._batch = None
 
-    def _with_left_over(self, outputs: dict[int, Any]) -> dict[int, Any]:
+    def _with_held_back(self, outputs: dict[int, Any]) -> dict[int, Any]:
         """Prepends held-back records to `outputs`, which are by client."""
-        if self._left_over:
+        if self._held_back:
             mine = outputs.setdefault(0, self.vllm.EngineCoreOutputs())
-            mine.outputs = self._left_over + list(mine.outputs)
-            self._left_over = []
+            mine.outputs = self._held_back + list(mine.outputs)
+            self._held_back = []
         return outputs
 
     def _knows_all_that_steps_may_bring(self) -> bool:

@@ -1,6 +1,6 @@
 """Repairs around vLLM's wake-up from level 2: it leaks memory after an error, and leaves the KV cache uninitialised.
 
-vLLM is passed in, inside its stream guard (engine_door.py). Not here: when the engine is awake (engine.py,
+vLLM is passed in, inside its stream guard (engine_stream_guard.py). Not here: when the engine is awake (engine.py,
 agent/devices.py).
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 

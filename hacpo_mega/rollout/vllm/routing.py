@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.samples.routing import fitted, routing_type, unknown
 
 
 class ReturnedRouting:
     """Routing that vLLM's second runner returns with an answer."""
 
-    said = "what vLLM's second model runner returns"
+    summary = "what vLLM's second model runner returns"
 
     def __init__(self, architecture: Architecture) -> None:
         self._none = no_rows(architecture)
@@ -39,7 +39,7 @@ class ReturnedRouting:
 class SlotRouting:
     """Routing stored in the KV-cache slots of vLLM's first runner, on the CPU."""
 
-    said = "what vLLM's routers say, kept by the slots of its cache"
+    summary = "what vLLM's routers say, kept by the slots of its cache"
 
     def __init__(self, llm: Any, runner: Any, architecture: Architecture, context: Callable[[], Any]) -> None:
         """`runner` is the live model runner; `context` returns vLLM's forward context."""

@@ -71,15 +71,15 @@ class EngineWeights:
         self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts of which a tensor is missing
         for path, parts in _by_path(recording.parts).items():
             if reason := self._problem(path, parts):
-                recording.leave([part.shard.name for part in parts], reason)
+                recording.use_fallback([part.shard.name for part in parts], reason)
         self._recording = recording
         self.parts = stacked_parts(recording.parts)
         self._packed = _packed_by_weight(model)
 
     @property
-    def left_over(self) -> Mapping[str, str]:
+    def fallback(self) -> Mapping[str, str]:
         """Published tensors that are not written part by part, and why."""
-        return self._recording.left_over
+        return self._recording.fallback
 
     @property
     def quantized(self) -> Set[str]:
@@ -94,10 +94,10 @@ class EngineWeights:
                 for name, parameter in module.named_parameters(recurse=False):
                     yield f"{path}.{name}", parameter.detach()
 
-    def leave(self, reasons: Mapping[str, str]) -> None:
+    def use_fallback(self, reasons: Mapping[str, str]) -> None:
         """Moves these tensors, and others of the same layers, to the fallback."""
         for name, reason in reasons.items():
-            self._recording.leave([name], reason)
+            self._recording.use_fallback([name], reason)
         self.parts = stacked_parts(self._recording.parts)
 
     def _problem(self, path: tuple[str, str], parts: list[Part]) -> str | None:

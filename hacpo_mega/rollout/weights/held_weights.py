@@ -6,7 +6,7 @@ wrongly is found too. On the CPU linear layers hold a packed copy that cannot be
 matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
 vLLM's model is passed in; this file imports nothing of it (engine.py does).
 
-Not here: the comparison (agent/publication.py).
+Not here: the comparison (agent/weight_sync.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

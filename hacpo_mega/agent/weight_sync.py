@@ -2,7 +2,7 @@
 
 Every rank of a cell announces once which shards its actor holds and which shards its engine needs. All ranks derive the
 same plan from that. Where cells share experts, the plan spans that block of cells, and "cell" below means the block.
-Tensors that an engine takes only through vLLM's own loaders follow as full tensors (`left_over`).
+Tensors that an engine takes only through vLLM's own loaders follow as full tensors (`fallback`).
 Where engines have ranks of their own, training ranks need nothing and engine ranks hold nothing: the same plan, in
 which every piece crosses ranks. Such an engine has the new weights when all ranks of its cell have confirmed the step.
 Until then, and after an error, it refuses to generate.
@@ -27,22 +27,22 @@ from hacpo_mega.logbook.run.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.weights.hf_reader import dtype_of
 from hacpo_mega.megatron.weights.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, publish_plan
+from hacpo_mega.models.sharding.publish_plan import Piece, WeightSyncPlan, publish_plan
 from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.weights.engine_weights import Receiver
 from hacpo_mega.rollout.weights.held_weights import HeldPart
-from hacpo_mega.rollout.weights.parts import loaders_said
+from hacpo_mega.rollout.weights.parts import fallback_summary
 
 BLOCK = 1 << 22
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
-class Publication:
+class WeightSync:
     """Weight sync from the actor of this rank's cell into its engines. Every rank of the cell calls every method.
 
-    left_over   tensors that every engine rank is given whole, and why
+    fallback    tensors that every engine rank is given whole, and why
     step        the step whose weights the engines have; None while a sync is incomplete
     """
 
@@ -56,21 +56,21 @@ class Publication:
         self._parts = None if engine is None else engine.weights(self._own.published)
         if self._parts is not None:
             names = (name for name in self._own.published if self._dtype(name) != self._own.dtype)
-            self._parts.leave(dict.fromkeys(names, "the engine has it in float32"))
-        self.left_over: dict[str, str] = {}
+            self._parts.use_fallback(dict.fromkeys(names, "the engine has it in float32"))
+        self.fallback: dict[str, str] = {}
         # Tensors that an engine quantizes: only the engine can say what it should hold.
         self._converted: set[str] = set()
-        mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
+        mine = [{}, []] if self._parts is None else [dict(self._parts.fallback), sorted(self._parts.quantized)]
         for payload in place.gather_block(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
-            left_over, quantized, quantizes = json.loads(payload)
-            self.left_over |= left_over
-            self._converted |= {*quantized, *left_over} if quantizes else set()
+            fallback, quantized, quantizes = json.loads(payload)
+            self.fallback |= fallback
+            self._converted |= {*quantized, *fallback} if quantizes else set()
         if self._parts is not None:
-            self._parts.leave(self.left_over)
+            self._parts.use_fallback(self.fallback)
         self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
         timeout = timedelta(0) if actor is None else actor.timeout  # unused: an engine rank has a weights group already
         self._exchange = Exchange(self.plan, self._own.dtype, place.device, timeout, place.weights_group)
-        self._verified: PublishPlan | None = None
+        self._verified: WeightSyncPlan | None = None
         self.step: int | None = None
 
     def _shards(self) -> "ActorShards | NoShards":
@@ -89,12 +89,12 @@ class Publication:
             raise RuntimeError(f"answers of the weights after step {step} are asked for, and the engine has {found}")
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """Line for the startup log on fallback tensors, and on a vLLM version that is not the locked one.
 
         Empty if neither applies.
         """
-        return loaders_said(self.left_over, installed_versions())
+        return fallback_summary(self.fallback, installed_versions())
 
     def publish(self, step: int = 0) -> None:
         """Syncs the actor's weights after `step` into the engine, which has at least its weights on the device."""
@@ -115,10 +115,10 @@ class Publication:
                 spans.sent,
                 self._settled(receiver),
             )
-            if self.left_over and receiver is not None:
-                receiver.load(self._whole(self.left_over))
-            elif self.left_over:
-                for _ in self._whole(self.left_over):
+            if self.fallback and receiver is not None:
+                receiver.load(self._whole(self.fallback))
+            elif self.fallback:
+                for _ in self._whole(self.fallback):
                     pass
             self._require_all_done(step)
         self.step = step
@@ -205,7 +205,7 @@ class Publication:
         published = self._own.published
         return stacked_shapes({name: shape for name, shape in published.items() if name not in self._converted})
 
-    def _compared(self, plan: PublishPlan, held: Sequence[HeldPart]) -> Iterator[str]:
+    def _compared(self, plan: WeightSyncPlan, held: Sequence[HeldPart]) -> Iterator[str]:
         rank, own = self._place.coordinate.block_rank, self._own
         read = ((own.view(p.read, p.what), p.what.num_members) for p in plan.pieces if p.source == rank)
         payloads = self._place.gather_block(_checksums(read).tobytes())
@@ -230,7 +230,7 @@ class Publication:
                 one = piece.what.member(number)
                 yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
 
-    def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
+    def _plan(self, needed: Sequence[Shard]) -> WeightSyncPlan:
         """Makes the plan from what all ranks hold and need. Collective over the cell."""
         mine = [[_as_json(shard) for shard in shards] for shards in (self._own.shards, needed)]
         cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.agent.answering import Answering, load_engine
 from hacpo_mega.agent.devices import ApartDevices
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.rollout_client import RolloutClient, load_engine
 from hacpo_mega.agent.sampler import Sampler
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
@@ -19,10 +19,10 @@ from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.config import AgentConfig, Config
 
 
-class EngineRank(Answering):
+class RolloutWorker(RolloutClient):
     """The agent whose engine this rank belongs to."""
 
-    layers_said = ""  # this rank has no actor
+    backend_summary = ""  # this rank has no actor
 
     def __init__(
         self, spec: AgentConfig, place: Place, config: Config, step: int, *, sampler: Callable[..., Sampler] = Sampler
@@ -35,8 +35,8 @@ class EngineRank(Answering):
         with in_turn(place, agents_on_device > 1):
             self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends, agents_on_device)
             with place.spans.span("weights"):
-                self.publication = Publication(place, None, self.engine)
-                self.devices = ApartDevices(place, None, self.engine, self.publication)
+                self.weight_sync = WeightSync(place, None, self.engine)
+                self.devices = ApartDevices(place, None, self.engine, self.weight_sync)
                 self.publish_weights(step)
 
     def save(self, _folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hacpo_mega.agent.devices import OwnDevices
-from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Requests, Sampler
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
@@ -27,14 +27,14 @@ from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 
-class Answering:
+class RolloutClient:
     """Rollout side of an agent: generates answers and syncs weights to its vLLM engines.
 
     engine   this rank's engine; None on a rank that only trains
     """
 
     engine: Engine | None
-    publication: Publication
+    weight_sync: WeightSync
     devices: OwnDevices
 
     def __init__(self, spec: AgentConfig, place: Place, config: Config, sampler: Callable[..., Sampler]) -> None:
@@ -49,18 +49,18 @@ class Answering:
         self.ahead = EngineThread()
 
     @property
-    def publication_said(self) -> str:
+    def weight_sync_summary(self) -> str:
         """Line for the startup log on tensors that are synced whole, not shard by shard; empty if there are none."""
-        return f"{self.name}: {self.publication.said}" if self.publication.said else ""
+        return f"{self.name}: {self.weight_sync.summary}" if self.weight_sync.summary else ""
 
     @property
-    def routing_said(self) -> str:
+    def routing_summary(self) -> str:
         """Line for the startup log on the source of the replayed routing; empty without router replay."""
         routing = None if self.engine is None else self.engine.routing
-        return "" if routing is None else f"{self.name}: router replay, by {routing.said}"
+        return "" if routing is None else f"{self.name}: router replay, by {routing.summary}"
 
     @property
-    def ends_said(self) -> str:
+    def ends_summary(self) -> str:
         """Line for the startup log on the end tokens that the chat template adds; empty if it adds none."""
         line = self.codec.added_end_line
         return f"{self.name}: {line}" if line else ""
@@ -100,7 +100,7 @@ class Answering:
 
     def _call(self, asked: Requests, step: int) -> Generate:
         """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
-        self.publication.require(step)
+        self.weight_sync.require(step)
         return _no_answers if self.engine is None else asked.call(self.engine)
 
     def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
