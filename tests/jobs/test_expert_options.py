@@ -81,7 +81,7 @@ def learned(folder: Path, **options) -> tuple:
     An actor that can leave its device does so before each update.
     """
     actor, samples = make_actor(folder / "model", **WRITTEN, **options), random_samples(4, seed=5)
-    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") == "everything" else None
+    whole = ActorOffload(actor.model, actor.optimizer) if options.get("offload_mode") == "everything" else None
     scores, losses = [score.mean_logprob for score in actor.score(samples)], []
     for _ in range(2):
         if whole is not None:

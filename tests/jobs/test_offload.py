@@ -198,19 +198,23 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
     """What every agent has done in two steps: (method, where the state was before it, where after it)."""
     for rank in range(3):
         noted = [tuple(note) for note in json.loads((offloading.parent / "noted" / f"{rank}.json").read_text())]
-        start = noted.index(("answer_greedily", "AWAY", "AWAY"))
-        assert noted[:start] == [("publish_weights", "AWAY", "AWAY"), ("verify_weights", "AWAY", "AWAY")]
+        start = noted.index(("answer_greedily", "ON_HOST", "ON_HOST"))
+        assert noted[:start] == [("publish_weights", "ON_HOST", "ON_HOST"), ("verify_weights", "ON_HOST", "ON_HOST")]
         step = [
-            ("roll_out", "AWAY", "RETURNING"),
-            ("score", "RETURNING", "RETURNING"),
-            *(("diagnose", "RETURNING", "HOME"), ("learn", "HOME", "HOME")),
-            *(("diagnose", "HOME", "HOME"), ("learn", "HOME", "HOME")),
-            *(("wake", "weights", "LEAVING"), ("wake", "cache", "AWAY"), ("publish_weights", "HOME", "AWAY")),
-            ("verify_weights", "AWAY", "AWAY"),
+            ("roll_out", "ON_HOST", "ONLOADING"),
+            ("score", "ONLOADING", "ONLOADING"),
+            *(("diagnose", "ONLOADING", "ON_DEVICE"), ("learn", "ON_DEVICE", "ON_DEVICE")),
+            *(("diagnose", "ON_DEVICE", "ON_DEVICE"), ("learn", "ON_DEVICE", "ON_DEVICE")),
+            *(
+                ("wake", "weights", "OFFLOADING"),
+                ("wake", "cache", "ON_HOST"),
+                ("publish_weights", "ON_DEVICE", "ON_HOST"),
+            ),
+            ("verify_weights", "ON_HOST", "ON_HOST"),
         ]
         assert noted[start + 1 :] == [
-            *(*step, ("save", "AWAY", "AWAY")),
-            *(*step, ("answer_greedily", "AWAY", "AWAY"), ("save", "AWAY", "AWAY")),
+            *(*step, ("save", "ON_HOST", "ON_HOST")),
+            *(*step, ("answer_greedily", "ON_HOST", "ON_HOST"), ("save", "ON_HOST", "ON_HOST")),
         ]
 
 
