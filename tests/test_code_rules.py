@@ -80,7 +80,6 @@ OLD_NAMES = {
     "PublishPlan": "WeightSyncPlan",
     "StepFindings": "StepResult",
     "Told": "EvenBatches",
-    "ToldToEnd": "TerminationRequested",
     "ViewCounts": "ReencodingCounts",
     "ViewRules": "ReencodingRules",
     "finish_leaving": "finish_offload",
@@ -91,7 +90,6 @@ OLD_NAMES = {
     "publication_said": "weight_sync_summary",
     "require_home": "ensure_on_device",
     "routing_said": "routing_summary",
-    "said_whole": "whole_tensors_summary",
     "start_leaving": "begin_offload",
     "start_returning": "begin_onload",
 }

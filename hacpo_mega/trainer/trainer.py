@@ -86,10 +86,10 @@ class Trainer:
             if self.steps_done == 0:
                 self._show(self.report.write_metrics(0, self.phase))
             while self.steps_done < self.config.num_steps:
-                self._end_if_signalled()
+                self._exit_if_preempted()
                 with self.trace.step(self.steps_done + 1):
                     self.step()
-            self._end_if_signalled()
+            self._exit_if_preempted()
         except TerminationRequested as told:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
@@ -106,7 +106,7 @@ class Trainer:
         prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
-        self._end_if_signalled()
+        self._exit_if_preempted()
         with self.phase("judge"):
             judgements, judged = self.judge.judge(prompts[mine], rollouts), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
@@ -124,7 +124,7 @@ class Trainer:
                 pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
                 self.agent.codec, self.reencoding_rules, scores_by_answer(rollouts, scores),
                 routing_by_answer(rollouts))  # fmt: skip
-        self._end_if_signalled()  # what is learnt cannot be taken back: from here on the step is finished first
+        self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
         updates = self._learn(self.agent.plan(prompts[mine], samples))
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
@@ -138,8 +138,8 @@ class Trainer:
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
-            self._end_if_signalled()  # before answers are judged
-            self._end_if_signalled()  # before anything is learnt
+            self._exit_if_preempted()  # before answers are judged
+            self._exit_if_preempted()  # before anything is learnt
         self.schedule.finish(self.phase)
         with self.phase("publish"):
             self.agent.publish_weights(self.steps_done + 1)
@@ -200,7 +200,7 @@ class Trainer:
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
         return RunState(self.steps_done, accuracy, self.capability.state_dict(), band, *rest)
 
-    def _end_if_signalled(self) -> None:
+    def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
         if self.checkpoint.is_on and (number := self.place.told_to_end()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):

