@@ -24,6 +24,9 @@ RUNTIME = [
 # What is no code and yet belongs to an installation: the job script's parts, and the configurations of the guide.
 FILES = {"hacpo_mega.launch": "launch", "hacpo_mega.configs": "configs"}
 
+# Beside the product, in the same wheel: graders, and studies, whose commands are found by their entry points.
+BESIDE = {"hacpo_grading": "packages/hacpo_grading", "hacpo_lab": "packages/hacpo_lab"}
+
 setup(
     name="hacpo_mega",
     version="0.2.0",
@@ -41,15 +44,31 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.11,<3.14",
-    packages=[*find_packages(include=["hacpo_mega", "hacpo_mega.*"]), "hacpo_kernels", *FILES],
-    package_dir={"hacpo_kernels": "kernels/hacpo_kernels", **FILES},
+    packages=[
+        *find_packages(include=["hacpo_mega", "hacpo_mega.*"]),
+        "hacpo_kernels",
+        *(package for name, folder in BESIDE.items() for package in find_packages(folder, include=[name, f"{name}.*"])),
+        *FILES,
+    ],
+    package_dir={
+        "hacpo_kernels": "kernels/hacpo_kernels",
+        **{name: f"{folder}/{name}" for name, folder in BESIDE.items()},
+        **FILES,
+    },
     package_data={
         "hacpo_mega": ["py.typed"],
+        "hacpo_grading": ["py.typed"],
         "hacpo_kernels": ["py.typed"],
+        "hacpo_lab": ["py.typed"],
         "hacpo_mega.launch": ["*.sh", "*.sbatch"],
         "hacpo_mega.configs": ["*.toml", "*/*.toml"],
     },
-    entry_points={"console_scripts": ["hacpo-mega = hacpo_mega.cli:main"]},
+    entry_points={
+        "console_scripts": ["hacpo-mega = hacpo_mega.cli:main"],
+        "hacpo_mega.commands": [
+            f"{name} = hacpo_lab.commands.{name}:{name}" for name in ("experiment", "bench", "chaos", "plan")
+        ],
+    },
     install_requires=RUNTIME,
     extras_require={
         "cuda": ["vllm>=0.25.1"],

@@ -5,7 +5,6 @@ Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses
 A TokenSequence has the tokens that a model reads and how many of them count; a Sample adds what learning needs.
 """
 
-import enum
 import math
 import operator
 from dataclasses import dataclass, field
@@ -14,34 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-
-class Stop(enum.IntEnum):
-    """Reason why an answer ended: end-of-sequence token, length limit, engine gave up, or it came too late."""
-
-    EOS = 0
-    LENGTH = 1
-    ABORT = 2
-    CUT = 3
-
-
-class Verdict(enum.IntEnum):
-    """Result of judging. CORRECT is a success, as `reward.success` defines one; no code compares rewards for it.
-
-    TIMEOUT and ERROR earn 0 if the answer caused them, else a policy could learn to cause them. If the grader caused
-    them, the answer is unjudged and its reward is NaN.
-    """
-
-    CORRECT = 0
-    WRONG = 1
-    NO_ANSWER = 2
-    TIMEOUT = 3
-    ERROR = 4
-
-    def allows(self, reward: float) -> bool:
-        """True if a reward can go with this verdict: 0 or NaN where the grader did not finish."""
-        if self in (Verdict.TIMEOUT, Verdict.ERROR):
-            return math.isnan(reward) or reward == 0.0
-        return not math.isnan(reward)
+from hacpo_grading.judgement import Judgement as Judgement
+from hacpo_grading.judgement import Stop, Verdict
 
 
 @dataclass(frozen=True)
@@ -102,25 +75,6 @@ class Rollout:
     def __post_init__(self) -> None:
         assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
         assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape, self.logprobs.shape
-
-
-class Judgement(NamedTuple):
-    """A verdict and its reward; the reward is NaN exactly when the answer is unjudged.
-
-    `parts` are its named rewards, and other numbers that a grader returned, for the log alone.
-    """
-
-    verdict: Verdict
-    reward: float
-    parts: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def is_judged(self) -> bool:
-        return not math.isnan(self.reward)
-
-    @property
-    def is_success(self) -> bool:
-        return self.verdict is Verdict.CORRECT
 
 
 @dataclass(frozen=True)

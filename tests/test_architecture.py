@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
+from house_rules import BESIDE, ROOT, Complaints, Rule, Source, Sources, functions, read_limits, read_sources
 
-# A folder of hacpo_mega is a room; these are the two files of the lobby.
+# A folder of hacpo_mega is a room, and so is a package beside it; these are the two files of the lobby.
 LOBBY = {"records.py": "records", "__init__.py": "cli"}
-# Lowest first. A room may use the rooms on lower floors, and nothing beside it. What studies the product is one wing,
-# the lab, which only the command line may enter.
+# Lowest first. A room may use the rooms on lower floors, and nothing beside it. What studies the product stands above
+# all of it, so that nothing of the product imports it.
 FLOORS = (
+    ("hacpo_grading",),
     ("models", "records"),
     ("memory",),
     ("config",),
@@ -26,27 +27,29 @@ FLOORS = (
     ("logbook",),
     ("agent", "evaluation", "jobs", "report"),
     ("commands", "trainer"),
-    ("lab",),
     ("cli",),
+    ("hacpo_lab",),
 )
-MAX_ROOMS, MAX_FLOORS = 26, 10
+MAX_ROOMS, MAX_FLOORS = 27, 11
 MAX_FILES = 14  # of Python in a folder of the product
 CLI = "hacpo_mega/cli/"
+LAB = "packages/hacpo_lab/hacpo_lab/"
+COMMANDS = (CLI, f"{LAB}commands/")
 # What several files of the command line share; beside it only app.py, which registers them, imports another.
-SHARED_BY_COMMANDS = ("hacpo_mega/cli/lab/ranks.py", "hacpo_mega/cli/start.py")
+SHARED_BY_COMMANDS = (f"{LAB}commands/ranks.py", "hacpo_mega/cli/start.py")
 # Where a heavy library may be named at all.
 DOORS = {
-    "megatron": ("hacpo_mega/megatron/", "hacpo_mega/lab/memory_trace.py"),
+    "megatron": ("hacpo_mega/megatron/", f"{LAB}memory_trace.py"),
     **dict.fromkeys(("transformer_engine", "apex", "amp_C"), ("hacpo_mega/megatron/",)),
     # and where an experiment's server imports it for the ranks that it forks
-    "vllm": ("hacpo_mega/rollout/engine.py", "hacpo_mega/lab/experiments/preloaded.py"),
+    "vllm": ("hacpo_mega/rollout/", f"{LAB}experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/files/metrics.py",),
-    "matplotlib": ("hacpo_mega/report/",),
+    "matplotlib": ("hacpo_mega/report/", LAB),
     "wandb": ("hacpo_mega/logbook/files/trackers.py",),
     "trackio": ("hacpo_mega/logbook/files/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),
-    "typer": (CLI,),
+    "typer": COMMANDS,
 }
 # A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.
 COLLECTIVES = (
@@ -54,14 +57,17 @@ COLLECTIVES = (
     "hacpo_mega/rollout/",
     "hacpo_mega/megatron/",
     "hacpo_mega/preflight/meeting.py",
-    "hacpo_mega/lab/memory_trace.py",
+    f"{LAB}memory_trace.py",
     "kernels/hacpo_kernels/",
 )
+# Whoever grades answers needs no trainer, and no model beside it but one behind a server.
+UNKNOWN_TO_GRADERS = {"hacpo_mega", "hacpo_kernels", "hacpo_lab", "torch", "transformers", "vllm", "megatron"}
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
     *(
-        "hacpo_mega/grading/workers/grader_calls.py",
+        "hacpo_mega/grading/__init__.py",
+        "packages/hacpo_grading/hacpo_grading/workers/grader_calls.py",
         "hacpo_mega/logbook/files/trackers.py",
         "hacpo_mega/data/reading/hub_sets.py",
     ),
@@ -70,9 +76,14 @@ LOADS_BY_NAME = (
 
 
 def room_of(path: str) -> str | None:
-    folder, _, rest = path.removeprefix("hacpo_mega/").partition("/")
+    folder, _, rest = inside(path).partition("/")
     room = folder if rest else LOBBY.get(folder)
     return room if any(room in rooms for rooms in FLOORS) else None
+
+
+def inside(path: str) -> str:
+    """The path in the product, or that of a package beside it as if it were a room: hacpo_lab/chaos/faults.py."""
+    return BESIDE.sub("", path).removeprefix("hacpo_mega/")
 
 
 def own_imports(sources: Sources) -> Iterator[tuple[Source, int, str, Source]]:
@@ -86,14 +97,14 @@ def own_imports(sources: Sources) -> Iterator[tuple[Source, int, str, Source]]:
 
 def every_file_has_a_room(sources: Sources) -> Complaints:
     for source in sources:
-        if source.path.startswith("hacpo_mega/") and room_of(source.path) is None:
+        if not source.path.startswith("kernels/") and room_of(source.path) is None:
             yield f"{source.path}: belongs to no room of FLOORS in tests/test_architecture.py; give it one"
 
 
 def imports_go_down(sources: Sources) -> Complaints:
     floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
     for source, line, name, target in own_imports(sources):
-        here, there = (room_of(s.path) if s.path.startswith("hacpo_mega/") else None for s in (source, target))
+        here, there = room_of(source.path), room_of(target.path)
         if here and there and here != there and floor[there] >= floor[here]:
             yield f"{source.path}:{line}: room {here!r} may not import {name} of room {there!r}"
 
@@ -101,7 +112,7 @@ def imports_go_down(sources: Sources) -> Complaints:
 def commands_are_strangers(sources: Sources) -> Complaints:
     registering = (f"{CLI}app.py", f"{CLI}__init__.py", f"{CLI}__main__.py")
     for source, line, name, target in own_imports(sources):
-        among_commands = source.path.startswith(CLI) and target.path.startswith(CLI)
+        among_commands = source.lies_in(COMMANDS) and target.lies_in(COMMANDS)
         if among_commands and source.path not in registering and target.path not in (source.path, *SHARED_BY_COMMANDS):
             yield f"{source.path}:{line}: no command file imports another, but this one {name}"
 
@@ -134,15 +145,13 @@ def parts_of_a_room_have_no_circle(sources: Sources) -> Complaints:
 
 def part_of(path: str) -> tuple[str, str] | None:
     """(room, its folder or file) of a file; None of a room's __init__.py, which names what the room offers."""
-    room, _, rest = path.removeprefix("hacpo_mega/").partition("/")
+    room, _, rest = inside(path).partition("/")
     inner = rest.partition("/")[0]
-    return (room, inner) if path.startswith("hacpo_mega/") and inner not in ("", "__init__.py") else None
+    return (room, inner) if room_of(path) and inner not in ("", "__init__.py") else None
 
 
 def folders_are_small(sources: Sources) -> Complaints:
-    folders = collections.Counter(
-        source.path.rpartition("/")[0] for source in sources if source.path.startswith("hacpo_mega/")
-    )
+    folders = collections.Counter(source.path.rpartition("/")[0] for source in sources if room_of(source.path))
     for folder, count in folders.items():
         if count > MAX_FILES:
             yield f"{folder}: {count} files, more than {MAX_FILES}; give it folders of its own"
@@ -153,10 +162,10 @@ def rooms_keep_their_net_lines(sources: Sources) -> Complaints:
     net: collections.Counter[str] = collections.Counter()
     for source in sources:
         net[room_of(source.path) or source.path.split("/")[1]] += source.net_lines()
-    beside_lab = net.total() - net["lab"] - net["hacpo_kernels"]
+    beside_lab = net.total() - net["hacpo_lab"] - net["hacpo_kernels"] - net["hacpo_grading"]
     for room, lines in net.items():
         if lines > (most := read_limits().net_lines.get(room, 0)):
-            yield f"room {room!r}: {lines} net lines, more than {most}; hacpo_mega beside the lab has {beside_lab}"
+            yield f"room {room!r}: {lines} net lines, more than {most}; the product has {beside_lab}"
 
 
 def a_file_has_more_than_one_importer(sources: Sources) -> Complaints:
@@ -190,6 +199,13 @@ def kernels_know_nothing_of_us(sources: Sources) -> Complaints:
                 yield f"{source.path}:{line}: hacpo_kernels stands alone, but imports {name}"
 
 
+def graders_know_nothing_of_us(sources: Sources) -> Complaints:
+    for source in sources:
+        for line, name in source.imports():
+            if source.path.startswith("packages/hacpo_grading/") and name.split(".")[0] in UNKNOWN_TO_GRADERS:
+                yield f"{source.path}:{line}: hacpo_grading stands alone, without models, but imports {name}"
+
+
 def one_door_per_library(sources: Sources) -> Complaints:
     for source in sources:
         for line, name in source.imports():
@@ -219,7 +235,7 @@ def algorithm_is_the_paper(sources: Sources) -> Complaints:
 
 def imports_stand_at_the_top(sources: Sources) -> Complaints:
     for source in sources:
-        if source.lies_in((CLI, "hacpo_mega/__init__.py")):
+        if source.lies_in((*COMMANDS, "hacpo_mega/__init__.py")):
             continue
         for function in functions(source):
             for node in ast.walk(function):
@@ -242,6 +258,7 @@ RULES: tuple[Rule, ...] = (
     rooms_keep_their_net_lines,
     a_file_has_more_than_one_importer,
     kernels_know_nothing_of_us,
+    graders_know_nothing_of_us,
     one_door_per_library,
     collectives_have_few_suspects,
     algorithm_is_the_paper,
@@ -256,6 +273,7 @@ def test_the_tree_keeps(rule: Rule) -> None:
 
 
 A = "hacpo_mega/agent/agent.py"
+GRADING = "packages/hacpo_grading/hacpo_grading/"
 
 
 BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
@@ -264,6 +282,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (imports_go_down, {"hacpo_mega/data/x.py": "from hacpo_mega.algorithm import y", "hacpo_mega/algorithm/y.py": ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "def f():\n    import hacpo_mega.agent.agent", A: ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "from ..agent.agent import Agent", A: ""}),
+    (imports_go_down, {A: "from hacpo_lab.chaos import faults", f"{LAB}chaos/faults.py": ""}),
     (imports_go_down, {"hacpo_mega/data/x.py": "PRELOAD = 'hacpo_mega.agent.agent'", A: ""}),
     (commands_are_strangers, {f"{CLI}x.py": "from hacpo_mega.cli.y import run", f"{CLI}y.py": ""}),
     (imports_have_no_circle, {"hacpo_mega/data/x.py": "from .y import b", "hacpo_mega/data/y.py": "from .x import a"}),
@@ -283,8 +302,21 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     ),
     (folders_are_small, {f"hacpo_mega/data/x{number}.py": "" for number in range(MAX_FILES + 1)}),
     (kernels_know_nothing_of_us, {"kernels/hacpo_kernels/x.py": "from hacpo_mega.config import load_config"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "from hacpo_mega.records import Prompt"}),
+    (graders_know_nothing_of_us, {f"{GRADING}graders/x.py": "def f():\n    import torch"}),
+    (graders_know_nothing_of_us, {f"{GRADING}x.py": "PRELOAD = 'hacpo_mega.config'"}),
+    (folders_are_small, {f"{GRADING}graders/x{number}.py": "" for number in range(MAX_FILES + 1)}),
+    (
+        parts_of_a_room_have_no_circle,
+        {
+            f"{GRADING}a/x.py": "from hacpo_grading.b import y",
+            f"{GRADING}b/y.py": "",
+            f"{GRADING}b/z.py": "from hacpo_grading.a import w",
+            f"{GRADING}a/w.py": "",
+        },
+    ),
     (one_door_per_library, {A: "from megatron.core import parallel_state"}),
-    (one_door_per_library, {"hacpo_mega/rollout/exchange.py": "import vllm"}),
+    (one_door_per_library, {"hacpo_mega/agent/agent.py": "import vllm"}),
     (one_door_per_library, {"hacpo_mega/algorithm/objective.py": "import triton.language as tl"}),
     (one_door_per_library, {A: "import wandb"}),
     (one_door_per_library, {"hacpo_mega/logbook/console.py": "def f():\n    from tensorboard import program"}),
@@ -304,8 +336,9 @@ def test_a_rule_catches_what_breaks_it(rule: Rule, files: dict[str, str]) -> Non
 
 def test_the_house_is_not_a_tower() -> None:
     folders = {path.parent.name for path in (ROOT / "hacpo_mega").glob("*/__init__.py")}
+    beside = {folder.name for folder in (ROOT / "packages").iterdir()}
     assert len(FLOORS) <= MAX_FLOORS and len(folders) + 1 <= MAX_ROOMS
-    assert folders | {"records"} == {room for rooms in FLOORS for room in rooms}
+    assert folders | beside | {"records"} == {room for rooms in FLOORS for room in rooms}
 
 
 def test_every_rule_is_shown_to_catch_something() -> None:

@@ -15,10 +15,11 @@ from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read
 
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
+    "packages/hacpo_lab/hacpo_lab/forked.py",
     "hacpo_mega/cluster/machine/device.py",
     "hacpo_mega/cluster/machine/environment.py",
-    "hacpo_mega/grading/graders/model_judge.py",  # the key of a server, by the name that the configuration gives
-    "hacpo_mega/jobs/forked.py",
+    # the key of a server, by the name that the configuration gives
+    "packages/hacpo_grading/hacpo_grading/graders/model_judge.py",
     "hacpo_mega/jobs/forked_rank.py",
     "hacpo_mega/jobs/local.py",
     "hacpo_mega/jobs/slurm_held.py",
@@ -36,12 +37,13 @@ ENVIRONMENT = (
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
-# Where `say` is, and what speaks to the process that started it alone.
+# Where `say` is, what has none, and what speaks to the process that started it alone.
 PRINTS = (
     *(
         "hacpo_mega/models/files/visible.py",
         "hacpo_mega/models/files/chat_template.py",
-        "hacpo_mega/grading/workers/sandbox.py",
+        "packages/hacpo_grading/hacpo_grading/workers/guarded_workers.py",
+        "packages/hacpo_grading/hacpo_grading/workers/sandbox.py",
     ),
     "kernels/hacpo_kernels/",
 )
@@ -67,7 +69,7 @@ MAKES_CODE = (
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_ARGUMENTS = 12
 # An actor is made of what a whole configuration says, and agent.py alone names all of it.
-MANY_ARGUMENTS = ("hacpo_mega/cli/", "hacpo_mega/megatron/actor.py")
+MANY_ARGUMENTS = ("hacpo_mega/cli/", "packages/hacpo_lab/hacpo_lab/commands/", "hacpo_mega/megatron/actor.py")
 # Words with which no docstring opens: a noun phrase or a verb in the third person says at once what a thing is.
 QUESTIONS = frozenset(["of", "what", "whose", "who", "which", "whether", "that", "those", "how", "when"])
 # Names that were changed to the field's term: old -> new.
@@ -191,7 +193,8 @@ def docstrings_open_with_their_subject(sources: Sources) -> Complaints:
                 found[room].append(f"{source.path}:{line}: {text[:60]!r}")
     for room, places in found.items():
         if len(places) > (most := read_limits().docstrings.get(room, 0)):
-            yield f"room {room!r}: {len(places)} docstrings open with a question, more than {most}: {'; '.join(places)}"
+            some = "; ".join(places[:5])
+            yield f"room {room!r}: {len(places)} docstrings open with a question, more than {most}, such as {some}"
 
 
 def docstrings(source: Source) -> Iterator[tuple[int, str]]:

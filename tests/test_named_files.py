@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from house_rules import ROOT, Complaints, Source, Sources, read_sources
 
-# A file of ours in a text, such as grading/judge.py or env.sh; those of a run or a user are not ours.
+# A file of ours in a text, such as rollout/engine.py or env.sh; those of a run or a user are not ours.
 NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z][\w-]*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
 # A link of a document to another place of the repository, relative to the document, perhaps to a heading of it.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")

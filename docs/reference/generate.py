@@ -100,14 +100,15 @@ def _columns(family: Family) -> str:
 TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": ""}
 WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own"}
 
+GRADING = "../packages/hacpo_grading/hacpo_grading"
 # What programs may import, by the file that has it; a name of a class brings its public methods.
 API = {
     "hacpo_mega": {"config/load.py": ["load_config"], "jobs/from_python.py": ["train", "TrainedRun", "RunFailed"]},
     "hacpo_mega, under torchrun or srun": {"trainer/trainer.py": ["Trainer"]},
     "hacpo_mega.grading": {
-        "grading/workers/grader_calls.py": ["Unjudged"],
-        "grading/graders/graders.py": ["length_penalised", "requiring_format"],
-        "grading/judge.py": ["Judge"],
+        f"{GRADING}/workers/grader_calls.py": ["Unjudged"],
+        f"{GRADING}/graders/graders.py": ["length_penalised", "requiring_format"],
+        f"{GRADING}/judge.py": ["Judge"],
     },
 }
 

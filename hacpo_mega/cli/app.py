@@ -14,6 +14,7 @@ import shlex
 import sys
 import traceback
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,10 +29,6 @@ from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
 from hacpo_mega.cli.evaluation import evaluate_model
 from hacpo_mega.cli.export import export
-from hacpo_mega.cli.lab.bench import bench
-from hacpo_mega.cli.lab.chaos import chaos
-from hacpo_mega.cli.lab.experiment import experiment
-from hacpo_mega.cli.lab.plan import plan
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
@@ -41,7 +38,6 @@ from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
     is_first_of_its_node,
     is_first_of_the_job,
-    prepare_environment,
 )
 from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
@@ -206,10 +202,9 @@ def _require_inputs(config: Config, how: StartOptions) -> int:
     return num_repeated
 
 
-app.command()(experiment)
-app.command()(bench)
-app.command()(chaos)
-app.command()(plan)
+# Packages beside this one register commands of theirs, as hacpo_lab does in setup.py.
+for _entry in entry_points(group="hacpo_mega.commands"):
+    app.command(name=_entry.name)(_entry.load())
 app.command()(preflight)
 app.command()(quickstart)
 app.command()(slurm)
@@ -248,20 +243,6 @@ def report(
 app.command(name="eval")(evaluate_model)
 app.command()(export)
 app.command()(grade)
-
-
-@app.command()
-def theory(
-    out: Annotated[Path, typer.Option(help="Folder of the tables and the picture.")] = Path("runs/theory"),
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
-) -> None:
-    """Check the paper's theorems by simulation with the functions that train: tables, theory.json, theory.png."""
-    prepare_environment()
-    from hacpo_mega.lab.theory.theory import check_theory
-    from hacpo_mega.report.theory import draw_theory
-
-    result = check_theory(out, seed)
-    say(f"{result}\n{draw_theory(result)}")
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ def inspect(
     golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
 ) -> None:
     """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
+    from hacpo_grading.judge import Judge
     from hacpo_mega.commands.inspect_data import inspect as inspect_files
-    from hacpo_mega.grading.judge import Judge
 
     with Judge("math", num_workers=2) if golds else nullcontext() as judge:
         _print_findings(*inspect_files(files, model or [], against or [], max_prompt_tokens, judge))
@@ -63,8 +63,8 @@ def grade(
     gold_field: Annotated[str, typer.Option(help="Field with the gold answer.")] = "gold",
 ) -> None:
     """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
+    from hacpo_grading.judge import Judge
     from hacpo_mega.commands.grade import grade as grade_answers
-    from hacpo_mega.grading.judge import Judge
 
     options = parse_options(option or [])
     with Judge(reward, workers, timeout_s, options=options, start_timeout_s=start_timeout_s) as judge:

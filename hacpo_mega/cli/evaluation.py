@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from hacpo_grading.registry import GRADERS
 from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
-from hacpo_mega.config.tables.choices import REWARD_KINDS
 from hacpo_mega.models.files.hub import given_path, model_folder
 
 
@@ -28,7 +28,7 @@ def evaluate_model(
     system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
     prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
     stop_text: Annotated[str | None, typer.Option(help="Judge an answer only up to this text.")] = None,
-    reward: Annotated[str | None, typer.Option(help=f"{', '.join(REWARD_KINDS)}, or file.py:function.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"{', '.join(GRADERS)}, or file.py:function.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
     success: Annotated[str | None, typer.Option(help="A part's name, or the least reward of a success.")] = None,
     prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,

@@ -15,7 +15,7 @@ from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.start import fetch_agents
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.checks.checks import batch_problems, find_problems
+from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.slurm import time_note
@@ -97,8 +97,6 @@ def _placed(file: Path, overrides: Sequence[str]) -> Config:
 
     ValueError with a line per problem that no file would mend: keys, batches, layouts of models that are known.
     """
-    from hacpo_mega.lab.planning.configuration import named_models
-
     config = load_unchecked(file, tuple(overrides))
     if problems := [*batch_problems(config), *named_models(config)[1]]:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))

@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.clock import ClockOffset, measure_offset
-from hacpo_mega.cluster.groups.lone_groups import Gloo, one_group_for_lone_ranks
+from hacpo_mega.cluster.groups.lone_groups import Gloo
 from hacpo_mega.cluster.groups.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.groups.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
 from hacpo_mega.cluster.machine.device import device_identity, rank_device
 from hacpo_mega.cluster.machine.environment import one_queue, own_caches
+from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
 from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.security.peer_objects import plain_objects_only
 from hacpo_mega.cluster.security.private_folder import SocketFolder
 from hacpo_mega.cluster.security.secret import Secret, forget_secret
 from hacpo_mega.cluster.watchdog import Watchdog
@@ -79,8 +79,7 @@ class Place:
         self.device = device
         my, shape = self.coordinate, rank_map.agents[self.coordinate.agent]
         on_cuda = device.type == "cuda"
-        plain_objects_only()
-        one_group_for_lone_ranks()
+        apply_patches(TORCH)
         self.spans = Spans(my.agent_name, settle=torch.cuda.synchronize if on_cuda else lambda: None)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if on_cuda else "gloo",

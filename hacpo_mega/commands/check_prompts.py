@@ -8,16 +8,16 @@ import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
+from hacpo_grading.judge import Judge
+from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
-from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.kinds import find_kind
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
-from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.files.visible import one_line
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
@@ -93,8 +93,8 @@ def _is_reachable(url: str) -> bool:
 
 def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:
     """What a judge makes of a gold that stands as the answer; of graders that run code or ask a server, the text."""
-    kind = find_kind(grader.kind)
-    if kind.is_own or grader.kind in ("program", "model"):
+    kind = find_grader(grader.kind)
+    if kind.acts:
         return row.gold
     with Judge(grader.kind, timeout_s=timeout_s, options=grader.options) as judge:
         answer = kind.gold_as_answer(row.gold)

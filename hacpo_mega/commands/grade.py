@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.commands.inspect_data import Findings
 from hacpo_mega.data.reading.files import (
     DataProblem,
@@ -23,7 +24,6 @@ from hacpo_mega.data.reading.files import (
     replacing,
 )
 from hacpo_mega.data.reading.row_values import GOLD_TYPES, gold_text, quoted, value_problem
-from hacpo_mega.grading.judge import Explained, Judge, JudgeCounts
 from hacpo_mega.models.files.links import require_inside_its_run
 from hacpo_mega.records import Judgement, Stop, Verdict
 

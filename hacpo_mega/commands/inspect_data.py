@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_lengths, repetitions
 from hacpo_mega.data.datasets import LAYOUTS, Dataset, Layout, Problem, read_dataset
 from hacpo_mega.data.reading.row_values import quoted
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 

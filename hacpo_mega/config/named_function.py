@@ -1,7 +1,7 @@
 """Code of the user's that a configuration names: "FILE.py:name", or "module:name" for one that Python finds.
 
 Paths count from the current folder. Whether there is such a name is said before anything runs (grader_checks.py); here
-its file is executed. Not here: graders, which run in processes of their own (grading/workers/grader_calls.py).
+its file is executed. Not here: graders, which run in processes of their own (hacpo_grading/workers/grader_calls.py).
 """
 
 import functools
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 
-from hacpo_mega.config import own_file
-from hacpo_mega.config.own_file import module_of_file
+from hacpo_grading.workers import own_file
+from hacpo_grading.workers.own_file import module_of_file
 from hacpo_mega.config.tables.schema import Config
 
 # Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The

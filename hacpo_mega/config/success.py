@@ -1,6 +1,6 @@
 """Says which answers a run counts as a success where nothing tells it, and who counts them.
 
-Not here: the judge, whose verdict "correct" is a success (grading/judge.py).
+Not here: the judge, whose verdict "correct" is a success (hacpo_grading/judge.py).
 """
 
 from collections.abc import Iterator

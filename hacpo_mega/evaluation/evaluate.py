@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from hacpo_grading.registry import final_answer, find_grader
+from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device
-from hacpo_mega.data.answer_text import after_thinking, last_boxed
 from hacpo_mega.data.prompt_sets import prompt_lengths
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation.answers import (
@@ -33,8 +34,7 @@ from hacpo_mega.evaluation.answers import (
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
-from hacpo_mega.grading.graders.math_grader import plain
-from hacpo_mega.grading.weighted_judge import AnyJudge, judge_of
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.checkpoint.stored_index import read_index
 from hacpo_mega.megatron.checkpoint.stored_model import model_weights
@@ -48,7 +48,6 @@ from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 # Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
 ANSWERS_PER_WRITE = 512
-MAX_VOTE_CHARACTERS = 500
 # Engines that share the problems end hours apart; one that dies is named at once all the same (watchdog.py).
 WAIT_S = 86_400.0
 EVALUATION_STEP = -1  # no training step: an evaluation never draws the noise of a rollout
@@ -185,7 +184,7 @@ class _Run:
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
         settings = self.settings
-        relative = benchmark.relative if settings.reward in ("math", "math_any") else 0.0
+        relative = benchmark.relative if "relative" in find_grader(settings.reward).options else 0.0
         if relative not in self._judges:
             judge = judge_of(settings.rewarded(self._num_judges, relative))
             self._judges[relative] = self._stack.enter_context(judge)
@@ -253,19 +252,3 @@ def request_seed(seed: int, request: Request) -> int:
     """The sampling seed of one answer: of the problem's text, wherever in which file it stands."""
     problem = int.from_bytes(hashlib.blake2b(request.row.id.encode(), digest_size=7).digest(), "little")
     return answer_seed(seed, EVALUATION_STEP, problem, request.rollout, 0)
-
-
-def final_answer(reward: str, text: str) -> str | None:
-    """What an answer votes for under maj@k: its final answer as normalised text, None without one.
-
-    The last box for mathematics, what follows the first `;` for the arithmetic task, else the whole text. Two wrong
-    answers that are equal but written differently stay two candidates.
-    """
-    if reward in ("math", "math_any"):
-        boxed = last_boxed(after_thinking(text))
-        vote = None if boxed is None else plain(boxed[:MAX_VOTE_CHARACTERS])
-    elif reward == "arithmetic":
-        vote = text.partition(";")[2]
-    else:
-        vote = text.strip()[:MAX_VOTE_CHARACTERS]
-    return vote or None

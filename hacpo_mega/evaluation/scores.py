@@ -7,7 +7,7 @@
     maj@k    share of problems whose most frequent final answer is a success
 
 An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
-any judged answer is left out. Not here: which answers are a success, verdict "correct" (grading/judge.py).
+any judged answer is left out. Not here: which answers are a success, verdict "correct" (hacpo_grading/judge.py).
 """
 
 from collections import Counter

@@ -26,7 +26,7 @@ from hacpo_mega.evaluation.benchmarks import (
     load_benchmarks,
     load_suite,
 )
-from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.files.documents import parse_toml, short
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.links import require_inside

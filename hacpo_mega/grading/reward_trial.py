@@ -8,23 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hacpo_grading.judgement import Judgement, Stop
+from hacpo_grading.registry import find_grader
+from hacpo_grading.weighted_judge import AnyJudge
+from hacpo_grading.workers.grader_calls import RETURNED
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.data.reading.row_values import quoted
-from hacpo_mega.grading.kinds import find_kind
-from hacpo_mega.grading.weighted_judge import AnyJudge
-from hacpo_mega.grading.workers.grader_calls import RETURNED
-from hacpo_mega.records import Judgement, Stop
 
 # How people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
 # A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
 MOST_ROWS = 4
-PROGRAM = """```python
-import json, sys
-given = sys.stdin.buffer.read().decode()
-print(next(case["stdout"] for case in json.loads({gold!r}) if case.get("stdin", "") == given), end="")
-```"""
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,8 @@ class RewardTrial:
 
 
 def servers_of(reward: RewardConfig) -> dict[str, str]:
-    """The URLs that graders of kind `model` ask, by the keys of their tables."""
-    return {key: str(g.options.get("url", "")) for key, g in reward.graders.items() if g.kind == "model"}
+    """The URLs that graders ask, by the keys of their tables."""
+    return {key: str(g.options.get("url", "")) for key, g in reward.graders.items() if find_grader(g.kind).asks_server}
 
 
 def try_reward(reward: RewardConfig, judge: AnyJudge, rows: Sequence[PromptRow], agent: str) -> RewardTrial:
@@ -100,9 +95,9 @@ def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -
 
 def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:
     """Texts that answer with gold, as the graders read answers; a server is asked about one alone."""
-    kinds = [grader.kind for grader in reward.graders.values()]
-    forms = FORMS if any(find_kind(kind).is_own for kind in kinds) and not servers_of(reward) else ()
-    own = [PROGRAM.format(gold=gold) if kind == "program" else find_kind(kind).gold_as_answer(gold) for kind in kinds]
+    graders = [find_grader(part.kind) for part in reward.graders.values()]
+    forms = FORMS if any(grader.is_own for grader in graders) and not servers_of(reward) else ()
+    own = [(grader.solution or grader.gold_as_answer)(gold) for grader in graders]
     return tuple(dict.fromkeys([*own, *(form.replace("GOLD", gold) for form in forms)]))
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
-from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.console import Console, warn
 from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes

@@ -34,7 +34,8 @@ from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum
 from hacpo_mega.megatron.model.installed import VERSION
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
-from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.train.expert_load import ExpertCounts
 from hacpo_mega.megatron.train.micro_batches import EvenBatches, on_device, places, update_stats
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, OffloadMode

@@ -2,7 +2,7 @@
 
 Every rank of an agent builds one `Engine`. `tensor_parallel_size` neighbouring ranks of the agent's default process
 group form one vLLM; further ranks are independent replicas. New weights are loaded into the running model, with no file
-and no second process between trainer and engine. This is the only file that imports vllm.
+and no second process between trainer and engine. Only this file and patches.py import vllm.
 
 Not here: prompts as text (the engine sees token ids and never decodes), and when it is awake (agent.py).
 
@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
-from vllm.distributed import parallel_state
-from vllm.distributed.aux_output_connector import worker as aux_output_connector
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -34,11 +32,9 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
-from vllm.utils import jit_monitor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -47,21 +43,19 @@ from hacpo_mega.models.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
+from hacpo_mega.rollout.patches import VLLM
 from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
 from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
 from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
-from hacpo_mega.rollout.vllm.flat_logprobs import written_at_once
 from hacpo_mega.rollout.vllm.host_process import (
     free_memory_unmeasured,
     has_expandable_segments,
     joined_to_default_group,
-    keeping_default_group,
     quiet,
     require_process,
     starting_vllm,
-    without_message_queue,
 )
-from hacpo_mega.rollout.vllm.routing import on_every_rank, routing_of
+from hacpo_mega.rollout.vllm.routing import routing_of
 from hacpo_mega.rollout.vllm.running_answers import OnAnswer, RunningAnswers
 from hacpo_mega.rollout.weights.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
 from hacpo_mega.rollout.weights.expert_weights import converts_experts
@@ -130,6 +124,7 @@ class Engine:
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
         self.max_model_len, self._names = max_model_len, published_names(model)
         self._memory, self._is_loaded = Memory.AWAKE, not random_weights
+        self._on_progress, self._running = on_progress, None
         start = partial(
             LLM,
             model=str(model),
@@ -146,9 +141,8 @@ class Engine:
             enable_sleep_mode=self._on_cuda,
             **{**PLAIN_READING, **defaults, **options},
         )
-        with starting_vllm(), joined_to_default_group(ExecutorWithExternalLauncher):
+        with starting_vllm(VLLM), joined_to_default_group(ExecutorWithExternalLauncher):
             self._guard = EngineStreamGuard(start)
-        self._on_progress, self._running = on_progress, None
         with self._guard.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
@@ -350,13 +344,3 @@ def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[Sampling
     outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
     finish_steps(llm)
     return outputs
-
-
-# Permanent: it also runs when an engine that was never closed is garbage-collected.
-parallel_state.destroy_distributed_environment = keeping_default_group(parallel_state.destroy_distributed_environment)
-parallel_state.init_model_parallel_group = without_message_queue(parallel_state.init_model_parallel_group)
-aux_output_connector.get_tp_group = on_every_rank
-# Off: it would report every Triton compilation of the process after the engine's start, so the trainer's kernels, too,
-# and raise for them with `jit_monitor_mode = "error"`.
-jit_monitor.activate = lambda **_how: None
-LogprobsProcessor._update_sample_logprobs = written_at_once(LogprobsProcessor._update_sample_logprobs)

@@ -27,8 +27,7 @@ from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
-from hacpo_mega.grading.rollout_judge import RolloutJudge
-from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.jobs.attempts import record_told
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
@@ -60,6 +59,7 @@ from hacpo_mega.trainer.observers import (
 )
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rates import Rates, num_gpus, peak_flops
+from hacpo_mega.trainer.rollout_judge import RolloutJudge
 from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 

@@ -15,13 +15,13 @@ from hacpo_mega.agent.policy_loss import useful_ratios
 from hacpo_mega.algorithm import BandTracker
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
-from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.step_metrics import add_band, add_diagnosis, add_held_out
 from hacpo_mega.records import Prompt, Sample, UpdateStats
 from hacpo_mega.trainer.phases import Phases
+from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 class Observer:

@@ -15,7 +15,6 @@ from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import learning_of, reward_tally
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
 from hacpo_mega.config import Config
-from hacpo_mega.grading.rollout_judge import RolloutJudge
 from hacpo_mega.logbook.files.metrics import StepMetrics
 from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.logbook.steps.held_out import mean_held_out
@@ -25,6 +24,7 @@ from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, sco
 from hacpo_mega.trainer.build import TrainerOverrides, build
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.observers import Observer
+from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 class Trainer:

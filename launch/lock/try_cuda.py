@@ -44,8 +44,8 @@ for file in sys.argv[1:]:
 
 
 def own_modules() -> Iterator[str]:
-    """Every module of hacpo_mega and hacpo_kernels."""
-    for package in ("hacpo_mega", "hacpo_kernels"):
+    """Every module of hacpo_mega, hacpo_grading, hacpo_kernels and hacpo_lab."""
+    for package in ("hacpo_mega", "hacpo_grading", "hacpo_kernels", "hacpo_lab"):
         yield package
         yield from (
             found.name for found in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}.")

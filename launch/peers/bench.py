@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from table import Turn, at_once, in_turns, read_turn, resident, to_markdown, whole
 
+from hacpo_lab.throughput.schedules import STEPS_ONLY
 from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.lab.throughput.schedules import STEPS_ONLY
 
 if TYPE_CHECKING:
-    from hacpo_mega.lab.throughput.workload import Workload
+    from hacpo_lab.throughput.workload import Workload
 
 OURS, THEIRS, IN_TURNS, AT_ONCE = "hacpo_mega", "TRL", "TRL, one after the other", "TRL, at once"
 WARM_UP = 1
@@ -76,9 +76,9 @@ class Machine:
         self, config: Config, workload: "Workload", asked: argparse.Namespace, peer: Mapping[str, str]
     ) -> None:
         """`peer` is the environment of TRL's processes."""
+        from hacpo_lab.experiments.campaign import PRELOAD
+        from hacpo_lab.forked import JobServer
         from hacpo_mega.data.prompt_sets import training_sampler
-        from hacpo_mega.jobs.forked import JobServer
-        from hacpo_mega.lab.experiments.campaign import PRELOAD
         from hacpo_mega.samples.tokenizers import agent_codecs, longest_encodings
 
         self.config, self.workload, self.asked, self._peer = config, workload, asked, peer
@@ -89,7 +89,7 @@ class Machine:
 
     def ours(self, places: Sequence[int], folder: Path) -> Turn:
         """These agents, by hacpo_mega at once. RuntimeError when a rank fails."""
-        from hacpo_mega.lab.throughput.measure import measured_steps
+        from hacpo_lab.throughput.measure import measured_steps
         from hacpo_mega.logbook.run.run_folder import resolved_toml
 
         folder.mkdir(parents=True)
@@ -182,7 +182,7 @@ class Machine:
 def measured_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
     """What a rank of hacpo_mega does, in a process forked from the server: the steps, and a note of what they took."""
     imported_bytes = resident("VmRSS")
-    from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
+    from hacpo_lab.throughput.measured_trainer import measured_trainer
 
     config, marks = load_config(config_file), []
     with measured_trainer(config, workload) as trainer:
@@ -229,7 +229,7 @@ def main() -> None:
     asked = arguments()
     try:
         config, peer_versions = checked(asked)
-        from hacpo_mega.lab.throughput.workload import drawn, fixed
+        from hacpo_lab.throughput.workload import drawn, fixed
 
         if asked.lengths is not None and asked.answer_tokens is not None:
             raise ValueError("--lengths and --answer-tokens both say how long answers are; give one")
@@ -240,7 +240,7 @@ def main() -> None:
     # The user's, less PYTHONPATH: the folder `kernels` of this repository would shadow a package of theirs.
     peer = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     prepare_environment()
-    from hacpo_mega.lab.experiments.result import this_machine
+    from hacpo_lab.experiments.result import this_machine
     from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 
     with tempfile.TemporaryDirectory(prefix="hacpo_peers_") as work:

@@ -14,7 +14,7 @@ from bench import WARM_UP
 from hacpo_mega.config import InitConfig
 
 if TYPE_CHECKING:
-    from hacpo_mega.lab.throughput.workload import Workload
+    from hacpo_lab.throughput.workload import Workload
 
 G = 8
 LONGEST, EQUAL = 48, 24
@@ -138,7 +138,7 @@ def lengths_of(kind: str, num_answers: int, seed: int) -> list[int]:
 
 def workload_of(cell: Cell, kinds: Sequence[str]) -> "Workload":
     """What both trainers are to do; the warm-up is of the longest."""
-    from hacpo_mega.lab.throughput.workload import Workload
+    from hacpo_lab.throughput.workload import Workload
 
     steps = []
     for number, kind in enumerate([LENGTHS[-1]] * WARM_UP + [*kinds]):

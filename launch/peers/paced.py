@@ -15,8 +15,8 @@ from table import Turn, resident
 from hacpo_mega.config import load_config
 
 if TYPE_CHECKING:
-    from hacpo_mega.jobs.forked import JobServer
-    from hacpo_mega.lab.throughput.workload import Workload
+    from hacpo_lab.forked import JobServer
+    from hacpo_lab.throughput.workload import Workload
 
 WRITTEN_S = 0.3  # until a step's lines are written: that is processor time of the step, others' turns are not
 
@@ -67,7 +67,7 @@ def paced_job(
 def paced_rank(config_file: str, num_steps: int, workload: "Workload", place: str) -> None:
     """A rank, in a process forked from the server: over the socket `place` it is told to take a step."""
     imported_bytes = resident("VmRSS")
-    from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
+    from hacpo_lab.throughput.measured_trainer import measured_trainer
 
     steps, config = [], load_config(config_file)
     with socket.socket(socket.AF_UNIX) as connection, measured_trainer(config, workload) as trainer:

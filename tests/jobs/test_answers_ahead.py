@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from told_job import told_at_call
 from transformers import AutoModelForCausalLM
 
+from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
-from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.run.provenance import read_starts

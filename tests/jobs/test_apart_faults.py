@@ -16,8 +16,8 @@ from job import start_ranks
 from run_cases import CHARACTERS, agent_table, train, write_config
 from safetensors.torch import load_file
 
+from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
-from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts
 

@@ -10,13 +10,13 @@ import pytest
 from job import play_command, start_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.cli.lab.experiment import train_rank
+from hacpo_lab.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
+from hacpo_lab.chaos.faults import KINDS, Fault, draw_fault
+from hacpo_lab.chaos.table import costs, write_table
+from hacpo_lab.chaos.verdict import compare
+from hacpo_lab.commands.experiment import train_rank
+from hacpo_lab.forked import changed_environment
 from hacpo_mega.config import load_config
-from hacpo_mega.jobs.forked import changed_environment
-from hacpo_mega.lab.chaos.campaign import Attempt, Campaign, ChaosError, _require_explained, opened_since
-from hacpo_mega.lab.chaos.faults import KINDS, Fault, draw_fault
-from hacpo_mega.lab.chaos.table import costs, write_table
-from hacpo_mega.lab.chaos.verdict import compare
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts, record_start
 

@@ -23,11 +23,11 @@ from tiny_models import make_model
 
 import hacpo_mega.megatron.checkpoint.sharded_state
 import hacpo_mega.trainer.joint_checkpoint
+from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint, remove_unfinished
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
-from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.samples.tokenizers import make_tokenizer
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, agree_on_start

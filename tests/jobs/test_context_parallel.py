@@ -34,7 +34,7 @@ from hacpo_mega.megatron.model.context_parallel import own_tokens
 from hacpo_mega.megatron.model.layers import PackedAttention
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.model.te_layers import PackedTEAttention
-from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.records import Sample
 
 pytestmark = pytest.mark.nightly

@@ -13,7 +13,7 @@ from job import run_group
 from test_relayout import ADAM, save, state_of, update
 from tiny_models import make_model
 
-from hacpo_mega.cluster.security.peer_objects import plain_objects_only
+from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.checkpoint.stored_state import KINDS
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
@@ -48,7 +48,7 @@ def by_rank(tmp_path_factory) -> list[dict]:
 
 
 def visit(folder: Path) -> dict:
-    plain_objects_only()
+    apply_patches(TORCH)
     return {
         "stored": stored(folder),
         "recomputed": {choice: learned(folder, recompute=choice) for choice in RECOMPUTE},

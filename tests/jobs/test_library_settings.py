@@ -135,7 +135,7 @@ NAMES_OF_OTHERS = (
 IMPORTS = (
     "from hacpo_mega.cluster.machine.environment import prepare_environment; prepare_environment()",
     "from hacpo_mega import Trainer",
-    "import hacpo_mega.lab.experiments.preloaded",
+    "import hacpo_lab.experiments.preloaded",
 )
 
 

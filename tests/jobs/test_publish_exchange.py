@@ -15,10 +15,10 @@ from job import TIMEOUT_S, run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
+from hacpo_lab.planning.publish_bytes import least_received
 from hacpo_mega.cluster.groups.spans import Spans
-from hacpo_mega.lab.planning.publish_bytes import least_received
 from hacpo_mega.megatron.model.model import build_model
-from hacpo_mega.megatron.platform import initialize_parallel
+from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.megatron.weights.publish import ActorShards, Exchange
 from hacpo_mega.megatron.weights.reshard import full_tensors
 from hacpo_mega.megatron.weights.weights import load_hf_weights

@@ -16,7 +16,7 @@ from job import run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
-from hacpo_mega.cluster.security.peer_objects import plain_objects_only
+from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.checkpoint.stored_state import KINDS, WEIGHT, Part, StateReader, stored_name, stored_weights
@@ -71,7 +71,7 @@ def seen(folder) -> dict[str, dict]:
 
 
 def visit_layouts(folder: Path) -> dict[str, dict]:
-    plain_objects_only()  # as in a run: a save that says its plan as a pickle fails
+    apply_patches(TORCH)  # as in a run: a save that says its plan as a pickle fails
     return {name: visit_layouts_of(folder, name) for name in MODELS}
 
 

@@ -18,13 +18,13 @@ from run_cases import CHARACTERS, write_config
 from test_checkpoint_kills import save, state_after
 from tiny_models import make_model
 
+from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import OptimizerConfig, load_config
 from hacpo_mega.config.checks.run_dirs import LOCK
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.jobs.forked import wait_for_ranks
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.run.run_folder import RunFolder
 from hacpo_mega.logbook.run.run_lock import RunLock

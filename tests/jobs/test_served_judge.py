@@ -22,7 +22,7 @@ from job import ENVIRONMENT, free_port
 from repository import ROOT
 from tiny_models import make_model
 
-from hacpo_mega.grading.judge import Judge
+from hacpo_grading.judge import Judge
 from hacpo_mega.records import Judgement, Stop
 
 pytestmark = pytest.mark.nightly

@@ -14,11 +14,11 @@ from job import TIMEOUT_S, run_ranks
 from scale_model import CountingStore
 
 import hacpo_mega.cluster.place
+from hacpo_lab.planning.store_cost import cost, groups_of, peers
 from hacpo_mega.cluster.groups.tree import Tree
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.seat import Seat
-from hacpo_mega.lab.planning.store_cost import cost, groups_of, peers
 from hacpo_mega.preflight.meeting import Meeting
 
 FOUR = RankMap(2, (AgentShape("A"), AgentShape("B")))

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from cluster import CONTROL, Cluster
-from repository import ROOT
+from repository import SOURCES
 
 
 class Submitter:
@@ -15,7 +15,7 @@ class Submitter:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.environment = {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+            "PYTHONPATH": ":".join(map(str, SOURCES)),
             "OMP_NUM_THREADS": "1",
             "PLAIN_PYTHON": sys.executable,
             "HOME": os.environ.get("HOME", "/"),

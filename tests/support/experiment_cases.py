@@ -6,9 +6,9 @@ from typing import Any
 
 import tomli_w
 
-from hacpo_mega.lab.experiments.grid import Cell, Grid, load_grid
-from hacpo_mega.lab.experiments.identity import Identity
-from hacpo_mega.lab.experiments.result import Curves, Diagnosis, Machine, Result
+from hacpo_lab.experiments.grid import Cell, Grid, load_grid
+from hacpo_lab.experiments.identity import Identity
+from hacpo_lab.experiments.result import Curves, Diagnosis, Machine, Result
 
 COMMIT = "a" * 40
 

@@ -33,11 +33,11 @@ from gold_mutations import kind_of, rewritten, with_one_digit_changed
 from hostile_answers import GENERATED_GOLD, generated_answers
 from math_verify import parse, verify
 
-from hacpo_mega.data.answer_text import last_boxed
+from hacpo_grading.graders import math_grader
+from hacpo_grading.judge import Judge
+from hacpo_grading.judgement import Stop
+from hacpo_grading.texts.answer_text import last_boxed
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.grading.graders import math_grader
-from hacpo_mega.grading.judge import Judge
-from hacpo_mega.records import Stop
 
 Grader = Callable[[str, str, str], float | None]
 FORMS = ("bare", "gold boxed", "bare, loose", "gold boxed, loose")
@@ -47,7 +47,7 @@ GOLD_FILES = (
     "minerva_math/qwen_test.jsonl",
 )  # fmt: skip
 # a rule and what stands in its place when it is switched off
-GRADER, TEXT = "hacpo_mega.grading.graders.math_grader.", "hacpo_mega.data.answer_text."
+GRADER, TEXT = "hacpo_grading.graders.math_grader.", "hacpo_grading.texts.answer_text."
 RULES: dict[str, dict[str, Callable]] = {
     "typesetting is removed": {GRADER + "tidy": str.strip, TEXT + "tidy": str.strip},
     "the same text": {GRADER + "is_same_text": lambda gold, answer: False},

@@ -12,7 +12,9 @@ from repository import ROOT
 
 # The program itself, which is started by its name and not imported.
 PROGRAM = "hacpo_mega.cli"
-MODULE_NAME = re.compile(r"hacpo_mega(\.\w+)+")
+MODULE_NAME = re.compile(r"hacpo_(mega|lab)(\.\w+)+")
+# Packages beside the product, each in a folder of its own.
+BESIDE = re.compile(r"^(kernels|packages/\w+)/")
 DESCRIBED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -35,7 +37,7 @@ class Source:
     @functools.cached_property
     def module(self) -> str:
         """The dotted name; a package is named by its folder."""
-        parts = PurePosixPath(self.path.removeprefix("kernels/")).with_suffix("").parts
+        parts = PurePosixPath(BESIDE.sub("", self.path)).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def lies_in(self, places: tuple[str, ...]) -> bool:
@@ -106,7 +108,8 @@ Complaints = Iterator[str]
 
 @functools.cache
 def read_sources() -> Sources:
-    files = sorted([*(ROOT / "hacpo_mega").rglob("*.py"), *(ROOT / "kernels" / "hacpo_kernels").rglob("*.py")])
+    beside = [ROOT / "kernels" / "hacpo_kernels", *(folder / folder.name for folder in (ROOT / "packages").iterdir())]
+    files = sorted(file for folder in (ROOT / "hacpo_mega", *beside) for file in folder.rglob("*.py"))
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
 
 

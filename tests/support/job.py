@@ -39,11 +39,11 @@ import forked_python
 import torch
 import torch.distributed as dist
 
+from hacpo_lab.forked import changed_environment, wait_for_ranks
 from hacpo_mega.cluster.machine.environment import library_settings
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.security.secret import new_secret
-from hacpo_mega.jobs.forked import changed_environment, wait_for_ranks
 from hacpo_mega.jobs.local import launcher_environment
 
 # What counts the GPUs of a machine cannot use them after a fork: on CUDA every rank is a fresh interpreter.

@@ -2,7 +2,7 @@
 
 from repository import ROOT
 
-from hacpo_mega.records import Stop
+from hacpo_grading.judgement import Stop
 
 FILE = ROOT / "tests/support/grading_cases.py"
 CASES = f"{FILE}:reward"

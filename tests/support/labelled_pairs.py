@@ -2,8 +2,8 @@
 
 import json
 
-from hacpo_mega.data.answer_text import after_thinking
-from hacpo_mega.grading.graders.math_grader import EXPRESSION, LATEX, MatchRules, decide_anywhere
+from hacpo_grading.graders.math_grader import EXPRESSION, LATEX, MatchRules, decide_anywhere
+from hacpo_grading.texts.answer_text import after_thinking
 
 TARGETS = {"latex": LATEX, "expr": EXPRESSION}
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from paper_models import make_paper_workplace
 from repository import ROOT
 
+from hacpo_lab.memory_trace import TracedMemory, trace_actor
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
-from hacpo_mega.lab.memory_trace import TracedMemory, trace_actor
 from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan, actor_memory
 from hacpo_mega.memory.budget import GIB
 from hacpo_mega.models.families.architecture import Architecture

@@ -40,8 +40,8 @@ PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
 def main() -> None:
     """Profiles what is asked for, one after the other."""
     prepare_environment()
-    from hacpo_mega.jobs.forked import JobServer
-    from hacpo_mega.lab.experiments.campaign import PRELOAD
+    from hacpo_lab.experiments.campaign import PRELOAD
+    from hacpo_lab.forked import JobServer
 
     server = JobServer(PRELOAD)
     for name in sys.argv[2:] or ("quickstart", "10M", "60M"):
@@ -55,8 +55,8 @@ def main() -> None:
 
 def inputs(name: str, folder: Path) -> tuple[str, Any]:
     """The configuration of one agent, and the workload that says how long its answers are."""
-    from hacpo_mega.lab.throughput.schedules import STEPS_ONLY
-    from hacpo_mega.lab.throughput.workload import Workload
+    from hacpo_lab.throughput.schedules import STEPS_ONLY
+    from hacpo_lab.throughput.workload import Workload
     from hacpo_mega.logbook.run.run_folder import resolved_toml
 
     file, workload = ROOT / "configs/quickstart.toml", Workload(15)
@@ -71,7 +71,7 @@ def inputs(name: str, folder: Path) -> tuple[str, Any]:
 
 def rank(config_file: str, workload: Any, spy: str, folder: str) -> None:
     """Steps while py-spy looks at this process."""
-    from hacpo_mega.lab.throughput.measured_trainer import measured_trainer
+    from hacpo_lab.throughput.measured_trainer import measured_trainer
 
     asked = ["--native", "--full-filenames", "--format", "raw", "--rate", str(RATE), "-o", f"{folder}/stacks"]
     with measured_trainer(load_config(config_file), workload) as trainer:

@@ -29,11 +29,11 @@ from tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hacpo_lab.throughput.memory_peak import take_peak
 from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.lab.throughput.memory_peak import take_peak
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.weights import publish
 from hacpo_mega.models.sharding.layout import Layout

@@ -1,4 +1,4 @@
-"""A store that counts, to hold the formulas of hacpo_mega/lab/planning/store_cost.py against a real job."""
+"""A store that counts, to hold the formulas of hacpo_lab/planning/store_cost.py against a real job."""
 
 from collections import Counter
 from typing import Any

@@ -17,8 +17,8 @@ from answer_spellings import CHANGES, SPELLINGS, spelled
 from gold_mutations import kind_of
 from grading_benchmark import golds_of, in_half, limited, plain_math_verify
 
+from hacpo_grading.graders import math_grader
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.grading.graders import math_grader
 
 
 @dataclass

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from hacpo_lab.memory_trace import _fake_world
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.lab.memory_trace import _fake_world
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, save_state
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
-from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer
 from hacpo_mega.megatron.train.schedule import data_parallel
 from hacpo_mega.megatron.weights.names import slots_of

@@ -1,4 +1,4 @@
-"""What TransformerEngine's layers keep and make in bf16, for hacpo_mega/lab/memory_trace.py to count.
+"""What TransformerEngine's layers keep and make in bf16, for hacpo_lab/memory_trace.py to count.
 
 Every function here makes the tensors that TransformerEngine's makes, keeps what it hands to save_for_backward, and
 holds the others as long, after the source at its tag v2.9 (70f5366): pytorch/module/layernorm_linear.py and linear.py,

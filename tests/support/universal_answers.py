@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hacpo_grading.graders import answer_values, math_grader
+from hacpo_grading.graders.math_grader import anywhere, boxed
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.grading.graders import answer_values, math_grader
-from hacpo_mega.grading.graders.math_grader import anywhere, boxed
 
 # one gold of each kind, none equal to another
 GOLDS = (

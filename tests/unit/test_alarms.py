@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
+from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.steps.alarms import (
     AdvantageAlarm,
     EngineAlarm,

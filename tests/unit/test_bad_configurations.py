@@ -24,14 +24,14 @@ from bad_values import INIT
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
+from hacpo_grading.registry import GRADERS
+from hacpo_grading.workers.grader_calls import load_by_name
 from hacpo_mega.cli import app as cli
 from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config
 from hacpo_mega.config.describe import describe_fields
-from hacpo_mega.config.tables.choices import REWARD_KINDS, SKILLS
+from hacpo_mega.config.tables.choices import SKILLS
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
-from hacpo_mega.grading.kinds import KINDS
-from hacpo_mega.grading.workers.grader_calls import load_by_name
 
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
 
@@ -202,11 +202,11 @@ def test_no_value_of_any_key_is_more_than_a_line(here):
 
 
 def test_what_is_declared_for_other_rooms_is_what_they_have():
-    assert KINDS.keys() == REWARD_KINDS.keys()
-    for kind, options in REWARD_KINDS.items():
-        grader = load_by_name(KINDS[kind].grader)
+    for kind, record in GRADERS.items():
+        grader = load_by_name(record.function)
         has = inspect.signature(grader).parameters.values()
-        assert tuple(p.name for p in has if isinstance(grader, type) or p.kind is p.KEYWORD_ONLY) == (*options,), kind
+        named = [p.name for p in has if isinstance(grader, type) or p.kind is p.KEYWORD_ONLY]
+        assert named == list(record.options), kind
     for skill, size in SKILLS.items():
         assert len(training_examples(skill)) == size.num_training
         assert len(evaluation_examples(skill, size.num_held_out)) == size.num_held_out

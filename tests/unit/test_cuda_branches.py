@@ -14,9 +14,9 @@ TABLE = PAGE.partition("## Branches that only CUDA enters")[2].partition("\n## "
 
 def test_every_cuda_branch_is_listed():
     found = {"hacpo_kernels"}
-    for file in (ROOT / "hacpo_mega").rglob("*.py"):
-        if BRANCH.search(file.read_text(encoding="utf-8")):
-            found.add(file.relative_to(ROOT / "hacpo_mega").as_posix())
+    for folder in (ROOT / "hacpo_mega", *(ROOT / "packages").iterdir()):
+        files = (file for file in folder.rglob("*.py") if BRANCH.search(file.read_text(encoding="utf-8")))
+        found |= {file.relative_to(folder).as_posix() for file in files}
     rows = [row.split("|")[1] for row in TABLE.splitlines() if row.startswith("| `")]
     listed = set(re.findall(r"`([^`]+)`", " ".join(rows)))
     assert found - listed == set(), "give it a twin on the CPU, or a case in tests/gpu, and a line in the table"

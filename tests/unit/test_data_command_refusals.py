@@ -7,13 +7,13 @@ import threading
 import pytest
 from typer.testing import CliRunner
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.convert_data import convert
 from hacpo_mega.commands.grade import grade
 from hacpo_mega.commands.inspect_data import inspect
 from hacpo_mega.data.datasets import read_dataset, write_dataset
 from hacpo_mega.data.reading.files import refuse_overwriting, replacing
-from hacpo_mega.grading.judge import Judge
 
 ROWS = [{"prompt": "How many legs has a dog?", "answer": "4"}, {"prompt": "How much is 1 + 1?", "answer": "2"}]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from device_table import DeviceTable
 
+from hacpo_lab.forked import SERVER_ONLY, changed_environment
 from hacpo_mega.cluster.machine.device import rank_device
 from hacpo_mega.cluster.machine.environment import compiler_problems
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
-from hacpo_mega.jobs.forked import SERVER_ONLY, changed_environment
 from hacpo_mega.preflight.node_report import _device_facts
 
 
@@ -69,7 +69,7 @@ def test_a_cpu_environment_on_a_machine_without_gpus_is_the_cpu(monkeypatch, tmp
 
 
 def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
-    """torch, asked with the settings of jobs/forked.py, counts the driver's devices; else a fork would be too late."""
+    """torch, asked with the settings of hacpo_lab/forked.py, counts the driver's devices; else a fork is too late."""
 
     def initialise():
         raise AssertionError("CUDA's runtime was asked, which initialises it")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from repository import SHARED
 
+from hacpo_grading.judge import Judge
+from hacpo_grading.registry import final_answer
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_SUITE,
@@ -18,7 +20,6 @@ from hacpo_mega.evaluation.benchmarks import (
     names_of,
     read_rows,
 )
-from hacpo_mega.evaluation.evaluate import final_answer
 from hacpo_mega.evaluation.scores import (
     Answers,
     average,
@@ -29,7 +30,6 @@ from hacpo_mega.evaluation.scores import (
     pass_at,
 )
 from hacpo_mega.evaluation.table import Evaluation, print_table, summarize
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Stop
 
 REAL = SHARED / "data"

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from experiment_cases import make_grid, make_result
 
-from hacpo_mega.lab.experiments.compare import Summary, bootstrap_interval, paired_difference, summarize
-from hacpo_mega.lab.experiments.evidence import as_table, evidence_of
-from hacpo_mega.lab.experiments.grid import Cell
-from hacpo_mega.lab.experiments.page import write_evidence
-from hacpo_mega.lab.experiments.result import Diagnosis
-from hacpo_mega.lab.experiments.table import to_markdown
+from hacpo_lab.experiments.compare import Summary, bootstrap_interval, paired_difference, summarize
+from hacpo_lab.experiments.evidence import as_table, evidence_of
+from hacpo_lab.experiments.grid import Cell
+from hacpo_lab.experiments.page import write_evidence
+from hacpo_lab.experiments.result import Diagnosis
+from hacpo_lab.experiments.table import to_markdown
 
 
 def test_mean_and_sample_deviation_by_hand():

@@ -4,10 +4,10 @@ import pytest
 from experiment_cases import grid_file, make_grid
 from repository import ROOT
 
-from hacpo_mega.lab.experiments.evidence import evidence_of
-from hacpo_mega.lab.experiments.grid import Cell, config_of_cell, load_grid, overrides_of
-from hacpo_mega.lab.experiments.identity import folder_digest
-from hacpo_mega.lab.experiments.order import (
+from hacpo_lab.experiments.evidence import evidence_of
+from hacpo_lab.experiments.grid import Cell, config_of_cell, load_grid, overrides_of
+from hacpo_lab.experiments.identity import folder_digest
+from hacpo_lab.experiments.order import (
     Part,
     num_cells,
     num_done,
@@ -16,8 +16,8 @@ from hacpo_mega.lab.experiments.order import (
     tuned,
     tuning_cells,
 )
-from hacpo_mega.lab.experiments.table import to_markdown
-from hacpo_mega.lab.experiments.trust import read_results
+from hacpo_lab.experiments.table import to_markdown
+from hacpo_lab.experiments.trust import read_results
 
 # Final accuracy by rate: shared is best at 4e-4, alone is as good at both.
 SCORES = {("alone", 2e-4): 0.5, ("alone", 4e-4): 0.5, ("shared", 2e-4): 0.6, ("shared", 4e-4): 0.7}

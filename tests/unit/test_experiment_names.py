@@ -3,7 +3,7 @@
 import pytest
 from experiment_cases import grid_file
 
-from hacpo_mega.lab.experiments.grid import NAME_MAX, PID_DIGITS, Cell, load_grid
+from hacpo_lab.experiments.grid import NAME_MAX, PID_DIGITS, Cell, load_grid
 
 pytestmark = pytest.mark.nightly
 
@@ -20,7 +20,7 @@ def test_a_name_that_leads_elsewhere_is_refused(table, name, tmp_path):
 
 def test_the_longest_name_that_a_file_system_takes_is_the_longest_that_is_taken(tmp_path, monkeypatch):
     """The file that is written first carries a dot, the process and an ending beside the name of the run."""
-    monkeypatch.setattr("hacpo_mega.lab.experiments.grid.load_config", lambda *_: None)
+    monkeypatch.setattr("hacpo_lab.experiments.grid.load_config", lambda *_: None)
     around = len(f".{Cell('skills', 'shared', 4e-4, 12, 'reported').name}.json.{'9' * PID_DIGITS}.tmp")
     longest = "skills" + "s" * (NAME_MAX - around)
     (tmp_path / ("x" * NAME_MAX)).touch()  # this file system takes as many

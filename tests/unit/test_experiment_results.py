@@ -9,11 +9,10 @@ from experiment_cases import COMMIT, grid_file, make_grid, make_result
 from job import run_here
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.config import load_config
-from hacpo_mega.lab.experiments.grid import Cell, load_grid
-from hacpo_mega.lab.experiments.identity import folder_digest, identity_of
-from hacpo_mega.lab.experiments.result import diagnose, measure, pack_results, read_packed, read_result, write_result
-from hacpo_mega.lab.experiments.trust import (
+from hacpo_lab.experiments.grid import Cell, load_grid
+from hacpo_lab.experiments.identity import folder_digest, identity_of
+from hacpo_lab.experiments.result import diagnose, measure, pack_results, read_packed, read_result, write_result
+from hacpo_lab.experiments.trust import (
     check_cells,
     check_identities,
     read_results,
@@ -21,6 +20,7 @@ from hacpo_mega.lab.experiments.trust import (
     require_same,
     seeds_begun_elsewhere,
 )
+from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.run.run_lock import RunLock
 

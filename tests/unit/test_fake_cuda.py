@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.lab.memory_trace import _even, _fake_world, _NumbersThatAreKnown
+from hacpo_lab.memory_trace import _even, _fake_world, _NumbersThatAreKnown
 from hacpo_mega.megatron.model import layers, moe
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture

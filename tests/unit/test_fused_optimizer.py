@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from repository import ROOT
+from repository import ROOT, SOURCES
 from tiny_models import make_model
 
 from hacpo_mega.megatron.train.fused_optimizer import chosen_kernels
@@ -51,7 +51,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")
     make_model(folder / "model", "qwen3", tied=True)
     support = ROOT / "tests" / "support"
-    paths = os.pathsep.join(str(path) for path in (ROOT, ROOT / "kernels", support))
+    paths = os.pathsep.join(map(str, (*SOURCES, support)))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, str(support / "fused_stand_in.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

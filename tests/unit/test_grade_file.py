@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
+from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.grade import grade_file
 from hacpo_mega.config.checks.grader_checks import parse_options
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
-from hacpo_mega.grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.records import Verdict
 
 
@@ -60,7 +60,7 @@ def test_every_row_has_its_line(tmp_path):
 def test_an_unjudged_answer_has_no_reward(tmp_path):
     file = lines(tmp_path / "in.jsonl", {"gold": "no number", "pred": "7"}, {"gold": "7", "pred": "7.0"})
     (tmp_path / "mine.py").write_text(
-        "from hacpo_mega.grading.graders import *\nfrom hacpo_mega.grading.graders.number import Number\n"
+        "from hacpo_grading.graders import *\nfrom hacpo_grading.graders.number import Number\n"
         "reward = length_penalised(Number(), 1, 5)\n"
     )
     with Judge(f"{tmp_path / 'mine.py'}:reward", num_workers=1) as judge:

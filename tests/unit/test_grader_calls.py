@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from hacpo_grading.judge import Judge
+from hacpo_grading.workers.grader_calls import GraderCall
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.config.named_function import named_function
 from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.data.reading.files import PromptRow
-from hacpo_mega.grading.judge import Judge
 from hacpo_mega.grading.reward_trial import try_reward
-from hacpo_mega.grading.weighted_judge import judge_of
-from hacpo_mega.grading.workers.grader_calls import GraderCall
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Stop, Verdict
 
 HERE = "tests.support.reward_functions"

@@ -61,7 +61,7 @@ def test_a_gradient_of_half_precision_is_added_in_float32():
     total = torch.randn(16, 24)
     exact = total.double() + grad.double().t() @ given.double()
     terms = total.double().abs() + grad.double().abs().t() @ given.double().abs()
-    linear._Kernel.wgrad_gemm_accum_fp32(given, grad, total)
+    linear.GradientKernel.wgrad_gemm_accum_fp32(given, grad, total)
     assert ((total - exact).abs() <= 300 * 2.0**-24 * terms).all()
 
 

@@ -11,12 +11,12 @@ PROGRAM = f"""
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from hacpo_mega.cluster.groups.lone_groups import one_group_for_lone_ranks
+    from hacpo_mega.cluster.patches import TORCH, apply_patches
 
     def num_threads():
         return len(os.listdir("/proc/self/task"))
 
-    one_group_for_lone_ranks()
+    apply_patches(TORCH)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     before = num_threads()
     groups = [dist.new_group([0], timeout=timedelta(seconds=7)) for _ in range({NUM_GROUPS})]

@@ -19,7 +19,8 @@ from tiny_models import LLAMA3_ROPE, make_model
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.model.model import build_model, forward_packed
-from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.weights import hf_writer
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
 from hacpo_mega.megatron.weights.weights import load_hf_weights

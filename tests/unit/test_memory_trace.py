@@ -26,7 +26,7 @@ from memory_benchmark import (
 )
 from paper_models import make_paper_workplace
 
-from hacpo_mega.lab.memory_trace import TracedMemory
+from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
 from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets
 

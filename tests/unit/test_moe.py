@@ -14,7 +14,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from hacpo_mega.megatron.model import moe, router
 from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.moe import expert_layer
-from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.train.expert_load import expert_load
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout

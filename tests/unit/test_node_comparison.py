@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from hacpo_lab.forked import changed_environment
 from hacpo_mega.cluster.seat import Seat, expand_nodes, tasks_of_nodes
-from hacpo_mega.jobs.forked import changed_environment
 from hacpo_mega.preflight.node_comparison import Look, look_findings, neighbours, report_findings, suspects
 from hacpo_mega.preflight.node_report import NodeReport, size
 

@@ -16,7 +16,7 @@ from hostile_pickles import METADATA, Calls, broken, touching
 from hypothesis import strategies
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from hacpo_mega.cluster.security.peer_objects import _PlainUnpickler
+from hacpo_mega.cluster.security.peer_objects import PlainUnpickler
 from hacpo_mega.cluster.security.plain_pickle import Record, read_plain
 from hacpo_mega.megatron.checkpoint.stored_index import NAMES
 
@@ -31,7 +31,7 @@ PLAIN = strategies.recursive(
 
 
 def from_peer(data: bytes) -> object:
-    return _PlainUnpickler(io.BytesIO(data)).load()
+    return PlainUnpickler(io.BytesIO(data)).load()
 
 
 @pytest.mark.parametrize("way", touching(Path("file")))

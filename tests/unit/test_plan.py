@@ -15,14 +15,14 @@ from plan_cases import CLUSTER, write_cluster, write_small_job
 from repository import ROOT
 from typer.testing import CliRunner
 
+from hacpo_lab.planning.cluster_file import load_cluster
+from hacpo_lab.planning.configuration import Planned, load_planned
+from hacpo_lab.planning.kinds import KINDS
+from hacpo_lab.planning.plan import make_plan
+from hacpo_lab.planning.refusals import refusals
+from hacpo_lab.planning.search import find_ways, lightest
+from hacpo_lab.planning.work import Lengths, work_of
 from hacpo_mega.cli.app import app
-from hacpo_mega.lab.planning.cluster_file import load_cluster
-from hacpo_mega.lab.planning.configuration import Planned, load_planned
-from hacpo_mega.lab.planning.kinds import KINDS
-from hacpo_mega.lab.planning.plan import make_plan
-from hacpo_mega.lab.planning.refusals import refusals
-from hacpo_mega.lab.planning.search import find_ways, lightest
-from hacpo_mega.lab.planning.work import Lengths, work_of
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
 from hacpo_mega.models.sharding.segments import all_sources
 

@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 from dataset_rows import check_data, write_lines
 
+from hacpo_grading.workers.grader_calls import messages_in
 from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.reading.files import load_prompts
-from hacpo_mega.grading.workers.grader_calls import messages_in
 
 
 def said(*messages):

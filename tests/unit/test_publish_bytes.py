@@ -9,9 +9,9 @@ import pytest
 from plan_cases import write_cluster, write_small_job
 from typer.testing import CliRunner
 
+from hacpo_lab.planning.publication import published
+from hacpo_lab.planning.publish_bytes import least_received, whole_tensors
 from hacpo_mega.cli.app import app
-from hacpo_mega.lab.planning.publication import published
-from hacpo_mega.lab.planning.publish_bytes import least_received, whole_tensors
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import Layout, stage_layers
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hacpo_mega.lab.planning.publication import published
-from hacpo_mega.lab.planning.publish_bytes import least_received
+from hacpo_lab.planning.publication import published
+from hacpo_lab.planning.publish_bytes import least_received
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import Layout, block_cells

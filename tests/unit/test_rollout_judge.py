@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hacpo_grading.judge import Judge
 from hacpo_mega.config import RewardConfig
-from hacpo_mega.grading.judge import Judge
-from hacpo_mega.grading.rollout_judge import MOST_AT_ONCE, RolloutJudge
-from hacpo_mega.grading.weighted_judge import judge_of
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Prompt, Rollout, Stop, Verdict
+from hacpo_mega.trainer.rollout_judge import MOST_AT_ONCE, RolloutJudge
 
 PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index in range(4)]
 

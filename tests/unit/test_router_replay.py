@@ -15,7 +15,8 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.router import Router
-from hacpo_mega.megatron.platform import initialize_parallel, megatron_platform
+from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.platform import megatron_platform
 from hacpo_mega.megatron.train.expert_load import expert_load
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout

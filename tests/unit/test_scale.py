@@ -5,8 +5,8 @@ import time
 import pytest
 from repository import ROOT
 
+from hacpo_lab.planning.store_cost import cost
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.lab.planning.store_cost import cost
 
 # A small model in four cells a lane beside a large one in one: 16 ranks a lane.
 AGENTS = (AgentShape("small", tp=2, cells_per_lane=4, engine_tp=2), AgentShape("large", tp=8, engine_tp=8))

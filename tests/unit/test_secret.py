@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hacpo_lab.forked import changed_environment
 from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.cluster.security import secret as secrets_of_jobs
 from hacpo_mega.cluster.security.private_folder import folder_on_node, job_folder, own_folder
@@ -26,7 +27,6 @@ from hacpo_mega.cluster.security.secret import (
     new_secret,
     share_secret,
 )
-from hacpo_mega.jobs.forked import changed_environment
 from hacpo_mega.jobs.local import launcher_environment
 from hacpo_mega.preflight.meeting import Door, knock
 

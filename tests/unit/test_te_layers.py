@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 from memory_benchmark import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
-from repository import ROOT
+from repository import ROOT, SOURCES
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_mega.lab.memory_trace import TracedMemory
+from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
@@ -55,7 +55,7 @@ def models(tmp_path_factory):
 def found(models):
     """In a process of its own: Megatron sees what is installed when it is imported."""
     support = ROOT / "tests" / "support"
-    paths = [str(path) for path in (ROOT, ROOT / "kernels", support)]
+    paths = [str(path) for path in (*SOURCES, support)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(support / "te_stand_in.py"), str(models)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

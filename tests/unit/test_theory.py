@@ -8,8 +8,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.lab.theory.gradients import (
+from hacpo_lab.theory.figure import draw_theory
+from hacpo_lab.theory.gradients import (
     GradientSize,
     Objective,
     Pair,
@@ -21,7 +21,7 @@ from hacpo_mega.lab.theory.gradients import (
     objectives,
     sampled_gradients,
 )
-from hacpo_mega.lab.theory.rewards import (
+from hacpo_lab.theory.rewards import (
     ESTIMATED,
     ONE,
     ORACLE,
@@ -33,9 +33,9 @@ from hacpo_mega.lab.theory.rewards import (
     replicated_advantages,
     track_capability,
 )
-from hacpo_mega.lab.theory.theory import Scale, check_theory, with_error
-from hacpo_mega.lab.theory.world import Estimate, Size, World, draw_history
-from hacpo_mega.report.theory import draw_theory
+from hacpo_lab.theory.theory import Scale, check_theory, with_error
+from hacpo_lab.theory.world import Estimate, Size, World, draw_history
+from hacpo_mega.config import AlgorithmConfig
 
 U64 = 2.0**-53
 # An estimate is compared with its expectation at five standard errors: one in two million misses, and seeds are fixed.

@@ -14,19 +14,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from hacpo_lab.commands import bench as cli_bench
+from hacpo_lab.throughput import memory_peak
+from hacpo_lab.throughput.flops import forward_flops, phase_flops
+from hacpo_lab.throughput.measure import AgentStep, MeasuredStep, measured_step, percentile
+from hacpo_lab.throughput.memory_peak import take_peak
+from hacpo_lab.throughput.scaling import scaling_blocks, scaling_markdown, scaling_rows
+from hacpo_lab.throughput.schedules import load_schedule, schedules_of, with_and_without
+from hacpo_lab.throughput.summary import summarize
+from hacpo_lab.throughput.table import to_csv, to_markdown
+from hacpo_lab.throughput.workload import fixed, replayed
 from hacpo_mega.cli.app import app
-from hacpo_mega.cli.lab import bench as cli_bench
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.lab.throughput import memory_peak
-from hacpo_mega.lab.throughput.flops import forward_flops, phase_flops
-from hacpo_mega.lab.throughput.measure import AgentStep, MeasuredStep, measured_step, percentile
-from hacpo_mega.lab.throughput.memory_peak import take_peak
-from hacpo_mega.lab.throughput.scaling import scaling_blocks, scaling_markdown, scaling_rows
-from hacpo_mega.lab.throughput.schedules import load_schedule, schedules_of, with_and_without
-from hacpo_mega.lab.throughput.summary import summarize
-from hacpo_mega.lab.throughput.table import to_csv, to_markdown
-from hacpo_mega.lab.throughput.workload import fixed, replayed
 from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from repository import ROOT
+from repository import ROOT, SOURCES
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
@@ -194,7 +194,7 @@ def test_a_package_takes_numbers_tables_and_histograms(tmp_path: Path, package: 
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
     (tmp_path / "run").mkdir()
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([*map(str, SOURCES), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | OFFLINE[package] | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     command = [sys.executable, "-c", WITH_A_PACKAGE, str(tmp_path), package]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)

@@ -10,7 +10,7 @@ device connect at the same time, they can wait for each other for ever (two proc
 from datetime import timedelta
 from typing import Self
 
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, Store
 
 
 class Gloo(ProcessGroupGloo):
@@ -34,8 +34,3 @@ class Gloo(ProcessGroupGloo):
 
 
 _ALONE: dict[timedelta, Gloo] = {}
-
-
-def one_group_for_lone_ranks() -> None:
-    """From here on, the groups of gloo that this process makes for itself alone are one for every timeout."""
-    distributed_c10d.ProcessGroupGloo = Gloo

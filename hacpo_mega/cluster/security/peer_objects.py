@@ -2,8 +2,8 @@
 
 This project sends bytes of a stated layout. Its libraries send objects by `all_gather_object` and the like: Megatron
 the keys of its parameter groups, vLLM names of shared memory and handles of it, numbers and settings it has measured.
-torch unpickles them; who speaks as a rank would run code in all the others. `plain_objects_only` puts one reader in the
-place where torch does, for all of them.
+torch unpickles them; who speaks as a rank would run code in all the others. A patch (cluster/patches.py) puts the
+reader below in the place where torch does, for all of them.
 Not here: vLLM's message queue, which is never made (rollout/vllm/host_process.py).
 """
 
@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from hacpo_mega.cluster.security.plain_pickle import Names, Record, read_plain
 
@@ -24,15 +23,7 @@ REBUILD, LOAD, HOOKS = (
 TENSOR: Names = frozenset((REBUILD, LOAD, HOOKS))
 
 
-def plain_objects_only() -> None:
-    """From here on, an object from another process of the job that is more than a plain value or a tensor is refused.
-
-    For good: a process that has joined a job goes on in no other.
-    """
-    distributed_c10d._unpickler = _PlainUnpickler
-
-
-class _PlainUnpickler:
+class PlainUnpickler:
     """What torch calls in place of pickle.Unpickler."""
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -24,6 +24,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.hub import HubModel
+from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import layout_problems
 from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
@@ -390,3 +391,31 @@ def architecture_of(agent: AgentConfig) -> Architecture:
 
 def _is_planned(agent: AgentConfig) -> bool:
     return agent.init is not None and not (agent.model / "config.json").is_file()
+
+
+def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
+    """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
+    models, problems = {}, []
+    for agent in config.agents:
+        try:
+            models[agent.name] = _model_of(agent)
+            found = list(_layout_lines(config, agent, models[agent.name]))
+        except ValueError as problem:
+            found = [str(problem)]
+        problems += [f"agents.{agent.name}: {line}" for line in found]
+    return models, problems
+
+
+def _model_of(agent: AgentConfig) -> Architecture:
+    """From the agent's folder or init table where there is one, else by its name. ValueError for an unknown one."""
+    if agent.init is not None or (agent.model / "config.json").is_file():
+        return architecture_of(agent)
+    return public_architecture(str(agent.model))
+
+
+def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> Iterator[str]:
+    yield from table_problems(agent.megatron, agent.vllm)
+    layout = agent.layout(config.lanes)
+    yield from layout_problems(model, layout)
+    yield from field_problems(agent.megatron, model, layout, has_adapters=agent.lora is not None)
+    yield from position_problems(config, model)

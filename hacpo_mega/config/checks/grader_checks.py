@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from hacpo_mega.config.tables.choices import REWARD_KINDS, value_problem
+from hacpo_grading.registry import GRADERS, value_problem
 
 # Any of these among its parameters, and a grader is called by name.
 VERL = ({"solution_str", "ground_truth"}, {"solution_strs", "ground_truths"})
@@ -25,12 +25,12 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({})) -> str | None:
     """What is wrong with a reward kind, or None; `options` are given to it besides."""
     place, colon, name = kind.rpartition(":")
-    if kind in REWARD_KINDS:
+    if kind in GRADERS:
         return None
     if not colon:
-        near = difflib.get_close_matches(kind, REWARD_KINDS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(kind, GRADERS, n=1, cutoff=0.5)
         return (
-            f"{kind!r} is unknown; known: {', '.join(REWARD_KINDS)}, or your own as module:function or file.py:function"
+            f"{kind!r} is unknown; known: {', '.join(GRADERS)}, or your own as module:function or file.py:function"
             + (f"; did you mean {near[0]!r}?" if near else "")
         )
     if not place or not name.isidentifier():
@@ -39,7 +39,7 @@ def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({
 
 
 def _call_problem(kind: str, options: Mapping[str, object]) -> str | None:
-    """Why a grader cannot be called, by its source; grading/workers/grader_signature.py asks the function itself."""
+    """Why a grader cannot be called, by its source; a worker asks the function itself (grader_signature.py)."""
     found = _definition(kind)
     if isinstance(found, ast.ClassDef):
         may_call = found.bases or found.decorator_list or "__call__" in _bound_names(ast.Module(found.body, []))
@@ -101,10 +101,10 @@ def tracker_problem(name: str) -> str | None:
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
     """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells; or, of
     one of ours, not with this value."""
-    known = REWARD_KINDS[kind] if kind in REWARD_KINDS else _parameters(_definition(kind))
+    known = GRADERS[kind].options if kind in GRADERS else _parameters(_definition(kind))
     if known is None or not (unknown := sorted(set(options) - set(known))):
-        return value_problem(kind, options) if kind in REWARD_KINDS else None
-    what = "options" if kind in REWARD_KINDS else "parameters"
+        return value_problem(kind, options) if kind in GRADERS else None
+    what = "options" if kind in GRADERS else "parameters"
     near = difflib.get_close_matches(unknown[0], known, n=1)
     return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {', '.join(known) or 'none'}" + (
         f"; did you mean {near[0]!r}?" if near else ""
@@ -114,7 +114,7 @@ def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
 def shown_grader(kind: str, options: Mapping[str, object]) -> str:
     """A grader as `check` shows it: its kind, the signature of the user's as it is written, options it has and gets."""
     found = _definition(kind)
-    has = ", ".join(REWARD_KINDS.get(kind, _parameters(found) or ())) or "none"
+    has = ", ".join(GRADERS[kind].options if kind in GRADERS else _parameters(found) or ()) or "none"
     of = f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else f" (options it has: {has})"
     given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items()) or "none"
     return f"{kind}{of}; options set: {given}"
@@ -138,7 +138,7 @@ def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
 def _definition(kind: str) -> Definition | None:
     """The function or class of a grader, by its source; None for one of ours, and where only running it would tell."""
     place, _, name = kind.rpartition(":")
-    file = None if kind in REWARD_KINDS else Path(place) if place.endswith(".py") else _source_of(place)
+    file = None if kind in GRADERS else Path(place) if place.endswith(".py") else _source_of(place)
     if file is None:
         return None
     found = [node for node in ast.parse(file.read_bytes()).body if getattr(node, "name", None) == name]
@@ -180,6 +180,11 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
     Its parents are walked by their folders: `find_spec` would import them.
     """
     first, *rest = module.split(".")
+    if first == __name__.partition(".")[0]:  # ours, which may have moved; importing its parents runs no foreign code
+        try:
+            return importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            return None
     # The ranks of a job run with the current folder on their path; this process may not.
     spec = importlib.util.find_spec(first) if first else None
     spec = spec or importlib.machinery.PathFinder.find_spec(first, [str(Path.cwd())])

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hacpo_grading.registry import GRADERS
 from hacpo_mega.config.tables.agents import AgentConfig
-from hacpo_mega.config.tables.choices import REWARD_KINDS
 from hacpo_mega.config.tables.schema import RewardConfig
 
 # Engine arguments that are numbers and switches of memory, batches and schedules, by any value of these types.
@@ -50,7 +50,8 @@ def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
     for key, grader in reward.graders.items():
         if kind not in (None, grader.kind):
             continue
-        if grader.kind == "model" or (kind is None and grader.kind not in REWARD_KINDS):
+        found = GRADERS.get(grader.kind)
+        if kind is None if found is None else found.asks_server:
             yield _shown(f"{key}.kind", grader.kind)
         if grader.options.get("isolated", True) is not True:
             yield _shown(f"{key}.options.isolated", grader.options["isolated"])

@@ -1,77 +1,12 @@
 """Names that a configuration may say and that other rooms give a meaning to, with what must be known of them here.
 
-`grading/kinds.py` has a grader for every reward kind and `data/tasks.py` makes the prompts of every skill; tests hold
-that they agree with these lists.
+`data/tasks.py` makes the prompts of every skill; tests hold that it agrees with this list. Not here: the graders
+(hacpo_grading/registry.py).
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-
-@dataclass(frozen=True)
-class Option:
-    """Of a judge: which values it takes, and that in words."""
-
-    said: str
-    takes: Callable[[Any], bool]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-FLAG = Option("true or false", lambda value: isinstance(value, bool))
-COUNT = Option("a whole number from 1", lambda value: type(value) is int and value >= 1)
-SHARE = Option("a number from 0, below 1", lambda value: _is_number(value) and 0.0 <= value < 1.0)
-DISTANCE = Option("a number from 0, below inf", lambda value: _is_number(value) and 0.0 <= value < math.inf)
-SECONDS = Option("a number above 0, below inf", lambda value: _is_number(value) and 0.0 < value < math.inf)
-TEXT = Option("text", lambda value: isinstance(value, str))
-NAME = Option("a text that is not empty", lambda value: isinstance(value, str) and value.strip() != "")
-ADDRESS = Option(
-    "an address that begins with http:// or https://",
-    lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
-)
-
-# Every kind of judge with the options that it has.
-REWARD_KINDS: Mapping[str, Mapping[str, Option]] = {
-    "math": {"relative": SHARE},
-    "math_any": {"relative": SHARE},
-    "number": {"rel_tol": SHARE, "abs_tol": DISTANCE},
-    "choice": {},
-    "json": {},
-    "program": {
-        **dict.fromkeys(("graded", "isolated"), FLAG),
-        **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
-    },
-    "exact": {},
-    "arithmetic": {},
-    "model": {
-        **{"url": ADDRESS, "model": NAME, "template": TEXT},
-        **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
-        **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
-    },
-}
-# The options without which a kind of judge cannot be.
-NEEDED: Mapping[str, tuple[str, ...]] = {"model": ("url", "model")}
-
-
-def value_problem(kind: str, options: Mapping[str, Any]) -> str | None:
-    """Which option a kind of judge lacks, or has with a value that it does not take; the names of all are known."""
-    known = REWARD_KINDS[kind]
-    if missing := [name for name in NEEDED.get(kind, ()) if name not in options]:
-        return f"{kind!r} needs {' and '.join(f'{name} ({known[name].said})' for name in missing)}"
-    wrong = (name for name, value in options.items() if not known[name].takes(value))
-    return next((f"option {name} ({options[name]!r}) must be {known[name].said}" for name in wrong), None)
-
-
-def gives_parts(kind: str, options: Mapping[str, Any]) -> bool:
-    """Whether a grader may give a part of a reward: a program's with `graded`, a model's, and the user's own."""
-    if kind == "program":
-        return bool(options.get("graded"))
-    return kind == "model" or kind not in REWARD_KINDS
-
+from typing import Literal
 
 TRACKERS = ("wandb", "trackio", "swanlab", "mlflow", "comet_ml")
 

@@ -1,7 +1,7 @@
 """What each key of a configuration changes: nothing that is trained, its results by rounding, or the results.
 
 The one place that says so; whoever goes on with a run (changes.py) and whoever compares runs
-(lab/experiments/identity.py) asks here. A key that no pattern names changes results.
+(hacpo_lab/experiments/identity.py) asks here. A key that no pattern names changes results.
 """
 
 import fnmatch

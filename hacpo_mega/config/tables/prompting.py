@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hacpo_grading.texts.answer_text import CLOSES, OPENS
 from hacpo_mega.config.tables.chat_messages import messages_of
 from hacpo_mega.models.files.chat_template import names_in, utc_now
 
 PLACE = "{prompt}"
 # What a template is always given.
 OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
-OPENS, CLOSES = "<think>", "</think>"
 # What a template is tried with: two tasks, of which one is long, since a template may cut.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from hacpo_grading.registry import gives_parts
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.algorithm import AlgorithmConfig
-from hacpo_mega.config.tables.choices import TRACKERS, Skill, gives_parts
+from hacpo_mega.config.tables.choices import TRACKERS, Skill
 from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.config.tables.section import (
     Count,
@@ -77,9 +78,8 @@ class RewardPartConfig(Section):
     """One reward: its grader, and the range of what it returns."""
 
     kind: str = "math"
-    """The grader: math (last boxed answer), math_any (an answer anywhere), number, choice, json, program, exact,
-    arithmetic, model (a language model behind a server), or a function of yours as module:function or
-    file.py:function."""
+    """The grader: math (last boxed answer), math_any (an answer anywhere), another built-in one
+    (docs/guide/data-and-rewards.md), or a function of yours as module:function or file.py:function."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """What the grader lets you set, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
     range: RewardRange = (0.0, 1.0)

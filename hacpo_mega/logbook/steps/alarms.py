@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.grading.judge import JudgeReport
 from hacpo_mega.logbook.steps.sharing import SHARED_LEAST, Fates, fates_of
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from hacpo_kernels import add_product, product
-from megatron.core.tensor_parallel import layers
 from torch.autograd.function import Function, FunctionCtx
 from torch.overrides import TorchFunctionMode
 
@@ -19,7 +18,7 @@ ADDS_AT_ONCE = {"local": True, "te": False}
 MATMULS = (torch.matmul, torch.Tensor.matmul)
 
 
-class _Kernel:
+class GradientKernel:
     """Stand-in for apex's extension, under the names that Megatron's linear layers call."""
 
     @staticmethod
@@ -37,7 +36,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _multiplying(megatrons: type[Function]) -> type[Function]:
+def multiplying(megatrons: type[Function]) -> type[Function]:
     """Wraps an autograd function of Megatron's, which is applied unchanged on other devices."""
 
     class Multiplying(megatrons):
@@ -57,9 +56,3 @@ def _multiplying(megatrons: type[Function]) -> type[Function]:
                 return megatrons.backward(ctx, *grads)
 
     return Multiplying
-
-
-layers.fused_weight_gradient_mlp_cuda = _Kernel
-layers._grad_accum_fusion_available = True
-for name in ("LinearWithGradAccumulationAndAsyncCommunication", "LinearWithFrozenWeight"):
-    setattr(layers, name, _multiplying(getattr(layers, name)))

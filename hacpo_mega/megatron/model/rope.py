@@ -12,7 +12,7 @@ import math
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import TransformerConfig
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.rope import LinearRope, Llama3Rope, YarnRope
@@ -99,7 +99,3 @@ def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Te
     width = high - low if high != low else 0.001
     divide_P = ((torch.arange(num_pairs, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
     return frequencies_P / rope.factor * divide_P + frequencies_P * (1.0 - divide_P)
-
-
-# Permanent: no other model uses Megatron's attention here.
-attention.apply_rotary_pos_emb = rotate

@@ -31,7 +31,6 @@ from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model.model import HiddenStateModel, forward_packed, unwrapped
 from hacpo_mega.megatron.model.router import PADDING, UNTOLD, coefficients
 from hacpo_mega.megatron.train.overlap import buffers_of, reduction_inside_backward, wait_before_use
-from hacpo_mega.megatron.train.shard_exchange import use_shard_exchange
 from hacpo_mega.megatron.train.stage_message import from_bytes, to_bytes
 from hacpo_mega.records import MicroBatch
 from hacpo_mega.samples.packing import empty_microbatch
@@ -51,7 +50,6 @@ def data_parallel(
 
     Cells wait for each other where the reduction ends, so that is one of the `spans`.
     """
-    use_shard_exchange()
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
     wrapping = DistributedDataParallelConfig(

@@ -66,9 +66,3 @@ def _others(group: dist.ProcessGroup) -> list[int]:
 
 _library_sums = param_and_grad_buffer.dist_reduce_scatter_func
 _library_gathers = param_and_grad_buffer.dist_all_gather_func
-
-
-def use_shard_exchange() -> None:
-    """Makes Megatron's model wrapper exchange shards as above, in the whole process, from now on."""
-    param_and_grad_buffer.dist_reduce_scatter_func = sum_into_shard
-    param_and_grad_buffer.dist_all_gather_func = gather_shards

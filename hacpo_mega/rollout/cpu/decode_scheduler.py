@@ -5,7 +5,7 @@ one token, that record's way to the answer. The fast path looks only at requests
 vLLM's own functions in vLLM's order, and holds tokens back until their request ends. Requests, blocks, hashes,
 preemptions and ends equal vLLM's to the bit (tests/jobs/test_decode_scheduler.py). A step with anything else, such as a
 new request, a missing block or a chunked prompt, takes vLLM's path.
-vLLM is passed in; only engine.py imports it.
+vLLM is passed in; only engine.py and patches.py import it.
 
 Not here: sampling (row_noise.py), reporting of answers (running_answers.py).
 """

@@ -1,6 +1,6 @@
 """Batched write of vLLM's log-prob record: all tokens that arrive together, instead of one by one.
 
-decode_scheduler.py passes on many tokens at once. vLLM is passed in; only engine.py imports it.
+decode_scheduler.py passes on many tokens at once. vLLM is passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Isolation shims for vLLM in the trainer process: random streams, threads, environment, process groups.
 
 Each function undoes or prevents one effect of vLLM on its process, which it expects to own. vLLM's objects are passed
-in; only engine.py imports vllm.
+in; only engine.py and patches.py import it.
 """
 
 import gc
@@ -11,7 +11,7 @@ import random
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.groups.tree import share_bytes
+from hacpo_mega.cluster.patches import Patch, apply_patches
 
 SHARED_MEMORY = Path("/dev/shm")
 # Variables from which torch's allocator reads its settings.
@@ -176,6 +177,10 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def unwatched(**_how: Any) -> None:
+    """Replaces vLLM's monitor of late compilation, which is not started."""
+
+
 @contextmanager
 def quiet(logger: logging.Logger) -> Iterator[None]:
     """Silences warnings of vLLM on intended behaviour."""
@@ -197,12 +202,13 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def starting_vllm() -> Iterator[None]:
-    """Context of vLLM's start, which restores LD_PRELOAD.
+def starting_vllm(patches: Iterable[Patch]) -> Iterator[None]:
+    """Context of vLLM's start: applies the patches, and restores LD_PRELOAD afterwards.
 
     vLLM extends LD_PRELOAD on a CPU, and it would reach the judge's processes. The context also silences a warning with
     a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
     """
+    apply_patches(patches)
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
         with quiet(logging.getLogger("vllm.renderers.base")):

@@ -6,7 +6,7 @@ capturer (`bind_routed_experts_capturer`), which stores it like keys and values,
 cached prefix has the routing of the request that computed it, preempted tokens are written again when they are read
 again, a prompt may be read in parts, and routing is dropped with the cache (new weights). An answer's last token is
 never read, so it has no routing.
-vLLM's objects are passed in; only engine.py imports vllm.
+vLLM's objects are passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable

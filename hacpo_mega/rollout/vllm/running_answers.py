@@ -1,6 +1,6 @@
 """Answers of one engine call while it generates: reports each that ends, and cuts all on demand.
 
-vLLM's objects are passed in; only engine.py imports vllm.
+vLLM's objects are passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable

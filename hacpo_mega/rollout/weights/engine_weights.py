@@ -5,7 +5,7 @@ linear layer after loading and keeps no other copy: the layer gets a new shard, 
 are packed when both of their tensors have arrived (expert_weights.py). A quantizing layer gets its shard too
 (quantized_weights.py). Tensors whose loaders could not be followed (parts.py) go through vLLM's own loaders, as full
 tensors.
-vLLM's model and functions are passed in; only engine.py imports vllm.
+vLLM's model and functions are passed in; only engine.py and patches.py import it.
 """
 
 import logging

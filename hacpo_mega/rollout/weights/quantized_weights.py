@@ -3,7 +3,7 @@
 Such a layer loads plain numbers and keeps others with their scales. It gets its shard in the plain form and quantizes
 it in place, as it would have done from a folder at the start. Some kinds reduce the largest number over the ranks of an
 engine, so all ranks have to reach a layer, in one order (Receiver).
-vLLM's functions are passed in; only engine.py imports vllm. Not here: the scales, which vLLM alone decides.
+vLLM's functions are passed in; only engine.py and patches.py import it. Not here: the scales, which vLLM alone decides.
 """
 
 import logging

@@ -1,0 +1,138 @@
+"""Judging of an agent's rollouts: all at the end or, beside the engine, each as soon as it has ended.
+
+Beside the engine, a thread passes ended answers to the judge, whose graders are processes of their own
+(guarded_workers.py). A judgement depends on its answer alone, so it is the same either way. But a grader of the user's
+own that has never worked is tried on the first answers of every such part, not on the first ones of the step.
+
+Not here: what a judgement is (judge.py).
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Self
+
+from hacpo_grading.judge import JudgeReport
+from hacpo_grading.weighted_judge import AnyJudge
+from hacpo_mega.records import Judgement, Prompt, Rollout
+
+# Most answers in one call of the judge: ending the thread waits for one call at most.
+MOST_AT_ONCE = 64
+
+AnswerKey = tuple[int, int]  # prompt index, rollout index
+
+
+class RolloutJudge:
+    """One cell's judge of rollouts, on its leader. A context manager, whose exit ends the thread.
+
+    hidden_s   seconds of judging that the last `judge` did not have to wait for
+    """
+
+    def __init__(
+        self,
+        judge: AnyJudge,
+        *,
+        while_sampling: bool,
+        is_leader: bool = True,
+        agent: str = "",
+        opened: Callable[[str], str] = lambda _prompt: "",
+    ) -> None:
+        """`agent` writes the answers. `opened` returns the start of an answer that a prompt, as the agent reads it,
+        already contains (a <think>): it is judged as part of the answer.
+
+        `while_sampling` asks for judging beside the engine. A grader in this process cannot do that, nor one that
+        compares the answers of a group. On other ranks than the leader it judges nothing: only the leader needs
+        judgements.
+        """
+        self._judge, self._is_leader, self._agent, self._opened = judge, is_leader, agent, opened
+        self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
+        self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_leaving = False
+        self._found: dict[AnswerKey, Judgement] = {}
+        self._error: BaseException | None = None
+        self._judged_s = self.hidden_s = 0.0
+
+    @property
+    def on_answer(self) -> Callable[[Prompt, Rollout], None] | None:
+        """Callback for an answer that has ended while others have not; None if judging waits for all."""
+        return self._begin if self._goes_beside else None
+
+    def _begin(self, prompt: Prompt, rollout: Rollout) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
+            self._thread.start()
+        self._ended.put((prompt, rollout))
+
+    def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
+        """One judgement per rollout, in order; `prompts` are the answered ones. Waits for judging in progress.
+
+        An empty list on other ranks than the leader.
+        """
+        if not self._is_leader:
+            return []
+        found = self._finish()
+        by_index = {prompt.index: prompt for prompt in prompts}
+        rest = [rollout for rollout in rollouts if _key(rollout) not in found]
+        judged = self._judge_all([(by_index[rollout.prompt_index], rollout) for rollout in rest])
+        return [(found | judged)[_key(rollout)] for rollout in rollouts]
+
+    def take_report(self) -> JudgeReport:
+        """Problems since the last report, and the seconds that the last `judge` did not have to wait for."""
+        return replace(self._judge.take_report(), hidden_s=self.hidden_s)
+
+    def _judge_all(self, asked: Sequence[tuple[Prompt, Rollout]]) -> dict[AnswerKey, Judgement]:
+        judgements = self._judge.judge(
+            [prompt.text for prompt, _ in asked],
+            [prompt.gold for prompt, _ in asked],
+            [self._opened(prompt.text) + rollout.text for prompt, rollout in asked],
+            [rollout.stop for _, rollout in asked],
+            [prompt.row for prompt, _ in asked],
+            self._agent,
+            [prompt.index for prompt, _ in asked],
+        )
+        return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
+
+    def _run(self) -> None:
+        """Thread: judges the answers that have ended since its last look, until there are no more."""
+        asked: list[tuple[Prompt, Rollout] | None] = []
+        try:
+            while None not in asked and not self._is_leaving:
+                asked = [self._ended.get()]
+                while len(asked) < MOST_AT_ONCE and not self._ended.empty():
+                    asked.append(self._ended.get())
+                start = time.monotonic()
+                self._found |= self._judge_all([answer for answer in asked if answer is not None])
+                self._judged_s += time.monotonic() - start
+        except BaseException as error:  # raised again by `_finish`
+            self._error = error
+
+    def _finish(self) -> Mapping[AnswerKey, Judgement]:
+        """Ends the thread and takes its judgements; raises the error that ended it."""
+        start = time.monotonic()
+        self._end_thread()
+        self.hidden_s = max(0.0, self._judged_s - (time.monotonic() - start))
+        error, found = self._error, self._found
+        self._error, self._found, self._judged_s = None, {}, 0.0
+        if error is not None:
+            raise error
+        return found
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._ended.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_leaving = True
+        self._end_thread()
+
+
+def _key(rollout: Rollout) -> AnswerKey:
+    return rollout.prompt_index, rollout.rollout_index

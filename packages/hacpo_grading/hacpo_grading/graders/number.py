@@ -1,0 +1,95 @@
+r"""The judge of numbers with units: 3.0e8 m/s against 3.00 \times 10^8, within a relative tolerance.
+
+The number is the last one of the last box, or of the whole text without a box; so it is in gold. Exponents and indices
+of units and names (m/s^2, v_1, H2O) are no numbers. Units are not converted: 50 % equals 50 and not 0.5.
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hacpo_grading.registry import value_problem
+from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed
+
+SPACING = re.compile(r"\\[,;!: ]|\\left|\\right|\$")
+PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({PLAIN})\s*\}}\s*\{{\s*({PLAIN})\s*\}}")
+TEN_TO = re.compile(
+    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*x×·])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*(\{?)\s*([+-]?\d{1,6})"
+)
+RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|\*\*\s*[+-]?\d+")
+COMMAND = re.compile(r"\\[A-Za-z]+")
+NUMBER = re.compile(
+    rf"(?:(?<![\w)\]}}])([+-])\s?)?(?<![\w.])({PLAIN})(?:[eE]([+-]?\d{{1,6}})(?!\w))?(?:\s?/\s?({PLAIN})(?![\w.]))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """1 when the number of the answer is within a tolerance of that of gold, 0 when not, None without a number.
+
+    rel_tol   of the magnitude of gold      abs_tol   for golds of 0
+    """
+
+    rel_tol: float = 1e-6
+    abs_tol: float = 0.0
+
+    def __post_init__(self) -> None:
+        if problem := value_problem("number", asdict(self)):
+            raise ValueError(problem)
+
+    def __call__(self, prompt: str, answer: str, gold: str) -> float | None:
+        """The grader."""
+        wanted = self._wanted(gold)
+        found = last_number(_where(after_thinking(answer)))
+        if found is None:
+            return None
+        return float(abs(found - wanted) <= max(self.rel_tol * abs(wanted), self.abs_tol))
+
+    def explain(self, answer: str, gold: str) -> dict[str, Any]:
+        """Where the number was looked for, which it is, and how far from gold."""
+        where = _where(after_thinking(answer))
+        found, wanted = last_number(where), self._wanted(gold)
+        return {
+            "extracted": where[-200:],
+            "parsed_answer": found,
+            "parsed_gold": wanted,
+            "rule": f"|answer - gold| <= max({self.rel_tol:g} |gold|, {self.abs_tol:g})",
+        }
+
+    def _wanted(self, gold: str) -> float:
+        wanted = last_number(_where(gold_answer(gold)))
+        if wanted is None or not math.isfinite(wanted):
+            raise ValueError(f"the gold answer {gold[-80:]!r} has no number in it")
+        return wanted
+
+
+def last_number(text: str) -> float | None:
+    """The last number of a text; None without any."""
+    text = SPACING.sub("", text).replace("{,}", ",").replace("−", "-")
+    text = FRACTION.sub(r" \1/\2 ", text)
+    text = TEN_TO.sub(_as_exponent, text)
+    text = COMMAND.sub(" ", RAISED.sub(" ", text))
+    last = None
+    for last in NUMBER.finditer(text):  # noqa: B007
+        pass
+    return None if last is None else _value(*last.groups())
+
+
+def _as_exponent(power: re.Match[str]) -> str:
+    follows_a_number = not power.group().startswith("10")
+    return f"{'' if follows_a_number else '1'}e{power[2]}{' ' if power[1] else ''}"
+
+
+def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None) -> float | None:
+    value = float(f"{sign or ''}{digits.replace(',', '')}e{exponent or 0}")
+    if divisor is None:
+        return value
+    below = float(divisor.replace(",", ""))
+    return value / below if below else None
+
+
+def _where(text: str) -> str:
+    content = last_boxed(text)
+    return text if content is None else content

@@ -1,0 +1,203 @@
+"""The judge of programs: what the answer's Python program prints for given inputs, run in a process of its own.
+
+Gold is a JSON list of cases, [{"stdin": "1 2\\n", "stdout": "3\\n"}, ...]. The program is the last fenced block of the
+answer; text without one has no answer. A case is passed when the program ends with status 0 within its limits and
+prints the expected text, white space at the ends of lines and of the text aside. What a program can reach is said in
+sandbox.py; where the kernel does not allow that isolation, nothing is run unless `isolated` is turned off.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hacpo_grading.graders.json_equality import fenced
+from hacpo_grading.registry import value_problem
+from hacpo_grading.texts.answer_text import after_thinking
+from hacpo_grading.workers.sandbox import SETUP_FAILED
+from hacpo_grading.workers.system_calls import filter_program
+
+SANDBOX = Path(__file__).parents[1] / "workers" / "sandbox.py"
+SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
+MAX_SAID_BYTES = 2000
+# Wall time of a case: it ends programs that sleep, however crowded the machine is.
+WALL_FACTOR = 10
+WALL_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input and the output it must give."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of the program on one case. `ending`: "exit status 1", "signal 9", "output too long", ..."""
+
+    stdout: bytes
+    stderr: bytes
+    ending: str
+
+    def passes(self, case: Case) -> bool:
+        """Whether it ended well and printed what was expected."""
+        printed = self.stdout.decode("utf-8", errors="replace")
+        return self.ending == "exit status 0" and _lines(printed) == _lines(case.stdout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """1 when every case is passed, else 0; with `graded` the share of cases that are.
+
+    cpu_s           whole seconds of CPU time of each process of a case
+    memory_mb       of the program with all that it starts and writes, and address space of each process; /tmp has half
+    num_processes   of the program together, threads counted
+    output_kb       of standard output; a program that prints more is ended
+    """
+
+    graded: bool = False
+    isolated: bool = True
+    cpu_s: int = 2
+    memory_mb: int = 512
+    num_processes: int = 16
+    output_kb: int = 1024
+
+    def __post_init__(self) -> None:
+        """ValueError for an option that makes no sense, and where the kernel does not allow the isolation."""
+        if problem := value_problem("program", asdict(self)):
+            raise ValueError(problem)
+        trial = self.run("print(1)", Case("", "1"))
+        if not trial.passes(Case("", "1")):
+            said = trial.stderr.decode(errors="replace").strip() or trial.ending
+            raise ValueError(
+                f"programs cannot be run isolated on this machine ({said}). Allow user namespaces, or set option "
+                "isolated = false: then they can read and write what this user can, and reach the network"
+                if self.isolated
+                else f"programs cannot be run on this machine: {said}"
+            )
+
+    def __call__(self, prompt: str, answer: str, gold: str) -> float | None:
+        """The grader."""
+        cases = read_cases(gold)
+        program, is_fenced = fenced(after_thinking(answer))
+        if not is_fenced:
+            return None
+        num_passed = 0
+        for case in cases:
+            if self.run(program, case).passes(case):
+                num_passed += 1
+            elif not self.graded:
+                return 0.0
+        return num_passed / len(cases)
+
+    def explain(self, answer: str, gold: str) -> dict[str, Any]:
+        """The program, and what it did on the first case that it does not pass."""
+        cases = read_cases(gold)
+        program, is_fenced = fenced(after_thinking(answer))
+        if not is_fenced:
+            return {"extracted": None, "rule": "the last fenced block of the answer is its program"}
+        found = {"extracted": program[:MAX_SAID_BYTES], "rule": "every case ends with status 0 and prints its stdout"}
+        for number, case in enumerate(cases, start=1):
+            run = self.run(program, case)
+            if not run.passes(case):
+                said = {"ending": run.ending, "printed": _shown(run.stdout), "standard error": _shown(run.stderr)}
+                return found | {"failed case": number, "expected": case.stdout[:MAX_SAID_BYTES]} | said
+        return found | {"failed case": None}
+
+    def run(self, program: str, case: Case) -> Run:
+        """Runs a program on one case, and ends it with everything it started."""
+        order = {
+            "program": program,
+            "stdin": case.stdin,
+            "python": sys.executable,
+            "visible": visible_folders(),
+            "cpu_s": self.cpu_s,
+            "memory_bytes": self.memory_mb << 20,
+            "num_processes": self.num_processes,
+            "disk_bytes": self.memory_mb << 19,
+            "filter": filter_program(os.uname().machine).hex() if self.isolated else "",
+            "is_isolated": self.isolated,
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(SANDBOX)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        cut: str | None = "interrupted"
+        with process:
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it never began to read: its exit status says why
+                    process.stdin.write(json.dumps(order).encode() + b"\n")
+                process.stdin.close()
+                printed, said, cut = self._listen(process)
+            finally:
+                if cut is not None:
+                    process.kill()
+                status = process.wait()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # without namespaces nothing else ends its children
+        return Run(printed, said, cut or _ending(status))
+
+    def _listen(self, process: subprocess.Popen) -> tuple[bytes, bytes, str | None]:
+        """What a process prints until it ends, and why it was cut short, if it was."""
+        deadline = time.monotonic() + WALL_FACTOR * self.cpu_s + WALL_GRACE_S
+        printed, said = bytearray(), bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ, printed)
+            selector.register(process.stderr, selectors.EVENT_READ, said)
+            while selector.get_map():
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                    data = key.fileobj.read(1 << 16)
+                    key.data.extend(data)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                del said[:-MAX_SAID_BYTES]
+                if len(printed) > self.output_kb << 10:
+                    return bytes(printed), bytes(said), f"output longer than {self.output_kb} KiB"
+                if time.monotonic() > deadline:
+                    return bytes(printed), bytes(said), "out of wall time"
+        return bytes(printed), bytes(said), None
+
+
+def read_cases(gold: str) -> list[Case]:
+    """The cases of a gold text. ValueError for what is no such list."""
+    try:
+        cases = [Case(**case) for case in json.loads(gold)]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f'gold must be a JSON list of {{"stdin", "stdout"}}, found {gold[:80]!r}: {error}') from error
+    if not cases or not all(isinstance(text, str) for case in cases for text in (case.stdin, case.stdout)):
+        raise ValueError(f'gold must be a JSON list of {{"stdin", "stdout"}} with texts, found {gold[:80]!r}')
+    return cases
+
+
+def visible_folders() -> list[str]:
+    """What a program needs to run at all: the interpreter and the system's libraries, each folder once."""
+    # An environment may be reached through a link, which is a link inside, too.
+    folders = [*SYSTEM, sys.base_prefix, *dict.fromkeys([sys.prefix, os.path.realpath(sys.prefix)])]
+    return [f for f in folders if not any(f != other and f.startswith(f"{other}/") for other in folders)]
+
+
+def _ending(status: int) -> str:
+    if status == SETUP_FAILED:
+        return "not started"
+    return f"signal {status - 128}" if status > 128 else f"exit status {status}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _shown(data: bytes) -> str:
+    return data[-MAX_SAID_BYTES:].decode("utf-8", errors="replace")

@@ -1,0 +1,339 @@
+"""Who judges: text and gold in, verdict and reward out; who is to blame for a failure decides what it costs.
+
+An answer on which its grader reaches no end (out of CPU time, out of memory, an error) is wrong and earns 0, or a
+policy could learn such answers as a way out of every group mean. Where the judge is at fault it stays unjudged (reward
+NaN), since a 0 would bias the capability of its agent, and with it omega and every advantage (HACPO, eq. 9). The judge
+is at fault when the gold fails too where it stands as the answer, when no worker can be started, when a grader returns
+what is no reward, and as long as a grader of the user's own has never come to a verdict.
+"""
+
+import json
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Self
+
+from hacpo_grading.judgement import Judgement, Stop, Verdict
+from hacpo_grading.registry import find_grader
+from hacpo_grading.workers.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
+from hacpo_grading.workers.grader_signature import Signature
+from hacpo_grading.workers.guarded_workers import (
+    MEMORY_BYTES,
+    START_TIMEOUT_S,
+    GraderSpec,
+    GuardedWorkers,
+    Outcome,
+    Task,
+)
+
+# How many answers a grader of the user's own is tried on before it is known to work at all.
+NUM_TRIED = 8
+NOT_TRIED = "not tried: the grader failed on all answers before"
+NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+FULL = 1.0  # the reward of a success, unless reward.success says otherwise
+ROUNDING = 1e-9  # of a reward, relative: the weighted mean of full parts may be .9999999999999999
+
+Explained = tuple[Judgement, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class JudgeCounts:
+    """Totals over the life of a judge; cpu_s is of the graders, wall_s of the calls.
+
+    num_distinct   what was left to grade after equal tasks were put together
+    num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    """
+
+    num_answers: int = 0
+    num_distinct: int = 0
+    num_unjudged: int = 0
+    num_timeouts: int = 0
+    num_errors: int = 0
+    num_workers_replaced: int = 0
+    cpu_s: float = 0.0
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class JudgeReport:
+    """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming.
+
+    num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    hidden_s     seconds of judging beside the engine, which nobody waited for
+    """
+
+    num_answers: int
+    num_unjudged: int
+    num_timeouts: int
+    num_errors: int
+    errors: Mapping[str, int]
+    hidden_s: float = 0.0
+
+    @property
+    def first_error(self) -> str | None:
+        """The text of the first error; None without any."""
+        return next(iter(self.errors), None)
+
+
+class Judge:
+    """Judges answers of one kind.
+
+    `kind` is a name of registry.py ("math", "number", "program", ...) or "module:function" / "file.py:function", a
+    grader of your own; `options` are its keyword-only arguments. Graders linear in the text run in this process, since
+    a pipe would cost more than they do; everything else in `num_workers` guarded processes, with `start_timeout_s` to
+    load and `timeout_s` CPU seconds for each answer. With `require_stop` an answer that did not end by itself has no
+    answer. Equal answers to equal prompts are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1;
+    from `success` on an answer is correct.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_workers: int = 1,
+        timeout_s: float = 5.0,
+        require_stop: bool = False,
+        memory_bytes: int = MEMORY_BYTES,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        reward_range: tuple[float, float] = UNIT,
+        success: float = FULL,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """Starts the workers. ValueError for an unknown kind or option, or a grader that cannot be loaded."""
+        self.kind = kind
+        self.success = success
+        self.require_stop = require_stop
+        self.counts = JudgeCounts()
+        self._kind = find_grader(kind)
+        self._reported = JudgeCounts()
+        self._errors: Counter[str] = Counter()
+        self._has_worked = not self._kind.is_own
+        self._sound: set[Task] = set()
+        self._lock = threading.Lock()
+        self._grader: GraderCall | None = None
+        self._workers: GuardedWorkers | None = None
+        limits_sleep = self._kind.is_own
+        spec = GraderSpec(kind, self._kind.function, options, self._kind.explainer, limits_sleep, reward_range)
+        try:
+            if self._kind.is_linear:
+                self._grader = GraderCall(spec.name, spec.options, reward_range)
+            else:
+                self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes, start_timeout_s)
+        except ValueError as error:
+            raise ValueError(f"reward kind {kind!r}: {error}") from error
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether its graders run in processes of their own."""
+        return self._workers is not None
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether its grader asks for all answers to a prompt."""
+        return "group" in self.signature.wants
+
+    @property
+    def signature(self) -> Signature:
+        """How its grader is called."""
+        return self._grader.signature if self._workers is None else self._workers.signature
+
+    @property
+    def how_called(self) -> tuple[str, ...]:
+        """What a start says of graders of the user's own: which function, called how."""
+        return (f"the grader {self.kind} is called {self.signature}",) if self._kind.is_own else ()
+
+    def require_fields(self, rows: Iterable[str]) -> None:
+        """ValueError where a data row (JSON text) lacks a field that the grader cannot do without."""
+        for row in rows if self.signature.fields else ():
+            fields = json.loads(row) if row else {}
+            for name in self.signature.fields:
+                if name not in fields:
+                    raise ValueError(f"reward kind {self.kind!r}: {missing_field(name, fields)}")
+
+    def judge(
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        rows: Sequence[str] = (),
+        agent: str = "",
+        places: Sequence[int] = (),
+    ) -> list[Judgement]:
+        """One judgement per answer, in order.
+
+        `rows` are the other fields of each prompt's data row as JSON text, none where there are none; `agent` wrote all
+        answers. Those of one of `places` (where prompts stand in a step) are a group; without places, those to equal
+        prompts in one call.
+        """
+        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, rows, agent, places)]
+
+    def judge_and_explain(
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        rows: Sequence[str] = (),
+        agent: str = "",
+        places: Sequence[int] = (),
+    ) -> list[Explained]:
+        """Each judgement with what the grader says about it: what it took for the answer, how it read both sides."""
+        return self._judge(prompts, golds, texts, stops, rows, agent, places, is_explained=True)
+
+    def take_report(self) -> JudgeReport:
+        """What went wrong since the last report, for the console of a step."""
+        with self._lock:
+            now, before = self.counts, self._reported
+            self._reported, errors, self._errors = now, self._errors, Counter()
+        return JudgeReport(
+            num_answers=now.num_answers - before.num_answers,
+            num_unjudged=now.num_unjudged - before.num_unjudged,
+            num_timeouts=now.num_timeouts - before.num_timeouts,
+            num_errors=now.num_errors - before.num_errors,
+            errors=errors,
+        )
+
+    def _judge(
+        self,
+        prompts: Sequence[str],
+        golds: Sequence[str],
+        texts: Sequence[str],
+        stops: Sequence[Stop],
+        rows: Sequence[str],
+        agent: str,
+        places: Sequence[int],
+        is_explained: bool = False,
+    ) -> list[Explained]:
+        rows = rows or [""] * len(prompts)
+        groups_of = list(places) or list(zip(prompts, golds, rows))
+        assert len(prompts) == len(golds) == len(texts) == len(stops) == len(rows), (
+            len(prompts),
+            len(golds),
+            len(rows),
+        )
+        wants = self.signature.wants
+        groups: dict[Hashable, list[str]] = defaultdict(list)
+        for group, text in zip(groups_of, texts, strict=True) if "group" in wants else ():
+            groups[group].append(text)
+        with self._lock:
+            start = time.monotonic()
+            asked = [
+                Task(
+                    prompt,
+                    text,
+                    gold,
+                    row if "row" in wants else "",
+                    agent if "agent" in wants else "",
+                    tuple(groups[group]) if "group" in wants else (),
+                    is_explained,
+                )
+                if stop == Stop.EOS or not self.require_stop
+                else None
+                for prompt, gold, text, stop, row, group in zip(prompts, golds, texts, stops, rows, groups_of)
+            ]
+            distinct = list(dict.fromkeys(task for task in asked if task is not None))
+            outcomes = dict(zip(distinct, self._outcomes(distinct)))
+            failed = [task for task, outcome in outcomes.items() if outcome.is_failure and not outcome.is_misuse]
+            sound = self._sound_among(failed) if failed else set()
+            judged = [
+                (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
+                if task is None
+                else (self._judgement(task, outcomes[task], sound), outcomes[task].explanation or {})
+                for task in asked
+            ]
+            self._errors.update(outcomes[task].error for task in asked if task is not None and outcomes[task].error)
+            self._count([judgement for judgement, _ in judged], outcomes.values(), time.monotonic() - start)
+        return judged
+
+    def _judgement(self, task: Task, outcome: Outcome, sound: set[Task]) -> Judgement:
+        return judgement_of(outcome, self._gold_task(task) in sound, self.success)
+
+    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+        """One per task. A grader of the user's own that fails on the first few is not tried on the rest."""
+        if self._has_worked:
+            return self._run(tasks)
+        first = self._run(tasks[:NUM_TRIED])
+        self._has_worked = any(not outcome.is_failure for outcome in first)
+        rest = tasks[NUM_TRIED:]
+        return first + (self._run(rest) if self._has_worked else [Outcome(None, NOT_TRIED)] * len(rest))
+
+    def _run(self, tasks: Sequence[Task]) -> list[Outcome]:
+        if self._workers is not None:
+            return self._workers.run(tasks)
+        return [self._in_process(task) for task in tasks]
+
+    def _in_process(self, task: Task) -> Outcome:
+        start = time.process_time()
+        (reply,) = self._grader.grade([asked_of(task.prompt, task.answer, task.gold, task.row, task.agent, task.group)])
+        if task.is_explained:
+            explainer = self._kind.explainer
+            reply["explanation"] = explain(self._grader.grader, explainer, self.kind, task.answer, task.gold)
+        return Outcome(**reply, cpu_s=time.process_time() - start)
+
+    def _sound_among(self, failed: Sequence[Task]) -> set[Task]:
+        """The gold tasks of failed ones that come to a verdict.
+
+        Then the answer is to blame. A kind of this house is asked once per gold; the user's grader at every call, since
+        what it depends on may have broken down after it worked.
+        """
+        if not self._has_worked:
+            return set()
+        if self._kind.is_own:
+            self._sound.clear()
+        unknown = [task for task in dict.fromkeys(map(self._gold_task, failed)) if task not in self._sound]
+        self._sound |= {task for task, outcome in zip(unknown, self._run(unknown)) if not outcome.is_failure}
+        return self._sound
+
+    def _gold_task(self, task: Task) -> Task:
+        """The same question with its gold as the answer."""
+        answer = self._kind.gold_as_answer(task.gold)
+        return replace(task, answer=answer, group=(answer,) if task.group else (), is_explained=False)
+
+    def _count(self, judgements: Sequence[Judgement], outcomes: Collection[Outcome], seconds: float) -> None:
+        verdicts = [judgement.verdict for judgement in judgements]
+        self.counts = JudgeCounts(
+            num_answers=self.counts.num_answers + len(verdicts),
+            num_distinct=self.counts.num_distinct + len(outcomes),
+            num_unjudged=self.counts.num_unjudged + sum(not judgement.is_judged for judgement in judgements),
+            num_timeouts=self.counts.num_timeouts + verdicts.count(Verdict.TIMEOUT),
+            num_errors=self.counts.num_errors + verdicts.count(Verdict.ERROR),
+            num_workers_replaced=self._workers.num_replaced if self._workers else 0,
+            cpu_s=self.counts.cpu_s + sum(outcome.cpu_s for outcome in outcomes),
+            wall_s=self.counts.wall_s + seconds,
+        )
+
+    def close(self) -> None:
+        """Ends the workers; none is left, not even as a zombie. May be called twice."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def is_success(reward: float, least: float = FULL) -> bool:
+    """Whether a reward is that of a success: at least `least`, up to the rounding of a sum. 0 and NaN never are."""
+    return reward >= least * (1.0 - ROUNDING)
+
+
+def judgement_of(outcome: Outcome, is_gold_sound: bool, success: float = FULL) -> Judgement:
+    """The verdict on an outcome: a reward below `success` counts as wrong, and keeps its value.
+
+    A failure costs the answer its reward when its gold is sound, else it stays unjudged.
+    """
+    if outcome.is_failure:
+        verdict = Verdict.TIMEOUT if outcome.timed_out else Verdict.ERROR
+        return Judgement(verdict, 0.0 if is_gold_sound and not outcome.is_misuse else math.nan)
+    parts = tuple(outcome.parts.items())
+    if outcome.reward is None:
+        return Judgement(Verdict.NO_ANSWER, 0.0, parts)
+    verdict = Verdict.CORRECT if is_success(outcome.reward, success) else Verdict.WRONG
+    return Judgement(verdict, outcome.reward, parts)

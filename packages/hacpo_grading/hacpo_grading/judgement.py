@@ -1,0 +1,53 @@
+"""What a judge is told of an answer's end, and what it says of the answer."""
+
+import enum
+import math
+from typing import NamedTuple
+
+
+class Stop(enum.IntEnum):
+    """Why an answer ended: the end-of-sequence token, the length limit, the engine gave up, or it came too late."""
+
+    EOS = 0
+    LENGTH = 1
+    ABORT = 2
+    CUT = 3
+
+
+class Verdict(enum.IntEnum):
+    """What the judge said. CORRECT is a success, as `reward.success` defines one; no reader compares rewards for it.
+
+    TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them; where the judge
+    is, the answer is unjudged and its reward is NaN.
+    """
+
+    CORRECT = 0
+    WRONG = 1
+    NO_ANSWER = 2
+    TIMEOUT = 3
+    ERROR = 4
+
+    def allows(self, reward: float) -> bool:
+        """Whether a reward can go with this verdict: nothing but 0 or NaN where the grader reached no end."""
+        if self in (Verdict.TIMEOUT, Verdict.ERROR):
+            return math.isnan(reward) or reward == 0.0
+        return not math.isnan(reward)
+
+
+class Judgement(NamedTuple):
+    """A verdict and its reward; the reward is NaN exactly when the answer is unjudged.
+
+    `parts` are the named rewards that it is made of, and other numbers that a grader returned: they are only logged.
+    """
+
+    verdict: Verdict
+    reward: float
+    parts: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_judged(self) -> bool:
+        return not math.isnan(self.reward)
+
+    @property
+    def is_success(self) -> bool:
+        return self.verdict is Verdict.CORRECT

@@ -1,0 +1,279 @@
+"""Calls a grader with what its parameters ask for (grader_signature.py), and reads what it returns.
+
+What comes back is a number in the declared range, None for a text without an answer, or a table with "score" and other
+numbers, which are logged; of a batch a list of these. Imported by worker processes: the standard library alone.
+"""
+
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
+from hacpo_grading.workers.own_file import module_of_file
+
+Reply = dict[str, Any]
+MAX_SAID = 500
+MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
+UNIT = (0.0, 1.0)
+RETURNED = "the grader returned"  # begins what is said of a value that is no reward
+
+
+class Unjudged(Exception):
+    """Raised by a grader that is at fault itself, such as a server out of reach: the answer stays unjudged."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer as a grader may ask for it; `row` has every field of the data row but the prompt."""
+
+    prompt: str
+    answer: str
+    gold: str
+    row: Mapping[str, Any]
+    agent: str = ""
+    group: tuple[str, ...] = ()
+
+
+class GraderCall:
+    """A grader with its options, and how it is called.
+
+    reward_range   lowest and highest reward it may return; they become 0 and 1, and what lies between, linearly
+    patience_s     seconds that an async grader may take over an answer; None: it limits itself
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        options: Mapping[str, Any],
+        reward_range: Sequence[float] = UNIT,
+        patience_s: float | None = None,
+    ) -> None:
+        """ValueError for what cannot be loaded or called, and for an option that it does not have."""
+        self.grader = _with_options(load_by_name(spec), options)
+        self.signature = signature_of(self.grader)
+        self._low, self._high = reward_range
+        self._patience_s = patience_s
+
+    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Reply]:
+        """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
+
+        A batch that fails as a whole is called again for each of its answers alone, so that each answers for itself.
+        """
+        try:
+            results = self._call(asked)
+        except Exception as error:
+            if len(asked) > 1:
+                return [reply for one in asked for reply in self.grade([one], is_worker=is_worker)]
+            return [_failed(error)]
+        except (SystemExit, KeyboardInterrupt) as error:
+            if not is_worker:
+                raise  # somebody ends the trainer
+            return [_failed(error)] * len(asked)
+        if len(results) != len(asked):
+            what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
+            return [_reply(error=what, is_misuse=True)] * len(asked)
+        return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
+
+    def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
+        signature = self.signature
+        if signature.takes_lists:
+            columns = _columns(signature, asked)
+            found = self._awaited([self.grader(**columns)])[0] if signature.is_async else self.grader(**columns)
+            if isinstance(found, BaseException):
+                raise found
+            return found if isinstance(found, Sequence) and not isinstance(found, str) else list(found)
+        calls = [self._one(one) for one in asked]
+        return self._awaited(calls) if signature.is_async else calls
+
+    def _one(self, asked: Asked) -> Any:
+        if self.signature.style == "position":
+            return self.grader(asked.prompt, asked.answer, asked.gold)
+        return self.grader(**(_verl if self.signature.style == "verl" else _single)(self.signature, asked))
+
+    def _awaited(self, calls: Sequence[Any]) -> list[Any]:
+        async def together() -> list[Any]:
+            waits = [asyncio.wait_for(call, self._patience_s) for call in calls]
+            return await asyncio.gather(*waits, return_exceptions=True)
+
+        return asyncio.run(together())
+
+    def _read(self, found: Any) -> Reply:
+        parts: dict[str, float] = {}
+        if isinstance(found, Mapping):
+            if "score" not in found:
+                return _reply(error=f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
+            parts = _numbers_of(found)
+            found = found["score"]
+        if found is None:
+            return _reply(parts=parts)
+        number = _number(found)
+        if not self._low <= number <= self._high:
+            shown = f"{RETURNED} {type(found).__name__} {_shown(found)}"[:MAX_SAID]
+            what = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
+            return _reply(error=what, is_misuse=True)
+        return _reply((number - self._low) / (self._high - self._low), parts=parts)
+
+
+def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
+    """What a grader that asks by name gets for one answer. KeyError's text names a field that the row does not have."""
+    given = {name: getattr(asked, name) for name in SINGLE}
+    return _by_name(signature, given, asked.row)
+
+
+def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
+    """As verl's reward managers call. Its other parameters keep their defaults, whatever fields a row has."""
+    return _by_name(
+        signature, _verl_values(asked), {name: asked.row[name] for name in signature.fields if name in asked.row}
+    )
+
+
+def _verl_values(asked: Asked) -> dict[str, Any]:
+    """What verl's names mean here: ground_truth is the row's reward_model's where it has one, else the gold."""
+    row, of_model = asked.row, asked.row.get("reward_model")
+    has_truth = isinstance(of_model, Mapping) and "ground_truth" in of_model
+    truth = of_model["ground_truth"] if has_truth else asked.gold
+    values = (row.get("data_source", ""), asked.answer, truth, row.get("extra_info", row))
+    return dict(zip(VERL, values, strict=True))
+
+
+def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, can_do_without in signature.names.items():
+        if name in given:
+            found[name] = given[name]
+        elif name in row:
+            found[name] = row[name]
+        elif not can_do_without:
+            raise Unjudged(missing_field(name, row))
+    return (dict(row) if signature.is_open and signature.style != "verl" else {}) | found
+
+
+def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
+    """Lists, one place per answer; a field that only some rows have is None in the others."""
+    fields = dict.fromkeys(name for one in asked for name in one.row)
+    row = {name: [one.row.get(name) for one in asked] for name in fields}
+    if signature.style == "trl":
+        chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
+        talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
+        completions = [[{"role": "assistant", "content": one.answer}] if talks else one.answer for one in asked]
+        prompts = [one.prompt if chat is None else chat for one, chat in zip(asked, chats)]
+        given = {"prompts": prompts, "completions": completions}
+    elif signature.style == "verl_batch":
+        each = [_verl_values(one) for one in asked]
+        return _by_name(signature, {f"{name}s": [one[name] for one in each] for name in VERL}, {})
+    else:
+        given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
+    return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
+
+
+def messages_in(prompt: str) -> list[dict[str, str]] | None:
+    """The chat messages that a prompt's text stands for, which is their JSON; None for plain text."""
+    if not prompt.startswith('[{"role":"'):
+        return None
+    try:
+        found = json.loads(prompt)
+    except ValueError:
+        return None
+    is_chat = all(isinstance(message, dict) and message.keys() == {"role", "content"} for message in found)
+    return [message for message in found if message["role"] != "tools"] if is_chat else None
+
+
+def missing_field(name: str, row: Mapping[str, Any]) -> str:
+    """What is said of a parameter that nobody has."""
+    return (
+        f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
+        f"{', '.join(map(str, row)) or 'none'}"
+    )
+
+
+def load_by_name(spec: str) -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names."""
+    place, _, name = spec.rpartition(":")
+    if not place:
+        raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
+    module = module_of_file(place, "own_grader") if place.endswith(".py") else importlib.import_module(place)
+    return getattr(module, name)
+
+
+def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
+    if not callable(found):
+        raise ValueError(f"it is a {type(found).__name__}, and a grader is a function (prompt, answer, gold)")
+    kinds = (inspect.Parameter.KEYWORD_ONLY,)
+    if isinstance(found, type):
+        kinds = (*kinds, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = [p.name for p in inspect.signature(found).parameters.values() if p.kind in kinds]
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(f"it has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+    return found(**options) if isinstance(found, type) else functools.partial(found, **options)
+
+
+def explain(grader: Callable, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
+    """How a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold) of that
+    name; nothing where there is neither."""
+    try:
+        if hasattr(grader, "explain"):
+            return grader.explain(answer, gold)
+        return load_by_name(explainer)(kind, answer, gold) if explainer else {}
+    except Exception as error:
+        return {"explanation failed": said(error)}
+
+
+def _number(found: Any) -> float:
+    try:
+        return float(found) if isinstance(found, SupportsFloat) else math.nan  # numpy's scalars are welcome
+    except Exception:
+        return math.nan
+
+
+def _numbers_of(table: Mapping[Any, Any]) -> dict[str, float]:
+    """The other numbers of a table, as verl logs them; what is no finite number is its owner's."""
+    named = {k: _number(v) for k, v in table.items() if isinstance(k, str) and k != "score" and not isinstance(v, str)}
+    good = [(k, v) for k, v in named.items() if math.isfinite(v) and len(k) <= MAX_PART_NAME and k.isidentifier()]
+    return dict(good[:MAX_PARTS])
+
+
+def _failed(error: BaseException) -> Reply:
+    if isinstance(error, TimeoutError):  # of asyncio.wait_for, or of what the grader itself waited for
+        return _reply(timed_out=True)
+    return _reply(error=said(error), is_misuse=isinstance(error, Unjudged))
+
+
+def said(error: BaseException) -> str:
+    """An error as the judge reports it, at most 500 characters."""
+    return f"{type(error).__name__}: {_shown(error, str)}"[:MAX_SAID]
+
+
+def _shown(found: object, show: Callable[[Any], str] = repr) -> str:
+    try:
+        return show(found)
+    except Exception:  # such as an int of too many digits
+        return "that cannot be shown"
+
+
+def _reply(
+    reward: float | None = None,
+    error: str | None = None,
+    is_misuse: bool = False,
+    timed_out: bool = False,
+    parts: Mapping[str, float] = {},
+) -> Reply:
+    return {
+        "reward": reward,
+        "error": error,
+        "is_misuse": is_misuse,
+        "timed_out": timed_out,
+        "parts": dict(parts),
+        "explanation": None,
+    }
+
+
+def asked_of(prompt: str, answer: str, gold: str, row: str = "", agent: str = "", group: Sequence[str] = ()) -> Asked:
+    """An answer from the plain values that travel to a worker; `row` is JSON text, "" for a row without fields."""
+    return Asked(prompt, answer, gold, json.loads(row) if row else {}, agent, tuple(group))

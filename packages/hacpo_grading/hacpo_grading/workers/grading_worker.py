@@ -1,0 +1,105 @@
+"""The program of a grading worker: reads answers from standard input, writes one verdict per line, knows nothing else.
+
+It is started as a fresh interpreter (never forked, so it holds no CUDA context and no locks of the trainer) and imports
+the standard library and its grader alone. What happens here guards against everything that a kill by the parent
+(guarded_workers.py) would come too late for, or would do unevenly:
+- time: each answer has an allowance of CPU seconds of this process. The kernel counts them and ends the process with
+  SIGPROF, in the middle of C code too; a busy machine changes nothing about it;
+- memory: RLIMIT_AS turns a giant power into a MemoryError instead of taking the node down;
+- a parent that died: an idle worker reads end-of-file, a thread notices a new parent process, and a grader stuck in C
+  code, where no thread of ours ever runs, spends its CPU allowance;
+- a grader that prints or reads: the protocol has descriptors of its own, which a forked child loses. A print goes to
+  standard error, standard input is empty. Whoever writes into them does not know the token of the request, and is told
+  from a reply. That is against accidents: the grader is the user's own code, and could look the token up in here.
+Protocol: JSON lines in, first {"kind", "grader", "options", "explainer", "reward_range", "patience_s", "path",
+"memory_bytes", "cpu_s", "token"}, then lists of [prompt, answer, gold, row, agent, group, explain, token]. Frames out,
+each the token of what it replies to, the length of what follows, and JSON: {"ready": the grader's signature} or
+{"error"}; then for each answer, in order, {"reward": number or null, "error": text or null, "is_misuse": bool,
+"timed_out": bool, "parts": {name: number}, "explanation": object or null, "cpu_s": number}.
+Not here: how a grader is called (grader_calls.py).
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from typing import TextIO
+
+from hacpo_grading.workers.grader_calls import GraderCall, asked_of, explain, said
+
+TOKEN_BYTES = 16
+HEADER = struct.Struct(f"!{TOKEN_BYTES}sI")
+MAX_FRAME_BYTES = 1 << 24
+
+
+def serve(requests: TextIO, replies: int) -> None:
+    """Grades until end-of-file; `replies` is the descriptor of the frames."""
+    pid = os.getpid()
+    setup = json.loads(requests.readline())
+    sys.path[:] = setup["path"]
+    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    try:
+        call = GraderCall(setup["grader"], setup["options"], setup["reward_range"], setup["patience_s"])
+    except BaseException as error:  # sys.exit among them: the user is to be told of it
+        _say(replies, setup["token"], {"error": said(error)})
+        return
+    if os.getpid() != pid:
+        os._exit(0)  # a child that the grader's file has forked
+    _say(replies, setup["token"], {"ready": dataclasses.asdict(call.signature)})
+    for line in requests:
+        tasks = json.loads(line)
+        for together in [tasks] if call.signature.takes_many else [[task] for task in tasks]:
+            signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"] * len(together))
+            started = time.process_time()
+            graded = call.grade([asked_of(*task[:-2]) for task in together], is_worker=True)
+            for (_, answer, gold, *_, is_explained, _), reply in zip(together, graded, strict=True):
+                if is_explained:
+                    reply["explanation"] = explain(call.grader, setup["explainer"], setup["kind"], answer, gold)
+            if os.getpid() != pid:
+                os._exit(1)  # a child that the grader has forked and returned in
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            cpu_s = (time.process_time() - started) / len(together)
+            for task, reply in zip(together, graded, strict=True):
+                _say(replies, task[-1], reply | {"cpu_s": cpu_s})
+
+
+def _say(replies: int, token: str, message: dict) -> None:
+    data = json.dumps(message, default=repr).encode()
+    if len(data) > MAX_FRAME_BYTES:
+        note = {"explanation failed": f"it is longer than {MAX_FRAME_BYTES} bytes"}
+        data = json.dumps(message | {"explanation": note}).encode()
+    frame = memoryview(HEADER.pack(bytes.fromhex(token), len(data)) + data)
+    try:
+        while frame:
+            frame = frame[os.write(replies, frame) :]
+    except OSError as error:
+        sys.exit(f"a grading worker cannot reply: the trainer is gone, or the grader closed the pipe ({error})")
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpid(), signal.SIGKILL)  # its own group: what graders have left running ends, too
+
+
+def main() -> None:
+    """Serves tasks from standard input until it closes or the parent is gone; what graders print goes to stderr."""
+    parent = os.getppid()
+    # Ctrl-C reaches the whole group, a scheduler's signals every process of a job; the parent decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    requests, replies, nothing = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    os.register_at_fork(after_in_child=lambda: os.closerange(min(requests, replies), max(requests, replies) + 1))
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    serve(os.fdopen(requests, encoding="ascii"), replies)

@@ -1,0 +1,56 @@
+"""The command `hacpo-mega plan`: what a configuration takes on a cluster, without its machines.
+
+Imports are inside functions, as in cli/app.py.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hacpo_mega.models.files.visible import say
+
+
+def plan(
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    cluster_file: Annotated[
+        Path, typer.Option("--cluster", help="The machines' TOML file, docs/guide/planning.md.")
+    ] = ...,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Of a prompt, on average; half of the longest if not given.")
+    ] = None,
+    answer_tokens: Annotated[
+        int | None, typer.Option(help="Of an answer, on average; half of the longest if not given.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Writes the plan there, too.")
+    ] = None,
+) -> None:
+    """Plan memory, messages, seconds and waiting on a cluster, and the layout in which all agents finish together."""
+    from hacpo_lab.planning.cluster_file import load_cluster
+    from hacpo_lab.planning.configuration import load_planned
+    from hacpo_lab.planning.plan import make_plan
+    from hacpo_lab.planning.refusals import refusals, tried
+    from hacpo_lab.planning.search import find_ways
+    from hacpo_lab.planning.table import as_json, shown
+    from hacpo_lab.planning.work import Lengths, work_of
+    from hacpo_mega.data.reading.files import refuse_overwriting, replacing
+
+    if json_file is not None:
+        refuse_overwriting(json_file, [config_file, cluster_file])
+    cluster = load_cluster(cluster_file)
+    planned = load_planned(config_file, overrides or (), cluster)
+    lengths = Lengths(prompt_tokens, answer_tokens)
+    work = {agent.name: work_of(planned.config, lengths) for agent in planned.config.agents}
+    found = make_plan(planned, work, cluster)
+    ways = tried(planned, work, cluster, find_ways(planned, work, cluster))
+    if problems := refusals(planned, found, work, ways):
+        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
+    say(shown(found, ways))
+    if json_file is not None:
+        try:
+            with replacing(json_file) as file:
+                file.write(as_json(found, ways))
+        except OSError as error:
+            raise ValueError(f"--json {json_file}: cannot be written ({error.strerror}); give a file") from error

@@ -1,0 +1,176 @@
+"""The queue of an experiment: runs what is missing, one run after the other, until nothing is.
+
+A run's ranks write into a folder of their own under work_dir/running; its JSON file in `results` appears whole, when
+the run is over, and from then on the run is never made again. So whatever moment the queue is killed at, it loses at
+most the run that was going on. A run that fails is moved to work_dir/failed and the queue goes on.
+Not here: which run is next (order.py), and what the results show (evidence.py).
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, overrides_of
+from hacpo_lab.experiments.identity import Identity
+from hacpo_lab.experiments.order import EVERYTHING, Part, num_cells, num_done, pending_cells
+from hacpo_lab.experiments.result import Measured, Result, measure, pack_results, this_machine, write_result
+from hacpo_lab.experiments.trust import (
+    Setting,
+    check_cells,
+    check_identities,
+    read_results,
+    require_same,
+    seeds_begun_elsewhere,
+)
+from hacpo_lab.forked import JobServer
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
+from hacpo_mega.logbook.run.run_folder import resolved_toml
+from hacpo_mega.logbook.run.run_lock import RunLock
+from hacpo_mega.models.files.visible import say
+
+PRELOAD = "hacpo_lab.experiments.preloaded"
+LAST_LINES = 12  # of a failed rank's standard error
+
+TrainRank = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a queue ended: runs it made, runs that failed, and those of the grid that are still missing."""
+
+    num_made: int
+    failed: tuple[Cell, ...]
+    num_missing: int
+
+
+def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, part: Part = EVERYTHING) -> Outcome:
+    """Runs at most `limit` missing cells of this machine's part, in order.
+
+    `train_rank(config_file)` is what each rank of a run does. ValueError, before any run, for a grid or a results
+    folder that must not be used; and when the source changes while the queue runs, since results are of one source.
+    """
+    identities = check_identities(check_cells(grid))
+    commit = source_commit()
+    with RunLock(grid.work_dir, "work_dir"):
+        for leftover in (grid.work_dir / "running").glob("*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if commit and commit.endswith("+"):
+            say("warning: files differ from the commit; every result will say so")
+        results, others = read_results(grid)
+        if seeds := seeds_begun_elsewhere(results, identities):
+            say(f"seeds {seeds} began from other warm starts than those here; the tables will name both")
+        if others:
+            say(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
+        return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank).run(limit, part)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What all runs of one queue share: the grid, what its runs must be, the source, the server, what a rank does."""
+
+    grid: Grid
+    identities: Mapping[Setting, Identity]
+    commit: str | None
+    server: JobServer
+    train_rank: TrainRank
+
+    def run(self, limit: int | None, part: Part) -> Outcome:
+        """Runs cells until none is left, or `limit` have been tried."""
+        failed: list[Cell] = []
+        num_made = 0
+        scores = self.scores()
+        while limit is None or num_made + len(failed) < limit:
+            cell = next((cell for cell in pending_cells(self.grid, scores, part) if cell not in failed), None)
+            if cell is None:
+                break
+            start = time.monotonic()
+            result = self.make(cell)
+            scores = self.scores()
+            if result is None:
+                failed.append(cell)
+                continue
+            num_made += 1
+            found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
+            whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid)}"
+            say(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)")
+        num_missing = num_cells(self.grid) - num_done(self.grid, scores)
+        if num_made and not num_missing:  # nobody writes here any more
+            pack_results(self.grid.results, read_results(self.grid)[0].values())
+        return Outcome(num_made, tuple(failed), num_missing)
+
+    def scores(self) -> dict[Cell, float]:
+        """What is finished, as it lies on disk: files of another machine may come at any time."""
+        results, _ = read_results(self.grid)
+        require_same(self.grid, results, self.identities, self.commit)
+        return {cell: result.score for cell, result in results.items()}
+
+    def make(self, cell: Cell) -> Result | None:
+        """Runs a cell and writes its result; None when it failed, which is told and kept."""
+        running = self.grid.work_dir / "running"
+        running.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f"{cell.name}.", dir=running))
+        config = config_of_cell(self.grid, cell, folder / "run")
+        file = folder / "config.toml"
+        file.write_text(resolved_toml(config), encoding="utf-8")
+        say(f"{cell.name} runs; what it says goes to {folder / '0.out'}")
+        statuses = self.server.run(RankMap.of(config).world_size, folder, self.train_rank, str(file))
+        agents = tuple(agent.name for agent in config.agents)
+        every = config.evaluation.every_steps
+        found = measure(config.run_dir, agents, every) if set(statuses) == {0} else None
+        if found is None:
+            self.keep_failed(cell, folder, statuses)
+            return None
+        result = self.result_of(cell, found)
+        write_result(self.grid.results, result)
+        if self.grid.keep_runs:
+            _replace(config.run_dir, self.grid.work_dir / "runs" / cell.name)
+        shutil.rmtree(folder)
+        return result
+
+    def result_of(self, cell: Cell, found: Measured) -> Result:
+        """A finished run's result. ValueError when the source is no longer the one that the queue began with."""
+        if (now := source_commit()) != self.commit:
+            raise ValueError(
+                f"the source was changed while the queue ran (commit {self.commit}, now {now}): {cell.name} is not "
+                "kept; go back to that commit and start again, or give another results folder"
+            )
+        return Result(
+            regime=cell.regime,
+            method=cell.method,
+            learning_rate=cell.learning_rate,
+            seed=cell.seed,
+            stage=cell.stage,
+            commit=self.commit,
+            versions=installed_versions(),
+            machine=this_machine(),
+            config_file=str(self.grid.regimes[cell.regime].config),
+            overrides=tuple(overrides_of(self.grid, cell)),
+            identity=self.identities[cell.regime, cell.method],
+            **dict(found),
+        )
+
+    def keep_failed(self, cell: Cell, folder: Path, statuses: list[int | None]) -> None:
+        """Moves a failed run to work_dir/failed, with its statuses and the last lines that its ranks wrote."""
+        kept = self.grid.work_dir / "failed" / cell.name
+        _replace(folder, kept)
+        last = {}
+        for rank, status in enumerate(statuses):
+            errors = kept / f"{rank}.err"  # not there for a rank that ended before it could open it
+            lines = errors.read_text(encoding="utf-8", errors="replace").splitlines() if errors.exists() else []
+            last[f"rank {rank}"] = {"status": str(status), "last_lines": lines[-LAST_LINES:]}
+        (kept / "failure.toml").write_text(tomli_w.dumps(last, multiline_strings=True), encoding="utf-8")
+        said = [line for rank in last.values() for line in rank["last_lines"] if line.strip()]
+        say(f"{cell.name} FAILED, exit statuses {statuses}: {said[-1] if said else 'it said nothing'}")
+        say(f"  kept in {kept}; the queue goes on, and the next start tries it again")
+
+
+def _replace(source: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source.rename(target)

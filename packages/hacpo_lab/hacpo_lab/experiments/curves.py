@@ -1,0 +1,73 @@
+"""The curves of an experiment: accuracy against steps, answers and seconds, one figure per regime and axis."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
+from hacpo_mega.report.canvas import band, dressed, line_legend, panels, to_inline_svg, to_png
+from hacpo_mega.report.colours import AGENT_COLOURS
+from hacpo_mega.report.plots import Picture
+
+# The second round of the colours is dashed, the third dotted.
+DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
+
+
+@dataclass(frozen=True)
+class XAxis:
+    """What accuracy is drawn against. `values` are at the evaluated steps, empty where the runs did not count it."""
+
+    stem: str
+    label: str
+    values: Callable[[MethodEvidence], tuple[float, ...]]
+
+
+X_AXES = (
+    XAxis("steps", "step", lambda found: found.steps),
+    XAxis("generated-answers", "answers generated, all agents together", lambda found: found.generated_answers),
+    XAxis("trained-answers", "answers trained on, all agents together", lambda found: found.trained_answers),
+    XAxis("seconds", "seconds of training", lambda found: found.seconds),
+)
+
+
+def draw_curves(name: str, regime: RegimeEvidence, ablation_of: Mapping[str, str]) -> list[Picture]:
+    """A figure per x-axis that any method has numbers for; a panel per agent, and one for the mean of all.
+
+    `ablation_of` says whose learning rate a method takes: such methods have a figure of their own, beside that one.
+    """
+    pictures = []
+    ablations = [method for method in regime.methods if {method} & {*ablation_of, *ablation_of.values()}]
+    whole = [method for method in regime.methods if method not in ablation_of]
+    with dressed():
+        for axis in X_AXES:
+            if methods := [method for method in whole if axis.values(regime.methods[method])]:
+                pictures.append(_draw(f"{name}-{axis.stem}", name, regime, axis, methods))
+        if len(ablations) > 1:
+            pictures.append(_draw(f"{name}-ablations", f"{name}, ablations", regime, X_AXES[0], ablations))
+    return pictures
+
+
+def _draw(stem: str, title: str, regime: RegimeEvidence, x_axis: XAxis, methods: list[str]) -> Picture:
+    shown = regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
+    figure, axes = panels(len(shown), 2, 3.4)
+    lines = []
+    for agent, axis in zip(shown, axes):
+        axis.set_title("mean of all agents" if agent == ALL_AGENTS else agent)
+        if axis.get_xlabel():  # the lowest of each column
+            axis.set_xlabel(x_axis.label)
+        found = [regime.methods[method] for method in methods]
+        looks = [_look(regime, method) for method in methods]
+        lines = [
+            band(axis, x_axis.values(one), one.curves[agent].mean, one.curves[agent].sd, *look)
+            for one, look in zip(found, looks)
+        ]
+    axes[0].set_ylabel(f"{regime.measure} on held-out prompts")
+    line_legend(figure, methods, lines)
+    note = "Mean over seeds; the shade is one standard deviation between seeds to both sides."
+    shown = f"{title}: {regime.measure} against {x_axis.label}"
+    return Picture(stem, shown, note, to_png(figure), to_inline_svg(figure, stem))
+
+
+def _look(regime: RegimeEvidence, method: str) -> tuple[str, str | tuple]:
+    """Colour and dashes of a method, the same in every figure, also in those where other methods are absent."""
+    number = list(regime.methods).index(method)
+    return AGENT_COLOURS[number % len(AGENT_COLOURS)], DASHES[number // len(AGENT_COLOURS) % len(DASHES)]

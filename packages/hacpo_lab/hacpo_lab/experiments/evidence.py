@@ -1,0 +1,238 @@
+"""Everything that the results of a grid show, as frozen records: what table.py, page.py and evidence.json write down.
+
+Nothing here depends on when or in which order the runs were made. Seconds are kept under that name and no other.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from hacpo_lab.experiments.compare import Difference, Summary, paired_difference, summarize
+from hacpo_lab.experiments.grid import Cell, Grid
+from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
+from hacpo_lab.experiments.result import Result
+
+ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
+# Metrics of a run under agent/<learner>/from/<source>/ that say what a source's answers did to its learner.
+CROSS = ("grad_share", "grad_cosine", "inside", "ratio_mean", "weight_mean", "weight_ess", "positive_share")
+
+
+@dataclass(frozen=True)
+class Band:
+    """A curve over the evaluated steps: mean over seeds, and one sample standard deviation (0 for one seed)."""
+
+    mean: tuple[float, ...]
+    sd: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class MethodEvidence:
+    """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS."""
+
+    tuned: Tuned | None
+    seeds: tuple[int, ...]
+    accuracy: Mapping[str, Summary]
+    accuracy_by_skill: Mapping[str, Mapping[str, Summary]]
+    difference: Mapping[str, Difference]
+    """To the reference; empty for itself."""
+    ablation: Mapping[str, Difference]
+    """To the method whose learning rate it takes; empty for one that is tuned itself."""
+    steps: tuple[int, ...]
+    curves: Mapping[str, Band]
+    """Accuracy, by agent and for ALL_AGENTS."""
+    generated_answers: tuple[float, ...]
+    """Of all agents, at the steps, mean over seeds."""
+    trained_answers: tuple[float, ...]
+    """The same of answers trained on; empty when the runs did not count them."""
+    updates: tuple[float, ...]
+    """The same of optimizer updates."""
+    seconds: tuple[float, ...]
+    """At the steps, mean over seeds, without evaluations."""
+    cross: Mapping[str, Mapping[str, float]]
+    """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over windows of
+    steps and seeds. What a run did not measure is absent; empty where nobody learns from others."""
+
+
+@dataclass(frozen=True)
+class WarmStarts:
+    """What the runs of some seeds began from: the digest of every agent's model folder, by its name."""
+
+    models: Mapping[str, str]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RegimeEvidence:
+    """A regime: what all its runs share, and what every method did in it."""
+
+    commit: str | None
+    machines: tuple[str, ...]
+    held_out: str
+    warm_starts: tuple[WarmStarts, ...]
+    """Of the reported seeds; those of one seed are the same for every method."""
+    agents: tuple[str, ...]
+    start: Mapping[str, float]
+    """Accuracy before training, by agent and for ALL_AGENTS: the mean over seeds, each once, whatever ran of it."""
+    measure: str
+    """What all accuracies of the regime are called: "accuracy", or "mean reward" where a reward lay between 0 and 1."""
+    reference: str
+    methods: Mapping[str, MethodEvidence]
+
+
+def evidence_of(grid: Grid, results: Mapping[Cell, Result]) -> dict[str, RegimeEvidence]:
+    """By regime, those that have at least one reported run."""
+    scores = {cell: result.score for cell, result in results.items()}
+    found = {}
+    for regime in grid.regimes:
+        reported: dict[str, list[Result]] = {}
+        for cell in reported_cells(grid, regime, scores):
+            if cell in results:
+                reported.setdefault(cell.method, []).append(results[cell])
+        if reported:
+            found[regime] = _regime(grid, regime, reported, scores)
+    return found
+
+
+def as_table(grid: Grid, results: Mapping[Cell, Result]) -> dict[str, Any]:
+    """Everything in one table for json.dumps: the grid, what it shows, what is missing, and every run whole."""
+    scores = {cell: result.score for cell, result in results.items()}
+    evidence = evidence_of(grid, results)
+    return {
+        "grid": grid.model_dump(mode="json", exclude={"results", "work_dir", "keep_runs"}),
+        "num_runs": num_done(grid, scores),
+        "num_missing": num_cells(grid) - num_done(grid, scores),
+        "regimes": {name: _jsonable(dataclasses.asdict(regime)) for name, regime in evidence.items()},
+        "runs": [results[cell].model_dump(mode="json") for cell in known_cells(grid, scores) if cell in results],
+    }
+
+
+def _regime(
+    grid: Grid, regime: str, reported: Mapping[str, list[Result]], scores: Mapping[Cell, float]
+) -> RegimeEvidence:
+    every = [result for results in reported.values() for result in results]
+    agents = every[0].agents
+    return RegimeEvidence(
+        commit=every[0].commit,
+        machines=tuple(sorted({f"{result.machine.cpu}, {result.machine.cores} cores" for result in every})),
+        held_out=every[0].identity.held_out,
+        warm_starts=_warm_starts(every),
+        agents=agents,
+        start={name: _start(every, name) for name in (*agents, ALL_AGENTS)},
+        measure="mean reward" if any(result.curves.is_graded for result in every) else "accuracy",
+        reference=grid.reference_method,
+        methods={
+            method: _method(
+                results,
+                tuned(grid, regime, method, scores),
+                difference=_differences(grid.reference_method, method, reported),
+                ablation=_differences(grid.tuned_as(method), method, reported),
+            )
+            for method, results in reported.items()
+        },
+    )
+
+
+def _start(results: Sequence[Result], name: str) -> float:
+    of_seed: dict[int, list[float]] = {}
+    for result in results:
+        of_seed.setdefault(result.seed, []).append(_accuracy(result, name)[0])
+    return fmean(fmean(accuracies) for accuracies in of_seed.values())
+
+
+def _warm_starts(results: Sequence[Result]) -> tuple[WarmStarts, ...]:
+    """In the order of their first seeds."""
+    seeds_of: dict[tuple[tuple[str, str], ...], set[int]] = {}
+    for result in sorted(results, key=lambda result: result.seed):
+        seeds_of.setdefault(tuple(result.identity.models.items()), set()).add(result.seed)
+    return tuple(WarmStarts(dict(models), tuple(sorted(seeds))) for models, seeds in seeds_of.items())
+
+
+def _differences(of: str, method: str, reported: Mapping[str, list[Result]]) -> dict[str, Difference]:
+    """A method minus `of`, by agent and for ALL_AGENTS; empty for a method and itself, and without a common seed."""
+    if method == of or of not in reported:
+        return {}
+    names = (*reported[method][0].agents, ALL_AGENTS)
+    found = {name: paired_difference(_final(reported[method], name), _final(reported[of], name)) for name in names}
+    return {name: difference for name, difference in found.items() if difference is not None}
+
+
+def _method(
+    results: Sequence[Result],
+    rate: Tuned | None,
+    difference: Mapping[str, Difference],
+    ablation: Mapping[str, Difference],
+) -> MethodEvidence:
+    first = results[0]
+    agents, names = first.agents, (*first.agents, ALL_AGENTS)
+    assert {result.steps for result in results} == {first.steps}, f"{first.cell.name}: others have other steps"
+    return MethodEvidence(
+        tuned=rate,
+        seeds=tuple(result.seed for result in results),
+        accuracy={name: summarize(list(_final(results, name).values())) for name in names},
+        accuracy_by_skill={
+            agent: {
+                skill: summarize([result.curves.accuracy_by_skill[agent][skill][-1] for result in results])
+                for skill in first.curves.accuracy_by_skill.get(agent, {})
+            }
+            for agent in agents
+        },
+        difference=difference,
+        ablation=ablation,
+        steps=first.steps,
+        curves={name: _band([_accuracy(result, name) for result in results]) for name in names},
+        generated_answers=_over_agents([result.curves.generated_answers for result in results]),
+        trained_answers=_over_agents([result.curves.trained_answers for result in results]),
+        updates=_over_agents([result.curves.updates for result in results]),
+        seconds=_columns_mean([result.seconds for result in results]),
+        cross={
+            f"{learner}/from/{source}": found
+            for learner in agents
+            for source in agents
+            if (found := _cross(results, learner, source))
+        },
+    )
+
+
+def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, float]:
+    """What a source's answers did to a learner; empty for a pair that did not learn from each other."""
+    names = {name: f"agent/{learner}/from/{source}/{name}" for name in CROSS}
+    names |= {"omega": f"omega/{learner}/{source}", "own_positive_share": f"agent/{learner}/self/positive_share"}
+    found = {}
+    for name, metric in names.items():
+        windows = [value for result in results for value in result.diagnosis.values.get(metric, ())]
+        if known := [value for value in windows if value is not None]:
+            found[name] = fmean(known)
+    return found if found.keys() & set(CROSS) else {}
+
+
+def _accuracy(result: Result, name: str) -> tuple[float, ...]:
+    return result.mean_accuracy if name == ALL_AGENTS else result.curves.accuracy[name]
+
+
+def _final(results: Sequence[Result], name: str) -> dict[int, float]:
+    return {result.seed: _accuracy(result, name)[-1] for result in results}
+
+
+def _band(curves: Sequence[Sequence[float]]) -> Band:
+    sd = [stdev(column) if len(column) > 1 else 0.0 for column in zip(*curves, strict=True)]
+    return Band(_columns_mean(curves), tuple(sd))
+
+
+def _over_agents(counts: Sequence[Mapping[str, Sequence[int]]]) -> tuple[float, ...]:
+    """Added up over agents, then the mean over runs; empty unless every run has counted."""
+    if not all(counts):
+        return ()
+    return _columns_mean([[sum(column) for column in zip(*run.values(), strict=True)] for run in counts])
+
+
+def _columns_mean(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(fmean(column) for column in zip(*rows, strict=True))
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON's keys are texts: a learning rate becomes one as Python writes it."""
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else repr(key): _jsonable(inside) for key, inside in value.items()}
+    return [_jsonable(inside) for inside in value] if isinstance(value, list | tuple) else value

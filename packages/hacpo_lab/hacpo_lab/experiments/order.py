@@ -1,0 +1,122 @@
+"""Which run of a grid comes next, and the learning rate that a method's tuning runs chose. Pure functions.
+
+`scores` is what is known: for every finished cell the accuracy at the end of its run, mean over all agents.
+A regime's tuning runs come first, method by method; then its reported seeds, every method on the first before any on
+the second, so that a queue that is cut short leaves whole pairs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Self
+
+from hacpo_lab.experiments.grid import Cell, Grid
+
+Scores = Mapping[Cell, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The share of one of several machines: number `index` (from 0) of `total`."""
+
+    index: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From "1/2", the first of two. ValueError for anything else."""
+        index, slash, total = text.partition("/")
+        if not (slash and index.isdecimal() and total.isdecimal() and 1 <= int(index) <= int(total)):
+            raise ValueError(
+                f"--part {text!r}: expected NUMBER/TOTAL, for example 1/2 on one machine and 2/2 on another"
+            )
+        return cls(int(index) - 1, int(total))
+
+    def has(self, grid: Grid, cell: Cell) -> bool:
+        """Whether a cell is this machine's: what is compared with each other is never divided.
+
+        Tuning runs go by method, so that all rates of a method are tried on one machine; reported runs by seed.
+        """
+        number = list(grid.methods).index(cell.method) if cell.stage == "tuning" else list(grid.seeds).index(cell.seed)
+        return number % self.total == self.index
+
+
+EVERYTHING = Part(0, 1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The rate of a method in a regime: the one with the best mean over the tuning seeds, of equals the smaller.
+
+    `mean_scores` has every rate that was tried, in order of size; none when the grid has a single rate.
+    """
+
+    learning_rate: float
+    mean_scores: Mapping[float, float]
+
+    @property
+    def edge(self) -> str | None:
+        """The end of the tried rates that this one is, lowest or highest: a better one may lie beyond. Else None."""
+        if len(self.mean_scores) < 2:
+            return None
+        rates = list(self.mean_scores)
+        return {rates[0]: "lowest", rates[-1]: "highest"}.get(self.learning_rate)
+
+
+def tuning_cells(grid: Grid, regime: str, method: str) -> list[Cell]:
+    """The runs that choose a method's rate: every rate on every tuning seed; none for a method that takes another's."""
+    if grid.methods[method].learning_rate_of is not None or len(grid.learning_rates) == 1:
+        return []
+    return [
+        Cell(regime, method, rate, seed, "tuning") for rate in sorted(grid.learning_rates) for seed in grid.tuning_seeds
+    ]
+
+
+def tuned(grid: Grid, regime: str, method: str, scores: Scores) -> Tuned | None:
+    """The rate of a method, None while a run that chooses it is missing."""
+    if len(grid.learning_rates) == 1:
+        return Tuned(grid.learning_rates[0], {})
+    cells = tuning_cells(grid, regime, grid.tuned_as(method))
+    if not all(cell in scores for cell in cells):
+        return None
+    rates = sorted(grid.learning_rates)
+    means = {rate: fmean(scores[cell] for cell in cells if cell.learning_rate == rate) for rate in rates}
+    return Tuned(max(rates, key=lambda rate: (means[rate], -rate)), means)
+
+
+def reported_cells(grid: Grid, regime: str, scores: Scores) -> list[Cell]:
+    """The runs of the table whose rate is known, seed by seed."""
+    rates = {method: tuned(grid, regime, method, scores) for method in grid.methods_of(regime)}
+    return [
+        Cell(regime, method, rate.learning_rate, seed, "reported")
+        for seed in grid.seeds
+        for method, rate in rates.items()
+        if rate is not None and seed in grid.seeds_of(method)
+    ]
+
+
+def known_cells(grid: Grid, scores: Scores) -> Iterator[Cell]:
+    """All runs of a grid that can be named by now, in order."""
+    for regime in grid.regimes:
+        for method in grid.methods_of(regime):
+            yield from tuning_cells(grid, regime, method)
+        yield from reported_cells(grid, regime, scores)
+
+
+def pending_cells(grid: Grid, scores: Scores, part: Part = EVERYTHING) -> list[Cell]:
+    """What can be run next by this machine, in order."""
+    return [cell for cell in known_cells(grid, scores) if cell not in scores and part.has(grid, cell)]
+
+
+def num_cells(grid: Grid) -> int:
+    """Runs of the whole grid."""
+    return sum(
+        len(tuning_cells(grid, regime, method)) + len(grid.seeds_of(method))
+        for regime in grid.regimes
+        for method in grid.methods_of(regime)
+    )
+
+
+def num_done(grid: Grid, scores: Scores) -> int:
+    """Finished runs of the grid; those that were reported at a rate that is not the tuned one do not count."""
+    return sum(cell in scores for cell in known_cells(grid, scores))

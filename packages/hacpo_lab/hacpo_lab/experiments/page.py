@@ -1,0 +1,68 @@
+"""What an experiment writes into its work folder: evidence.json, its tables in Markdown, report.html, PNG curves."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from hacpo_lab.experiments.curves import draw_curves
+from hacpo_lab.experiments.evidence import RegimeEvidence, as_table, evidence_of
+from hacpo_lab.experiments.grid import Cell, Grid
+from hacpo_lab.experiments.order import num_cells, num_done
+from hacpo_lab.experiments.result import Result
+from hacpo_lab.experiments.table import Table, facts_of, summary_line, tables_of, to_markdown
+from hacpo_mega.report.html import Html, join, table, tag
+from hacpo_mega.report.plots import Picture
+from hacpo_mega.report.style import STYLE
+
+
+def write_evidence(grid: Grid, results: Mapping[Cell, Result]) -> list[Path]:
+    """Writes all files, each whole or not at all, and returns them."""
+    evidence = evidence_of(grid, results)
+    ablation_of = {name: method.learning_rate_of for name, method in grid.methods.items() if method.learning_rate_of}
+    pictures = {name: draw_curves(name, regime, ablation_of) for name, regime in evidence.items()}
+    used = num_done(grid, {cell: result.score for cell, result in results.items()})
+    missing = num_cells(grid) - used
+    files = {
+        "evidence.json": json.dumps(as_table(grid, results), indent=1).encode() + b"\n",
+        "evidence.md": to_markdown(grid, evidence, used, missing).encode(),
+        "report.html": render_page(grid, evidence, pictures, summary_line(used, missing)).encode(),
+    }
+    files |= {f"curves/{picture.stem}.png": picture.png for found in pictures.values() for picture in found}
+    for name, content in files.items():
+        path = grid.work_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.tmp")
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    return [grid.work_dir / name for name in files]
+
+
+def render_page(
+    grid: Grid, evidence: Mapping[str, RegimeEvidence], pictures: Mapping[str, list[Picture]], state: str
+) -> str:
+    """The whole page as text: it opens from disk and refers to nothing outside."""
+    title = f"{', '.join(evidence) or 'no finished regime yet'}"
+    parts = [tag("h1", "Experiment"), tag("div", state, class_="sub")]
+    for name, regime in evidence.items():
+        facts = (join(tag("dt", key), tag("dd", fact)) for key, fact in facts_of(regime).items())
+        parts += [tag("h2", name), tag("dl", *facts, class_="facts-grid")]
+        parts += [_section(found) for found in tables_of(grid, regime)]
+        parts += [_picture(picture) for picture in pictures[name]]
+    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
+    head = tag("head", meta, tag("title", f"{title} - hacpo_mega"), tag("style", Html(STYLE)))
+    return f"<!doctype html>\n{tag('html', head, tag('body', *parts), lang='en')}\n"
+
+
+def _section(found: Table) -> Html:
+    rows = [[_cell(text) for text in row] for row in found.rows]
+    note = tag("p", " ".join(found.notes), class_="note")
+    return join(tag("h3", found.title), note, table(list(found.head), rows, class_="numbers"))
+
+
+def _cell(text: str) -> str:
+    return tag("b", text.strip("*")) if text.startswith("**") else text
+
+
+def _picture(picture: Picture) -> Html:
+    drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
+    return join(tag("h3", picture.title), tag("p", picture.note, class_="note"), drawing)

@@ -1,0 +1,265 @@
+"""One finished run as a small JSON file: who made it, from what, and what it measured.
+
+Small enough to be committed and copied between machines (below 20 kB for runs of a few hundred steps); the run folder
+itself may go. Everything but `seconds` and `machine` repeats exactly when the run is repeated. A grid of which no run
+is missing is one file, runs.jsonl.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from pydantic import ValidationError
+
+from hacpo_lab.experiments.grid import Cell, Stage
+from hacpo_lab.experiments.identity import Identity
+from hacpo_mega.config.tables.section import Section
+from hacpo_mega.logbook.console import phase_seconds
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
+from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
+
+# What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
+NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")
+WINDOW = 10
+PACKED = "runs.jsonl"
+# Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
+MOST_VALUES = 600
+
+
+class Machine(Section):
+    """Where a run was made: another processor multiplies matrices in another order, so numbers drift apart."""
+
+    cpu: str
+    """Model name of the processor."""
+    cores: int
+    """Logical cores."""
+
+
+class Diagnosis(Section):
+    """Metrics of training over windows of steps; None where a window has none, or one that is not finite."""
+
+    steps_per_window: int
+    """Steps of a window; the last one may be shorter."""
+    values: dict[str, tuple[float | None, ...]]
+    """By metric name, four digits: the mean of a window's steps, of names that end in _max or _min their extreme."""
+
+
+class Curves(Section):
+    """What an evaluation found and what had been spent on it, by agent, at the steps of `Result.steps`."""
+
+    accuracy: dict[str, tuple[float, ...]]
+    """Over all held-out prompts: the mean reward."""
+    accuracy_by_skill: dict[str, dict[str, tuple[float, ...]]]
+    """By agent and skill; empty for prompts without skills."""
+    is_graded: bool = False
+    """Whether a reward lay between 0 and 1, so that the mean reward is no accuracy."""
+    generated_answers: dict[str, tuple[int, ...]]
+    """Answers that the agent has sampled for training."""
+    trained_answers: dict[str, tuple[int, ...]]
+    """Answers that the agent has been trained on, own and others'; empty when the run did not count them."""
+    updates: dict[str, tuple[int, ...]]
+    """Optimizer updates that the agent has made; empty when the run did not count them."""
+
+
+class Measured(Section):
+    """What is kept of a finished run's folder."""
+
+    agents: tuple[str, ...]
+    """In the order of the configuration."""
+    steps: tuple[int, ...]
+    """Evaluated steps; step 0 is before training."""
+    seconds: tuple[float, ...]
+    """From the first evaluation to each evaluated step, evaluations not counted."""
+    curves: Curves
+    diagnosis: Diagnosis
+
+
+class Result(Measured):
+    """A finished run: what it measured, who made it, from what."""
+
+    format: Literal[1] = 1
+    """Of this file."""
+    regime: str
+    method: str
+    learning_rate: float
+    seed: int
+    stage: Stage
+    commit: str | None
+    """Of the source; with `+` when files differed from it, None outside a checkout."""
+    versions: dict[str, str]
+    """Of the packages that a result depends on."""
+    machine: Machine
+    config_file: str
+    """The regime's configuration."""
+    overrides: tuple[str, ...]
+    """What the run changed in it, except run_dir."""
+    identity: Identity
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.regime, self.method, self.learning_rate, self.seed, self.stage)
+
+    @property
+    def mean_accuracy(self) -> tuple[float, ...]:
+        """Mean over all agents, at every evaluated step."""
+        return tuple(fmean(values) for values in zip(*self.curves.accuracy.values(), strict=True))
+
+    @property
+    def score(self) -> float:
+        """What tuning compares: accuracy at the end, mean over all agents."""
+        return self.mean_accuracy[-1]
+
+
+def measure(run_dir: Path, agents: Sequence[str], every_steps: int) -> Measured | None:
+    """What a finished run folder has measured; None when an evaluation is missing, as one without a verdict is.
+
+    Evaluations are due before training, every `every_steps` steps, and after the last step.
+    """
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    due = tuple(step for step in metrics if step % every_steps == 0 or step == max(metrics))
+    found = {agent: [held_out(metrics[step].values, agent) for step in due] for agent in agents}
+    if any(None in points for points in found.values()):
+        return None
+    curves = Curves(
+        accuracy={agent: tuple(round(point.value, 6) for point in points) for agent, points in found.items()},
+        accuracy_by_skill={agent: skills for agent in agents if (skills := _by_skill(metrics, due, agent))},
+        is_graded=not are_accuracies(point for points in found.values() for point in points),
+        generated_answers=_totals(metrics, due, agents, "num_answers"),
+        trained_answers=_totals(metrics, due, agents, "num_trained_answers"),
+        updates=_totals(metrics, due, agents, "num_updates"),
+    )
+    return Measured(
+        agents=tuple(agents), steps=due, seconds=_seconds(metrics, due), curves=curves, diagnosis=diagnose(metrics)
+    )
+
+
+def diagnose(metrics: Mapping[int, StepMetrics]) -> Diagnosis:
+    """The metrics of training over windows of WINDOW steps, or of more where a file would grow too large."""
+    steps = [step for step in metrics if step > 0]
+    names = sorted({name for step in steps for name in metrics[step].values if not NO_DIAGNOSIS.fullmatch(name)})
+    most_windows = max(1, min(10, MOST_VALUES // max(1, len(names))))
+    size = max(WINDOW, -(-len(steps) // most_windows))
+    windows = [steps[start : start + size] for start in range(0, len(steps), size)]
+    values = {name: tuple(_over(metrics, window, name) for window in windows) for name in names}
+    return Diagnosis(steps_per_window=size, values=values)
+
+
+def this_machine() -> Machine:
+    """The processor's name as Linux says it."""
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    return Machine(cpu=named[1] if named else platform.machine(), cores=os.cpu_count() or 1)
+
+
+def write_result(folder: Path, result: Result) -> Path:
+    """Writes FOLDER/<name of the cell>.json whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{result.cell.name}.json"
+    table = result.model_dump(mode="json")
+    _write(
+        path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
+    )
+    return path
+
+
+def pack_results(folder: Path, results: Iterable[Result]) -> Path:
+    """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each."""
+    ordered = sorted(results, key=lambda result: result.cell.name)
+    packed = folder / PACKED
+    _write(packed, "".join(f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered))
+    for result in ordered:
+        (folder / f"{result.cell.name}.json").unlink(missing_ok=True)
+    return packed
+
+
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def read_packed(folder: Path) -> Iterator[Result | ValueError]:
+    """The results of FOLDER/runs.jsonl, none where there is no such file; a problem in place of a line that is none."""
+    path = folder / PACKED
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        yield ValueError(f"{path}: cannot be read ({error.strerror})")
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _parsed(line, f"{path}:{number}")
+        except ValueError as error:
+            yield error
+
+
+def _parsed(text: bytes, where: str) -> Result:
+    try:
+        return Result.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"{where}: not the result of a run ({field or 'all'}: {first['msg']}); remove it, and its run is made again"
+        ) from error
+
+
+def read_result(path: Path) -> Result:
+    """ValueError, one line, for a file that is no result or that is not called as its run is."""
+    try:
+        result = _parsed(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+    if path.name != f"{result.cell.name}.json":
+        raise ValueError(f"{path}: holds the run {result.cell.name}; expected it as {result.cell.name}.json")
+    return result
+
+
+def _by_skill(metrics: Mapping[int, StepMetrics], steps: Sequence[int], agent: str) -> dict[str, tuple[float, ...]]:
+    found = {
+        skill: [held_out(metrics[step].values, agent, skill) for step in steps]
+        for skill in held_out_skills(metrics[steps[0]].values, agent)
+    }
+    return {
+        skill: tuple(round(point.value, 6) for point in points) for skill, points in found.items() if None not in points
+    }
+
+
+def _totals(
+    metrics: Mapping[int, StepMetrics], steps: Sequence[int], agents: Sequence[str], count: str
+) -> dict[str, tuple[int, ...]]:
+    """A count added up to each of the steps, for every agent that has it."""
+    totals = {}
+    for agent in agents:
+        name = f"agent/{agent}/{count}"
+        if any(name in m.values for m in metrics.values()):
+            counted = {step: m.values.get(name, 0.0) for step, m in metrics.items()}
+            totals[agent] = tuple(int(sum(number for at, number in counted.items() if at <= step)) for step in steps)
+    return totals
+
+
+def _seconds(metrics: Mapping[int, StepMetrics], steps: Sequence[int]) -> tuple[float, ...]:
+    start = metrics[0].timing["time_unix_s"]
+    evaluating = {step: phase_seconds(m).get("evaluate", 0.0) for step, m in metrics.items() if step > 0}
+    return tuple(
+        round(metrics[step].timing["time_unix_s"] - start - sum(s for at, s in evaluating.items() if at <= step), 3)
+        for step in steps
+    )
+
+
+def _over(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
+    """What a window has of a metric: its mean, or its extreme. One number that is not finite makes it None."""
+    found = [metrics[step].values[name] for step in steps if name in metrics[step].values]
+    if not found or not all(map(math.isfinite, found)):
+        return None
+    reduce = max if name.endswith("_max") else min if name.endswith("_min") else fmean
+    return float(f"{reduce(found):.4g}")

@@ -1,0 +1,220 @@
+"""The evidence as tables for people: cells of text, written as Markdown here and as HTML by page.py."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hacpo_lab.experiments.compare import MIN_PAIRS, Difference, Summary
+from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence, WarmStarts
+from hacpo_lab.experiments.grid import Grid
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table; `notes` say how to read it, one sentence each."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...]
+
+
+def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
+    """Accuracy, differences, what others' answers did, what it cost, and how the rates were tuned."""
+    compared = {method: found.difference for method, found in regime.methods.items()}
+    ablations = {method: found.ablation for method, found in regime.methods.items()}
+    tables = [
+        _accuracy(grid, regime),
+        _differences(f"difference to {regime.reference}", regime, compared),
+        _differences("ablations: difference to the method whose learning rate they take", regime, ablations),
+        _skills(regime),
+        _cross(regime),
+        _cost(regime),
+        _tuning(grid, regime),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def facts_of(regime: RegimeEvidence) -> dict[str, str]:
+    """What all numbers of a regime rest on."""
+    commit = regime.commit or "unknown"
+    return {
+        "commit": commit.replace("+", " with local changes"),
+        "machines": "; ".join(regime.machines),
+        "held-out prompts": regime.held_out,
+        "warm starts": "; ".join(_spoken_start(start) for start in regime.warm_starts),
+    }
+
+
+def _spoken_start(start: WarmStarts) -> str:
+    """The digests of the model folders, and the seeds that began from them."""
+    models = ", ".join(f"{name} {digest}" for name, digest in start.models.items())
+    seeds = ", ".join(map(str, start.seeds))
+    return f"{models} ({'seed' if len(start.seeds) == 1 else 'seeds'} {seeds})"
+
+
+def summary_line(num_used: int, num_missing: int) -> str:
+    """How complete the tables are."""
+    missing = f", {num_missing} of the grid are missing" if num_missing else ""
+    return f"{num_used} runs{missing}."
+
+
+def to_markdown(grid: Grid, evidence: dict[str, RegimeEvidence], num_used: int, num_missing: int) -> str:
+    """All tables of all regimes."""
+    lines = [summary_line(num_used, num_missing), ""]
+    for name, regime in evidence.items():
+        lines += [f"## {name}", ""]
+        lines += [f"- {key}: {fact}" for key, fact in facts_of(regime).items()]
+        for table in tables_of(grid, regime):
+            lines += ["", f"### {name}: {table.title}", "", *_markdown_rows(table), "", *table.notes]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _markdown_rows(table: Table) -> Iterator[str]:
+    for cells in (table.head, ("---",) * len(table.head), *table.rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
+    names = _names(regime)
+    rows = [("(start)", "", *(_number(regime.start[name]) for name in names), "", "")]
+    for method, found in regime.methods.items():
+        accuracies = (_mean_sd(found.accuracy[name]) for name in names)
+        rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
+    notes = [f"Held-out {regime.measure} at the end of a run: mean over seeds ± sample standard deviation."]
+    if len(regime.warm_starts) > 1:
+        notes.append(
+            f"The seeds began from {len(regime.warm_starts)} sets of warm starts, so methods that ran on other seeds "
+            "are to be compared by the differences below, which are taken within a seed."
+        )
+    notes += [
+        f"{method}: {found.tuned.learning_rate:g} is the {found.tuned.edge} rate that was tried; a better one may lie "
+        "beyond."
+        for method, found in regime.methods.items()
+        if found.tuned and found.tuned.edge and grid.methods[method].learning_rate_of is None
+    ]
+    head = ("method", "learning rate", *_spoken(names), "seeds", "what it is")
+    return Table(regime.measure, head, tuple(rows), tuple(notes))
+
+
+def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Mapping[str, Difference]]) -> Table:
+    names = _names(regime)
+    compared = {method: found for method, found in by_method.items() if found}
+    rows = [
+        (method, *(_difference(found[name]) for name in names), str(found[ALL_AGENTS].n))
+        for method, found in compared.items()
+    ]
+    notes = [
+        "Mean difference over the seeds that both have; [95 % percentile bootstrap interval of that mean, 10,000 "
+        "resamples of seeds]; in how many seeds it was positive."
+    ]
+    if any(found[ALL_AGENTS].interval is None for found in compared.values()):
+        notes.append(f"Fewer than {MIN_PAIRS} common seeds: no interval is given.")
+    return Table(title, ("method", *_spoken(names), "common seeds"), tuple(rows), tuple(notes))
+
+
+def _skills(regime: RegimeEvidence) -> Table:
+    columns = {
+        (agent, skill): None
+        for found in regime.methods.values()
+        for agent, skills in found.accuracy_by_skill.items()
+        for skill in skills
+    }
+    rows = [
+        (method, *(_mean_sd(found.accuracy_by_skill[agent][skill]) for agent, skill in columns))
+        for method, found in regime.methods.items()
+    ]
+    head = ("method", *(f"{agent} {skill}" for agent, skill in columns))
+    return Table(f"{regime.measure} by skill", head, tuple(rows) if columns else (), ())
+
+
+def _cross(regime: RegimeEvidence) -> Table:
+    columns = {
+        "grad_share": "share of gradient",
+        "grad_cosine": "cosine to own",
+        "inside": "in the band",
+        "ratio_mean": "ratio",
+        "weight_mean": "weight",
+        "weight_ess": "effective share",
+        "positive_share": "positive",
+        "own_positive_share": "positive, own",
+        "omega": "omega",
+    }
+    rows = []
+    for method, evidence in regime.methods.items():
+        for pair, found in evidence.cross.items():
+            cells = (_number(found[key]) if key in found else NOTHING for key in columns)
+            rows.append((method, pair.replace("/from/", " from "), *cells))
+    notes = (
+        "Means over the steps and seeds of the reported runs; docs/guide/methods.md says what each is. Gradients of "
+        "own and of others' answers are measured every `training.diagnose_every` steps.",
+        "Positive is how much of the pull comes from answers with a positive advantage.",
+        "A band or an omega that a method does not use is counted all the same.",
+    )
+    head = ("method", "learner from source", *columns.values())
+    return Table("what others' answers did", head, tuple(rows), notes)
+
+
+def _cost(regime: RegimeEvidence) -> Table:
+    rows = []
+    for method, found in regime.methods.items():
+        counts = (_count(column) for column in (found.generated_answers, found.trained_answers, found.updates))
+        rows.append((method, *counts, f"{found.seconds[-1]:.0f}"))
+    notes = (
+        "All agents together, at the end of a run. An answer counts as trained once for every agent that learned from "
+        "it. Seconds are those of training, without evaluations and start.",
+    )
+    head = ("method", "answers generated", "answers trained on", "updates", "seconds")
+    return Table("cost of a run", head, tuple(rows), notes)
+
+
+def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
+    rates = sorted(grid.learning_rates) if len(grid.learning_rates) > 1 else []
+    rows = []
+    for method, found in regime.methods.items():
+        if grid.methods[method].learning_rate_of is None and found.tuned:
+            scores = found.tuned.mean_scores
+            cells = (
+                f"**{scores[rate]:.3f}**" if rate == found.tuned.learning_rate else f"{scores[rate]:.3f}"
+                for rate in rates
+            )
+            rows.append((method, *cells))
+    seeds, measure = ", ".join(map(str, grid.tuning_seeds)), regime.measure.removeprefix("mean ")
+    notes = (
+        f"Mean {measure} of all agents at the end of a run, over the tuning seeds {seeds}, none of which is reported; "
+        "bold is the rate that was taken.",
+    )
+    head = ("method", *(f"{rate:g}" for rate in rates))
+    return Table("tuning of the learning rate", head, tuple(rows) if rates else (), notes)
+
+
+def _names(regime: RegimeEvidence) -> tuple[str, ...]:
+    """The agents, and their mean unless there is only one."""
+    return regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
+
+
+def _spoken(names: Sequence[str]) -> list[str]:
+    return ["mean of agents" if name == ALL_AGENTS else name for name in names]
+
+
+def _rate(found: MethodEvidence) -> str:
+    return f"{found.tuned.learning_rate:g}" if found.tuned else NOTHING
+
+
+def _count(values: Sequence[float]) -> str:
+    return f"{values[-1]:,.0f}" if values else NOTHING
+
+
+def _mean_sd(summary: Summary) -> str:
+    return _number(summary.mean) + (f" ± {_number(summary.sd)}" if summary.sd is not None else "")
+
+
+def _difference(found: Difference) -> str:
+    interval = f" [{found.interval[0]:+.3f}, {found.interval[1]:+.3f}]" if found.interval else ""
+    return f"{found.mean:+.3f}{interval} {found.num_positive}/{found.n}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"

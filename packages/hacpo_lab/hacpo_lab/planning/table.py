@@ -1,0 +1,161 @@
+"""A plan for people, as aligned text, and for programs, as JSON."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hacpo_lab.planning.cluster_file import Cluster
+from hacpo_lab.planning.plan import AgentPlan, Plan
+from hacpo_lab.planning.publish_bytes import PublishBytes, whole_tensors
+from hacpo_lab.planning.search import Ways
+from hacpo_lab.planning.seconds import PHASES
+from hacpo_lab.planning.store_cost import job_cost
+from hacpo_mega.config.checks.device_memory import memory_table
+from hacpo_mega.models.sharding.publish_plan import whole_summary
+
+Rows = Sequence[Sequence[str]]
+MB, GB = 1e6, 1e9
+WIDTH, NAME_WIDTH = 80, 14
+# Ways that are shown, the fastest first; JSON has all of them.
+MOST_WAYS = 5
+PUBLISHED = {"sent": "sent", "received": "received", "least": "at least", "copied": "copied in place"}
+
+
+def shown(plan: Plan, ways: Ways) -> str:
+    """Everything, part by part."""
+    budgets = {agent.name: agent.budget for agent in plan.agents}
+    parts = ["\n".join(_cluster_lines(plan)), plan.ranks.table(), memory_table(budgets), *_seconds(plan)]
+    parts += [_terms(plan), _messages(plan), _publications(plan)]
+    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := whole_summary(_whole(agent)))]
+    parts.append("\n".join(_ways(ways)))
+    return "\n\n".join(parts)
+
+
+def aligned(rows: Rows) -> str:
+    """Rows as columns of equal width; a row of one cell is a heading."""
+    columns = max(map(len, rows))
+    widths = [max(len(row[column]) for row in rows if len(row) == columns) for column in range(columns)]
+    return "\n".join(" ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _cluster_lines(plan: Plan) -> Iterator[str]:
+    c, work = plan.cluster, plan.agents[0].work
+    device, links = c.device, c.links
+    keys, reads, size = job_cost(plan.ranks)
+    lines = (
+        f"cluster: {c.nodes} nodes x {c.devices_per_node} devices ({c.kind or 'a kind of its own'}), each "
+        f"{device.memory_gib:g} GiB, {device.peak_tflops:g} TFLOP/s, {device.memory_gb_per_s:g} GB/s; links "
+        f"{links.inside_gb_per_s:g} GB/s inside a node, {links.between_gb_per_s:g} between",
+        f"step: {work.prompts} prompts of {work.prompt_tokens:g} tokens, {work.answers:g} answers per agent of "
+        f"{work.answer_tokens:g} (the longest {work.longest:g}), {work.trained:g} learnt from in {work.updates} "
+        "updates",
+        f"host of a node: a checkpoint's copy takes {plan.host_gib():.1f} of {c.host.memory_gib:g} GiB",
+        f"store: {keys} keys, {reads} reads, {size / 1e6:.1f} MB, all before the end of the first step",
+    )
+    for line in lines:
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+
+
+def _seconds(plan: Plan) -> Iterator[str]:
+    rows = [["", *PHASES, "busy", "idle"]]
+    for agent in plan.agents:
+        cells = (f"{agent.phases_s[name]:.2f}" for name in PHASES)
+        rows.append([_name(agent), *cells, f"{agent.busy_s:.2f}", f"{plan.idle_share(agent):.0%}"])
+    yield f"seconds of a step: {plan.wall_s:.2f}\n{aligned(rows)}"
+    largest = ((agent.name, *agent.bound_by) for agent in plan.agents)
+    yield "\n".join(f"{name}: {share:.0%} of its seconds are {term} of {phase}" for name, phase, term, share in largest)
+
+
+def _terms(plan: Plan) -> str:
+    names = list(dict.fromkeys(term for agent in plan.agents for terms in agent.phases.values() for term in terms))
+    rows = [["", *names]]
+    for agent in plan.agents:
+        rows.append([agent.name])
+        for phase in PHASES:
+            terms = agent.phases[phase]
+            rows.append([f"  {phase}", *(f"{terms[name]:.2f}" if name in terms else "" for name in names)])
+    return f"seconds by what they are spent on\n{aligned(rows)}"
+
+
+def _messages(plan: Plan) -> str:
+    rows = [["", "what", "nodes", "GB", "messages", "seconds"]]
+    for agent in plan.agents:
+        rows.append([agent.name])
+        for message in agent.messages:
+            link = "inside" if message.inside else "between"
+            rows.append([f"  {message.phase}", message.what, link, f"{message.num_bytes / GB:.3f}",
+                         f"{message.count:.0f}", f"{message.seconds(plan.cluster):.2f}"])  # fmt: skip
+    return f"bytes that a device sends in a step, inside a node or between nodes\n{aligned(rows)}"
+
+
+def _publications(plan: Plan) -> str:
+    rows = [["  ranks", *PUBLISHED.values()]]
+    for agent in plan.agents:
+        moved = PublishBytes(agent.budget)
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank, sizes in enumerate(zip(*(getattr(moved, what) for what in PUBLISHED), strict=True)):
+            ranks.setdefault(sizes, []).append(rank)
+        rows.append([agent.name])
+        rows += [[f"  {_spans(alike)}", *(f"{size / MB:.1f}" for size in sizes)] for sizes, alike in ranks.items()]
+    return f"MB of a publish by rank of a cell\n{aligned(rows)}"
+
+
+def _name(agent: AgentPlan) -> str:
+    return agent.name if len(agent.name) <= NAME_WIDTH else f"{agent.name[: NAME_WIDTH - 3]}..."
+
+
+def _whole(agent: AgentPlan) -> dict[str, str]:
+    return whole_tensors(agent.budget.actor.architecture, agent.agent.vllm)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    firsts = [rank for rank in ranks if rank - 1 not in ranks]
+    lasts = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
+
+
+def _ways(ways: Ways) -> Iterator[str]:
+    yield "layouts that let all finish soonest, as key=value for the command line"
+    for way in ways.frontier[: -MOST_WAYS - 1 : -1]:
+        idle = " ".join(f"{way.idle_share(choice):.0%}" for choice in way.choices)
+        yield f"{way.num_devices} devices, {way.wall_s:.2f} s a step, idle {idle}"
+        words = " ".join(way.overrides())
+        indent = {"initial_indent": "  ", "subsequent_indent": "  "}
+        yield from textwrap.wrap(words, WIDTH, break_long_words=False, break_on_hyphens=False, **indent)
+
+
+def as_json(plan: Plan, ways: Ways) -> str:
+    """The same for programs; sizes in bytes, times in seconds."""
+    table = {
+        "cluster": plan.cluster.model_dump(mode="json"),
+        "step_s": plan.wall_s,
+        "host_gib": plan.host_gib(),
+        "store": dict(zip(("keys", "reads", "bytes"), job_cost(plan.ranks))),
+        "agents": {agent.name: _agent_table(plan, agent, plan.cluster) for agent in plan.agents},
+        "layouts": [
+            {"devices": w.num_devices, "step_s": w.wall_s, "idle": [w.idle_share(s) for s in w.choices],
+             "overrides": w.overrides()} for w in reversed(ways.frontier)
+        ],
+    }  # fmt: skip
+    return json.dumps(table, indent=1) + "\n"
+
+
+def _agent_table(plan: Plan, agent: AgentPlan, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "devices": agent.num_devices,
+        "recompute": agent.budget.actor.recompute,
+        "memory": {"parts": agent.budget.parts, "phases": agent.budget.phases, "peak": agent.budget.peak},
+        "answers_at_once": agent.answers_at_once,
+        "phases_s": agent.phases_s,
+        "terms_s": {phase: dict(terms) for phase, terms in agent.phases.items()},
+        "busy_s": agent.busy_s,
+        "idle_share": plan.idle_share(agent),
+        "publish": {what: getattr(PublishBytes(agent.budget), what) for what in PUBLISHED}
+        | {"whole": _whole(agent)},
+        "messages": [
+            {"phase": m.phase, "what": m.what, "inside": m.inside, "bytes": m.num_bytes, "count": m.count,
+             "seconds": m.seconds(cluster)} for m in agent.messages
+        ],
+    }  # fmt: skip

@@ -1,0 +1,111 @@
+"""The same step in other numbers of agents and lanes: what stays as it is, and what grows.
+
+A lane has the same prompts and answers in all of them, a rank so the same work but for what N changes. Processes share
+cores and wait for each other, so work is told in processor seconds of a rank, all its threads, and not by a clock.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hacpo_lab.throughput.bench import Block
+from hacpo_lab.throughput.measure import MeasuredStep, means
+from hacpo_lab.throughput.table import fact_lines, markdown_table
+from hacpo_lab.throughput.workload import Workload
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import AgentConfig, Config
+from hacpo_mega.config.tables.methods import METHODS
+
+# (agents, lanes), each held against (2, 1).
+SIZES = ((2, 1), (2, 2), (2, 4), (1, 1), (3, 1))
+PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "write")
+
+
+def scaling_blocks(config: Config, workload: Workload) -> list[Block]:
+    """A block per size; the first agent of the file is the first in each. ValueError for a method that needs peers."""
+    if METHODS[config.algorithm.method].needs_peers:
+        raise ValueError(
+            f"--scaling takes a step of one agent, too, and algorithm.method={config.algorithm.method} is nothing for "
+            "one alone. Nearest: algorithm.method=hacpo"
+        )
+    return [Block(_name(*size), _sized(config, *size), workload) for size in SIZES]
+
+
+def _name(num_agents: int, lanes: int) -> str:
+    return f"{num_agents} agents, {lanes} lanes"
+
+
+def _sized(config: Config, num_agents: int, lanes: int) -> Config:
+    """With so many agents and lanes, and per lane what the configuration has per lane."""
+    training = config.training
+    of_step = {
+        key: getattr(training, key) // config.lanes * lanes for key in ("prompts_per_step", "prompts_per_update")
+    }
+    agents = tuple(_agent(config.agents, number) for number in range(num_agents))
+    return config.model_copy(update={"agents": agents, "lanes": lanes, "training": training.model_copy(update=of_step)})
+
+
+def _agent(agents: Sequence[AgentConfig], number: int) -> AgentConfig:
+    """The agents of the file, and then again under other names."""
+    again, place = divmod(number, len(agents))
+    agent = agents[place]
+    return agent.model_copy(update={"name": f"{agent.name}_{again + 1}"}) if again else agent
+
+
+def scaling_rows(
+    blocks: Sequence[Block], found: Mapping[str, Sequence[Sequence[MeasuredStep]]]
+) -> list[dict[str, Any]]:
+    """A row per size, of the first agent: processor seconds of a rank by phase, and bytes of a leader or of the job."""
+    rows = []
+    for block in blocks:
+        steps = [step for measured in found[block.name] for step in measured]
+        ranks = RankMap.of(block.config)
+        name = block.config.agents[0].name
+        cpu_s = means([step.agents[name].cpu_s for step in steps])
+        sent = means([step.agents[name].sent_bytes for step in steps])
+        leaders = block.config.lanes * block.config.agents[0].cells_per_lane
+        of_job = [step.agents[agent].sent_bytes.get("write/job", 0.0) for step in steps for agent in step.agents]
+        work = sum(agent.trained_answers for step in steps for agent in step.agents.values())
+        spent = sum(_core_seconds(step, ranks) for step in steps)
+        rows.append(
+            {
+                "agents": len(block.config.agents),
+                "lanes": block.config.lanes,
+                "ranks": ranks.world_size,
+                "trained_per_core_s": work / spent,
+                "cpu_s": {phase: cpu_s.get(phase, 0.0) for phase in PHASES},
+                "lane_bytes": sent.get("exchange/lane", 0.0) / leaders,
+                "capability_bytes": sent.get("exchange/row", 0.0) / leaders,
+                "metrics_bytes": sum(of_job) / len(steps),
+                "published_bytes": sent.get("publish/engine", 0.0) / (leaders * block.config.agents[0].cell_size),
+            }
+        )
+    return rows
+
+
+def _core_seconds(step: MeasuredStep, ranks: RankMap) -> float:
+    """Processor seconds of all ranks."""
+    of_agent = {shape.name: ranks.agent_world_size(number) for number, shape in enumerate(ranks.agents)}
+    return sum(of_agent[name] * sum(agent.cpu_s.values()) for name, agent in step.agents.items())
+
+
+def scaling_markdown(facts: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Facts, then processor seconds, then bytes."""
+    cpu = markdown_table(
+        ("agents", "lanes", "ranks", "trained answers a core-second", *(f"{phase} s" for phase in PHASES)),
+        [
+            (*_size(row), f"{row['trained_per_core_s']:.0f}", *(f"{row['cpu_s'][phase]:.4f}" for phase in PHASES))
+            for row in rows
+        ],
+    )
+    sizes = ("lane_bytes", "capability_bytes", "published_bytes", "metrics_bytes")
+    sent = markdown_table(
+        ("agents", "lanes", "ranks", "answers, a leader", "capability, a leader", "published, a rank", "metrics, all"),
+        [(*_size(row), *(f"{row[name]:,.0f}" for name in sizes)) for row in rows],
+    )
+    parts = [fact_lines(facts), ["CPU seconds of a rank of the first agent in a step:", "", *cpu]]
+    parts.append(["Bytes sent in a step:", "", *sent])
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+
+def _size(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(row["agents"]), str(row["lanes"]), str(row["ranks"])

@@ -1,0 +1,64 @@
+"""Every name of a library that is replaced for good is there in the pinned version, as it was when it was replaced."""
+
+import fractions
+import inspect
+
+from hacpo_mega.cluster.patches import TORCH, Patch, apply_patches
+from hacpo_mega.megatron.patches import MEGATRON
+from hacpo_mega.rollout.patches import VLLM
+
+PATCHES = {f"{patch.owner.__name__}.{patch.name}": patch for patch in (*TORCH, *MEGATRON, *VLLM)}
+GROUP = "vllm.distributed.parallel_state.GroupCoordinator"
+LINEAR = "megatron.core.tensor_parallel.layers"
+BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+# The library's own, or the type of what has no signature.
+SIGNATURES = {
+    "torch.distributed.distributed_c10d._unpickler": (
+        "(file, *, fix_imports=True, encoding='ASCII', errors='strict', buffers=())"
+    ),
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": "pybind11_type",
+    "megatron.core.transformer.attention.apply_rotary_pos_emb": (
+        "(t: 'Tensor', freqs: 'Tensor', config: 'TransformerConfig', cu_seqlens: 'Optional[Tensor]' = None, "
+        "mscale: 'float' = 1.0, cp_group: 'torch.distributed.ProcessGroup' = None)"
+    ),
+    f"{LINEAR}.fused_weight_gradient_mlp_cuda": "NoneType",  # apex's extension
+    f"{LINEAR}._grad_accum_fusion_available": "bool",
+    f"{LINEAR}.LinearWithGradAccumulationAndAsyncCommunication": (
+        "(ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
+        "grad_output_buffer, wgrad_deferral_limit, tp_group)"
+    ),
+    f"{LINEAR}.LinearWithFrozenWeight": "(ctx, input, weight, bias, allreduce_dgrad, tp_group)",
+    f"{BUFFER}.dist_reduce_scatter_func": "(output, input, op=<RedOpType.SUM: 0>, group=None, async_op=False)",
+    f"{BUFFER}.dist_all_gather_func": "(output_tensor, input_tensor, group=None, async_op=False)",
+    "vllm.distributed.parallel_state.destroy_distributed_environment": "()",
+    "vllm.distributed.parallel_state.init_model_parallel_group": (
+        "(group_ranks: list[list[int]], local_rank: int, backend: str, use_message_queue_broadcaster: bool = False, "
+        f"group_name: str | None = None, use_device_communicator: bool = True, use_all2all: bool = False) -> {GROUP}"
+    ),
+    "vllm.distributed.aux_output_connector.worker.get_tp_group": f"() -> {GROUP}",
+    "vllm.utils.jit_monitor.activate": "(*, mode: Literal['warn', 'error'] = 'warn', verbose: bool = False) -> None",
+    "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",
+}
+
+
+def signature(value: object) -> str:
+    """Of what is called: a function, an autograd function's forward, an unpickler."""
+    called = value.forward if hasattr(value, "forward") else value
+    try:
+        return str(inspect.signature(called))
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def test_libraries_have_what_is_replaced():
+    """A version with another signature, or without the name, needs another look at the replacement."""
+    assert {name: signature(patch.original()) for name, patch in PATCHES.items()} == SIGNATURES
+
+
+def test_a_patch_is_applied_once(monkeypatch):
+    """A wrapper around its own wrapper would do its work twice."""
+    monkeypatch.setattr(fractions, "louder", lambda value: value, raising=False)
+    patch = Patch(fractions, "louder", lambda function: lambda value: 10 * function(value), "to see it", wraps=True)
+    apply_patches([patch])
+    apply_patches([patch])
+    assert (fractions.louder(2), patch.original()(2)) == (20, 2)
