@@ -17,6 +17,7 @@ keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to a
 
 if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
   keep VLLM_LOGGING_LEVEL WARNING       # what it says there explains a slow or a failed start
+  keep FLASHINFER_LOGGING_LEVEL warning # it reports every step of its start
   keep CUDA_DEVICE_ORDER PCI_BUS_ID     # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
   keep VLLM_ALLREDUCE_USE_FLASHINFER 0  # else it would depend on nvcc and ninja on PATH, and be compiled at the start
 else

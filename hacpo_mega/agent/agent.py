@@ -35,7 +35,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
 from hacpo_mega.megatron.train.optimizer import OffloadMode
@@ -203,8 +203,7 @@ class Agent(RolloutClient):
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
     """Builds the agent's actor from `start`, with its optimizer state offloaded: vLLM needs that memory to start."""
-    actor = Actor(
-        spec.model,
+    plan = ActorSpec(
         layout=spec.layout(config.lanes),
         optimizer=spec.optimizer,
         total_updates=config.updates_per_step * config.num_steps,
@@ -219,11 +218,9 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
-        spans=place.spans,
         timeout_s=config.wait_s,
-        on_progress=place.progress,
-        reports=REPORTS,
     )
+    actor = Actor(spec.model, plan, ActorHooks(place.spans, place.progress, REPORTS))
     if config.algorithm.kl_coef > 0.0:
         actor.keep_reference()
     if start is not None:

@@ -18,7 +18,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import TokenSequence
@@ -49,8 +49,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
     plan = spec.init.warm_start
     if plan is None:
         return
-    actor = Actor(
-        draft,
+    actor_spec = ActorSpec(
         layout=spec.layout(config.lanes),
         optimizer=plan.optimizer,
         total_updates=plan.num_updates,
@@ -61,6 +60,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         communication=spec.data_parallel,
         overrides=spec.megatron,
     )
+    actor = Actor(draft, actor_spec)
     place.enter_phase("warm_start", "before any step")
     warm_start(actor, TextCodec(load_tokenizer(draft)), plan, place, config.seed)
     actor.save_hf(draft)

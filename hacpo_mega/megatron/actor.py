@@ -13,6 +13,7 @@ cp.
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -64,63 +65,73 @@ LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
 Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActorSpec:
+    """Settings with which a folder is trained: layout, precision, memory, optimizer.
+
+    layout           parallel layout of a cell; the `overrides` give the layers of its first and last stage
+    total_updates    optimizer steps of the run, which the schedule of the rate follows
+    max_positions    longest sequence; default: the model's
+    share_prompts    reads a prompt once for all its sequences, where that is possible (local layers, cp 1)
+    temperature      of the rollouts: log-probs are of the distribution that was sampled
+    recompute        activations that backward computes again (none, mlp, full)
+    offload_mode     state that can be offloaded (optimizer.py)
+    lora             trains adapters alone (weights/lora.py)
+    transformer      layer implementation (auto, local, te; te_layers.py)
+    communication    overlap of data-parallel communication with compute (overlap.py)
+    overrides        fields of Megatron's TransformerConfig
+    dtype            of the weights; default: `actor_dtype`
+    timeout_s        bounds every collective of the actor's groups
+    """
+
+    layout: Layout
+    optimizer: OptimizerConfig
+    total_updates: int
+    max_tokens_per_microbatch: int
+    max_positions: int | None = None
+    share_prompts: bool = True
+    temperature: float = 1.0
+    seed: int = 1
+    recompute: str = "none"
+    offload_mode: OffloadMode = "nothing"
+    lora: Lora | None = None
+    transformer: str = "auto"
+    communication: DataParallelConfig = DATA_PARALLEL
+    overrides: Mapping[str, Any] | None = None
+    dtype: torch.dtype | None = None
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class ActorHooks:
+    """Callbacks to the owner of an actor.
+
+    spans         records the parts of an update
+    on_progress   called for every micro-batch
+    reports       named tuples that a loss function reports
+    """
+
+    spans: Spans = field(default_factory=Spans)
+    on_progress: Callable[[], None] = lambda: None
+    reports: Sequence[type] = (SequenceTerms,)
+
+
 class Actor:
     """A Hugging Face folder as a trainable Megatron model, sharded over tp * cp * pp ranks, replicated over cells."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        layout: Layout,
-        optimizer: OptimizerConfig,
-        total_updates: int,
-        max_tokens_per_microbatch: int,
-        max_positions: int | None = None,
-        share_prompts: bool = True,
-        temperature: float = 1.0,
-        seed: int = 1,
-        recompute: str = "none",
-        offload_mode: OffloadMode = "nothing",
-        lora: Lora | None = None,
-        transformer: str = "auto",
-        communication: DataParallelConfig = DATA_PARALLEL,
-        overrides: Mapping[str, Any] | None = None,
-        spans: Spans | None = None,
-        dtype: torch.dtype | None = None,
-        timeout_s: float = 1800.0,
-        on_progress: Callable[[], None] = lambda: None,
-        reports: Sequence[type] = (SequenceTerms,),
-    ) -> None:
+    def __init__(self, folder: Path, spec: ActorSpec, hooks: ActorHooks | None = None) -> None:
         """Builds this rank's part over the default process group (the agent's world) and loads `folder`.
 
-        One per process.
-
-        layout           parallel layout of a cell; the `overrides` give the layers of its first and last stage
-        share_prompts    reads a prompt once for all its sequences, where that is possible (local layers, cp 1)
-        temperature      of the rollouts: log-probs are of the distribution that was sampled
-        recompute        activations that backward computes again (none, mlp, full)
-        offload_mode     state that can be offloaded (optimizer.py)
-        lora             trains adapters alone (weights/lora.py)
-        transformer      layer implementation (auto, local, te; te_layers.py)
-        communication    overlap of data-parallel communication with compute (overlap.py)
-        overrides        fields of Megatron's TransformerConfig
-        spans            records the parts of an update
-        dtype            of the weights; default: `actor_dtype`
-        timeout_s        bounds every collective of its groups
-        on_progress      called for every micro-batch
-        reports          named tuples that a loss function reports
-
-        Raises ValueError for a layout or a folder that the model cannot have.
+        One per process. Raises ValueError for a layout or a folder that the model cannot have.
         """
+        self.hooks, layout, lora = hooks or ActorHooks(), spec.layout, spec.lora
         self.architecture = Architecture.from_folder(folder)
-        self.folder, self.layout, self.temperature = Path(folder), layout, temperature
-        self._spans = spans or Spans()
-        self._on_progress, self._reports = on_progress, reports
+        self.folder, self.layout, self.temperature = Path(folder), layout, spec.temperature
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.dtype = dtype or actor_dtype(self.device)
+        self.dtype = spec.dtype or actor_dtype(self.device)
         self.transformer = chosen_transformer(
-            "local" if lora is not None and transformer == "auto" else transformer,
+            "local" if lora is not None and spec.transformer == "auto" else spec.transformer,
             self.architecture,
             dtype=self.dtype,
             on_cuda=cuda,
@@ -128,24 +139,25 @@ class Actor:
         )
         # With cp, rows must be in rising order, and TransformerEngine has no such segments.
         can_share = layout.cp == 1 and self.transformer == "local"
-        how = {"multiple": layout.tp * layout.cp, "shares_prompts": share_prompts and can_share}
-        self.pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
+        how = {"multiple": layout.tp * layout.cp, "shares_prompts": spec.share_prompts and can_share}
+        self.pack = partial(pack, max_tokens=spec.max_tokens_per_microbatch, **how)
         self._pack_update = partial(pack_update, **self.pack.keywords)
         ep = layout.ep if self.architecture.has_experts else None
-        initialize_parallel(layout.tp, layout.pp, seed, timeout_s, cp=layout.cp, ep=ep)
+        initialize_parallel(layout.tp, layout.pp, spec.seed, spec.timeout_s, cp=layout.cp, ep=ep)
         with megatron_platform():
-            positions = max_positions or self.architecture.max_positions
-            model = self._build(positions, recompute, overrides)
+            model = self._build(spec)
             self._experts = ExpertCounts(model)
             if lora is not None:
-                attach_adapters(model, lora, seed)
-            self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offload_mode=offload_mode)
+                attach_adapters(model, lora, spec.seed)
+            self.model = data_parallel(model, self.hooks.spans, spec.communication)
+            self.optimizer = ActorOptimizer(
+                self.model, spec.optimizer, spec.total_updates, offload_mode=spec.offload_mode
+            )
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
-        self.timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=spec.timeout_s)
 
-    def _build(self, max_positions: int, recompute: str, overrides: Mapping[str, Any] | None) -> HiddenStateModel:
+    def _build(self, spec: ActorSpec) -> HiddenStateModel:
         model = build_model(
             self.architecture,
             tp=self.layout.tp,
@@ -153,10 +165,10 @@ class Actor:
             cp=self.layout.cp,
             ep=self.layout.ep,
             dtype=self.dtype,
-            max_positions=max_positions,
-            recompute=recompute,
+            max_positions=spec.max_positions or self.architecture.max_positions,
+            recompute=spec.recompute,
             transformer=self.transformer,
-            overrides=dict(overrides or {}),
+            overrides=dict(spec.overrides or {}),
         )
         load_hf_weights(model, self.folder)
         return model
@@ -187,7 +199,7 @@ class Actor:
         """Every micro-batch with the log-probs [R] of its rows, which the last pipeline stage sends to the others."""
         batches = self.pack(sequences)
         with megatron_platform():
-            logprobs = forward_only(self.model, EvenBatches(batches, self._on_progress), self._token_logprobs)
+            logprobs = forward_only(self.model, EvenBatches(batches, self.hooks.on_progress), self._token_logprobs)
         if not logprobs:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
@@ -224,12 +236,14 @@ class Actor:
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
             self._experts.begin(batches)
-            with self._spans.span("forward and backward"):
-                seen = accumulate_gradients(self.model, EvenBatches(batches, self._on_progress), self._loss_of(loss_fn))
+            with self.hooks.spans.span("forward and backward"):
+                seen = accumulate_gradients(
+                    self.model, EvenBatches(batches, self.hooks.on_progress), self._loss_of(loss_fn)
+                )
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
-            loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
-            with self._spans.span("optimizer"):
+            loss, reports = object_from_last_stage((loss, reports), self.hooks.reports, self.device)
+            with self.hooks.spans.span("optimizer"):
                 finish_gather(self.model)  # a cell without samples has not waited yet
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
@@ -264,7 +278,7 @@ class Actor:
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                batches = EvenBatches(self._pack_update(samples), self._on_progress)
+                batches = EvenBatches(self._pack_update(samples), self.hooks.on_progress)
                 accumulate_gradients(self.model, batches, self._loss_of(loss_fn))
                 present = self.optimizer.counted_gradients()
                 if place == 0:
@@ -323,7 +337,7 @@ class Actor:
         Collective over the cell, or all cells that share experts.
         """
         finish_gather(self.model)
-        return full_tensors(self.model, sent=self._spans.sent, only=only)
+        return full_tensors(self.model, sent=self.hooks.spans.sent, only=only)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
         """Starts a checkpoint: the counts for `load`, and a function that writes weights and optimizer to a folder.

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tiny_models import reference_model
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import MicroBatch, Sample
 
@@ -178,7 +179,8 @@ def make_actor(
     """An actor in the present default group, whatever layout an earlier one of this process had, which is over."""
     end_model_parallel()
     options = {"total_updates": 10, "max_tokens_per_microbatch": 60, "temperature": TEMPERATURE, **options}
-    return Actor(folder, layout=Layout(tp, pp, cp=cp, ep=ep), optimizer=optimizer, **options)
+    hooks = ActorHooks(**{hook.name: options.pop(hook.name) for hook in fields(ActorHooks) if hook.name in options})
+    return Actor(folder, ActorSpec(layout=Layout(tp, pp, cp=cp, ep=ep), optimizer=optimizer, **options), hooks)
 
 
 def end_model_parallel() -> None:

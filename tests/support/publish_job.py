@@ -19,7 +19,7 @@ from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.publish_plan import engine_shards
@@ -38,14 +38,14 @@ PROMPT_LENGTHS = (150, 3, 9, 9, 20, 1)
 
 def build_actor(folder: Path, tp: int, pp: int) -> Actor:
     ep = tp if Architecture.from_folder(folder).has_experts else 1
-    return Actor(
-        folder,
+    spec = ActorSpec(
         layout=Layout(tp, pp, ep=ep),
         optimizer=OptimizerConfig(lr=3e-3),
         total_updates=NUM_UPDATES,
         max_tokens_per_microbatch=256,
         max_positions=MAX_MODEL_LEN,
     )
+    return Actor(folder, spec)
 
 
 def answer(engine: Engine, step: int, cell: int) -> tuple[list[TokenSequence], list[np.ndarray]]:

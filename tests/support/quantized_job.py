@@ -20,7 +20,7 @@ from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.publish_plan import publish_plan
 from hacpo_mega.rollout.engine import Engine
@@ -94,10 +94,11 @@ def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp
     with Place.join(RankMap(1, (shape,)), TIMEOUT_S) as place:
         rank, actor, engine = place.coordinate.engine_rank, None, None
         if place.trains:
-            actor = Actor(
-                folder, layout=Layout(tp=tp, pp=pp), optimizer=OptimizerConfig(lr=3e-3), total_updates=3,
+            spec = ActorSpec(
+                layout=Layout(tp=tp, pp=pp), optimizer=OptimizerConfig(lr=3e-3), total_updates=3,
                 max_tokens_per_microbatch=256, max_positions=MAX_MODEL_LEN, dtype=torch.bfloat16,
             )  # fmt: skip
+            actor = Actor(folder, spec)
         if place.coordinate.answers:
             engine = Engine(
                 folder, max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, tensor_parallel_size=engine_tp, eos_ids=[7],

@@ -37,7 +37,7 @@ from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.weights import publish
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.rollout.engine import Engine
@@ -172,7 +172,7 @@ def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
     """On every rank."""
     with Place.join(RankMap(1, (AgentShape("one", tp, pp, 1, engine_tp),)), TIMEOUT_S) as place:
         options = {"optimizer": OptimizerConfig(), "total_updates": 1, "max_tokens_per_microbatch": 64}
-        actor = Actor(folder, layout=Layout(tp, pp), max_positions=64, spans=place.spans, **options)
+        actor = Actor(folder, ActorSpec(layout=Layout(tp, pp), max_positions=64, **options), ActorHooks(place.spans))
         engine = Engine(
             folder, max_model_len=64, dtype=torch.float32, tensor_parallel_size=engine_tp, random_weights=True,
             options={"kv_cache_memory_bytes": 64 << 20},
