@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-all test-nightly test-portable gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-lab test-all test-nightly test-portable gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
@@ -21,14 +21,18 @@ THREADS ?= 1
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 : cores < 16 ? cores / 2 : 8)))
 PYTEST  := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(if $(HOLD_BUDGETS),--hold-budgets)
 test: env
-	$(PYTEST) -n $(WORKERS) -m "not nightly"
+	$(PYTEST) -n $(WORKERS) -m "not nightly and not lab"
+
+# The package beside the product, packages/hacpo_lab.
+test-lab: env
+	$(PYTEST) -n $$(($(WORKERS) + 1)) tests/lab
 
 # One worker more: much of what is left to the night waits, for time limits and for Slurm.
 test-all: env
 	$(PYTEST) -n $$(($(WORKERS) + 1))
 
 test-nightly: env
-	$(PYTEST) -n $$(($(WORKERS) + 1)) -m nightly
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "nightly or lab"
 
 # The numeric tests as other processors would run them.
 test-portable: env
@@ -72,6 +76,7 @@ reference: env
 
 pictures: env
 	$(BIN)/python docs/images/draw_accuracy.py
+	$(BIN)/python docs/images/draw_theory.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from collections import defaultdict
 import hypothesis
 import pytest
 import torch
-from budgets import Part, file_of, order, over_budget, read_budgets, scope_of, tier_of
+from budgets import LAB, Part, file_of, order, over_budget, read_budgets, scope_of, tier_of
 from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
@@ -52,7 +52,8 @@ class Seconds:
         self.fails, self.by_part = fails, defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.by_part[Part(tier_of(report.keywords), file_of(report.nodeid))] += report.duration
+        file = file_of(report.nodeid)
+        self.by_part[Part(tier_of(report.keywords, file), file)] += report.duration
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.fails and over_budget(self.by_part, read_budgets())[1] and session.exitstatus == pytest.ExitCode.OK:
@@ -74,9 +75,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Seconds(config.getoption("--hold-budgets")))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if tier_of(item.keywords, file_of(item.nodeid)) == LAB:
+        item.add_marker(LAB)
+
+
 @pytest.hookimpl(trylast=True)  # what was not asked for is gone by then
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    parts = [Part(tier_of(item.keywords), file_of(item.nodeid)) for item in items]
+    files = [file_of(item.nodeid) for item in items]
+    parts = [Part(tier_of(item.keywords, file), file) for item, file in zip(items, files)]
     place = {file: index for index, file in enumerate(order(parts, read_budgets()))}
     items.sort(key=lambda item: place[file_of(item.nodeid)])
 

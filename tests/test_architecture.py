@@ -45,7 +45,7 @@ DOORS = {
     "vllm": ("hacpo_mega/rollout/", f"{LAB}experiments/preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/files/metrics.py",),
-    "matplotlib": ("hacpo_mega/report/", LAB),
+    "matplotlib": ("hacpo_mega/report/", f"{LAB}throughput/figure.py"),
     "wandb": ("hacpo_mega/logbook/files/trackers.py",),
     "trackio": ("hacpo_mega/logbook/files/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),

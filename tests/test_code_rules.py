@@ -27,7 +27,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/security/private_folder.py",
     "hacpo_mega/cluster/rank_map.py",
     "hacpo_mega/cluster/rendezvous.py",
-    "hacpo_mega/cluster/seat.py",
+    "hacpo_mega/cluster/launcher_env.py",
     "hacpo_mega/cluster/security/secret.py",
     "hacpo_mega/cluster/watchdog.py",
     "hacpo_mega/megatron/platform.py",

@@ -1,4 +1,4 @@
-"""Whether a disk has room for what a run puts on it: asked before its first step, before a checkpoint and at its end.
+"""Checks of disk space for a run: before its first step, before a checkpoint and at its end.
 
 Sizes are estimates from parameter counts until there is a checkpoint to measure. Imports no torch, so that a run that
 can never be kept is refused at once. Not here: what is written (checkpoint/files.py) and logs
@@ -25,19 +25,19 @@ PROBE_BYTES = 1 << 12
 
 
 def num_parameters(agent: AgentConfig) -> int:
-    """Of an agent's model, as its folder or its init table describes it."""
+    """Number of parameters of an agent's model, as its folder or its init table describes it."""
     return sum(math.prod(source.shape) for source in all_sources(architecture_of(agent)))
 
 
 def num_trained(agent: AgentConfig) -> int:
-    """The same of what is trained: the model's own, or those of its adapters."""
+    """The number of trained parameters: the model's own, or those of its adapters."""
     architecture = architecture_of(agent)
     lora = agent.adapters(architecture)
     return num_parameters(agent) if lora is None else adapter_numbers(architecture, lora)
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Of the next checkpoint: as many as the newest one has, else by the number of parameters.
+    """Bytes of the next checkpoint: those of the newest one, else by the number of parameters.
 
     With rollout.one_step_off there are answers to the next step in it: at first all as long as they may be.
     """
@@ -53,13 +53,13 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def export_bytes(config: Config) -> int:
-    """Of the Hugging Face folders of all agents, adapters beside merged weights."""
+    """Bytes of the Hugging Face folders of all agents, adapters beside merged weights."""
     adapters = sum(num_trained(agent) for agent in config.agents if agent.lora is not None)
     return EXPORT_BYTES_PER_PARAMETER * (adapters + sum(map(num_parameters, config.agents)))
 
 
 def free_bytes(folder: Path) -> int:
-    """That this user may still write on the disk of a folder, or of the first one above it that exists."""
+    """Bytes that this user may still write on the disk of a folder, or of the nearest existing one above it."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))).free
 
 
@@ -90,7 +90,7 @@ def require_room(config: Config, *, fresh: bool = False) -> None:
 
 
 def probe(folder: Path, name: str) -> None:
-    """Writes some bytes into a folder and removes them. OSError where that fails: full, read-only, gone, over quota."""
+    """Writes some bytes into a folder and removes them. OSError if that fails: full, read-only, gone, over quota."""
     path = folder / f".{name}.probe"
     try:
         with path.open("wb", buffering=0) as file:

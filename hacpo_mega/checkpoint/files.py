@@ -39,7 +39,7 @@ WRITING, REMOVING = ".writing", ".removing"
 
 @dataclass(frozen=True)
 class AgentState:
-    """What is not in an agent's own files.
+    """State of an agent that is not in its own files.
 
     dtype         the type of its model's weights, which are the stored ones rounded to it: "bfloat16"
     num_skipped   of its last updates, how many in a row were skipped
@@ -55,7 +55,7 @@ class AgentState:
 
 @dataclass(frozen=True)
 class FileState:
-    """What a file was when its step was committed."""
+    """Size and checksum of a file when its step was committed."""
 
     num_bytes: int
     sha256: str
@@ -63,7 +63,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed step as its step.json tells it.
+    """A committed step as recorded in its step.json.
 
     config      the resolved configuration, as plain values      versions    of the packages that wrote it
     models      digests of the agents' config.json, by name      agents      by name
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @classmethod
     def parse(cls, folder: Path, text: str) -> "Checkpoint":
-        """From the text of a step.json. ValueError when it is torn, changed, or of another format."""
+        """Parses the text of a step.json. ValueError if it is torn, changed, or of another format."""
         file = folder / RECORD
         try:
             table = parse_json(text)
@@ -107,7 +107,7 @@ class Checkpoint:
             raise ValueError(f"{file} is not a record that this version of hacpo_mega reads: {error}") from error
 
     def text(self) -> str:
-        """What `parse` reads."""
+        """The inverse of `parse`."""
         state = {key: value for key, value in asdict(self).items() if key != "folder"}
         return json.dumps({"format": FORMAT, "sha256": _digest(state), "state": state}, indent=1)
 
@@ -121,7 +121,7 @@ class Checkpoint:
                 yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
 
     def altered(self, share: slice = slice(None)) -> Iterator[str]:
-        """A line for every file of a share of them whose bytes are not those that were written; reads them all."""
+        """A line for every file, of a share of them, with bytes other than those written; reads them all."""
         for path, expected in list(self.files.items())[share]:
             if file_sha256(self.folder / path) != expected.sha256:
                 yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
@@ -138,7 +138,7 @@ def file_sha256(path: Path) -> str:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies, once committed."""
+    """The path of a step's checkpoint, once committed."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -161,7 +161,7 @@ def require_own_step(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """A committed step, all of whose files are there in their size. ValueError names the first file that is not."""
+    """A committed step with all its files at their size. ValueError names the first missing one."""
     if folder.name.endswith((WRITING, REMOVING)):
         raise ValueError(f"{folder} is no checkpoint: it is half written, or half removed; give a folder step_N")
     try:
@@ -201,9 +201,9 @@ def latest_checkpoint(
 
 
 def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
-    """Moves the committed steps after one, which are damaged, to names that are no step's; says so, in a line each.
+    """Renames the committed steps after one, which are damaged, and yields a line for each.
 
-    `known` is what is wrong with some; what it is with the others, reading them shows.
+    `known` are problems already found in some; the others' show when they are read.
     """
     for step in [step for step in committed_steps(run_dir) if step > after]:
         folder, why = folder_of(run_dir, step), known.get(step)
@@ -219,7 +219,7 @@ def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[s
 
 
 def older_step_offered(run_dir: Path, step: int) -> str:
-    """What to do when a step cannot be read: the newest one before it whose every byte is as it was written."""
+    """The older step to offer if one cannot be read: the newest before it whose every byte is as it was written."""
     for older in reversed([older for older in committed_steps(run_dir) if older < step]):
         try:
             if not list(read_checkpoint(folder_of(run_dir, older)).altered()):
@@ -231,7 +231,7 @@ def older_step_offered(run_dir: Path, step: int) -> str:
 
 
 class StartOptions(TypedDict, total=False):
-    """What a user says of where a run begins.
+    """The user's choice of where a run begins.
 
     fresh         whether what lies in run_dir is left alone
     accept        keys of the configuration that may differ from the run's
@@ -248,8 +248,8 @@ class StartOptions(TypedDict, total=False):
 def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]) -> Checkpoint | None:
     """The step that a run goes on from, None for a new run. Moves nothing.
 
-    `but` are steps that are known as damaged. ValueError, one line per problem, when that step cannot be read, the
-    configuration is not the run's, or what lies in run_dir could not be moved out of a new run's way.
+    `but` are steps known to be damaged. ValueError, one line per problem, if that step cannot be read, the
+    configuration is not the run's, or the content of run_dir could not be moved out of a new run's way.
     """
     fresh, branch, accepted = how.get("fresh", False), how.get("branch"), how.get("accept", ())
     if fresh and branch is not None and branch.resolve().is_relative_to(config.run_dir.resolve()):

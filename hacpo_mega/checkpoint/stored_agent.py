@@ -1,4 +1,4 @@
-"""One agent of a committed step, for those who use it while its run goes on or after: `export` and `eval`.
+"""One agent of a committed step, for use while its run goes on or after it: `export` and `eval`.
 
     RUN/checkpoints/step_000020/NAME
 
@@ -38,12 +38,12 @@ class StoredAgent:
 
     @property
     def folder(self) -> Path:
-        """Where its state lies."""
+        """The folder of its state."""
         return self.checkpoint.folder / self.agent.name
 
     @property
     def file(self) -> Path:
-        """Where its run's configuration stands."""
+        """The file of its run's configuration."""
         return self.checkpoint.folder / RECORD
 
     @property
@@ -53,12 +53,12 @@ class StoredAgent:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of its state, by what the step says of its files."""
-        said = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        """A hash of its state, from the step's record of its files."""
+        text = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def require_unaltered(self, share: slice = slice(None)) -> None:
-        """Reads a share of its files. ValueError for one whose bytes are not those that were written."""
+        """Reads a share of its files. ValueError for one with bytes other than those written."""
         for path, sha256 in self._digests()[share]:
             file = self.checkpoint.folder / path
             if file_sha256(file) != sha256:
@@ -112,7 +112,7 @@ def stored_agent(folder: Path, name: str | None) -> StoredAgent:
 
 
 def stored_agent_at(path: Path) -> StoredAgent | None:
-    """The agent that RUN/checkpoints/step_N/NAME is, None for another path. ValueError as `stored_agent`."""
+    """The agent of RUN/checkpoints/step_N/NAME, None for another path. ValueError as `stored_agent`."""
     if is_checkpoint(path):
         require_own_step(path)
         agents = ", ".join(str(path / name) for name in read_checkpoint(path).agents)
@@ -122,7 +122,7 @@ def stored_agent_at(path: Path) -> StoredAgent | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is, or by its name would be, a step of a run; another trainer's step is a model folder."""
+    """True if a path is, or by its name would be, a step of a run; another trainer's step is a model folder."""
     path = path.resolve()
     named = path.parent.name == "checkpoints" and path.name.startswith("step_")
     return (path / RECORD).is_file() or (named and not (path / "config.json").is_file())
@@ -139,7 +139,7 @@ def chosen_agent(config: Config, name: str | None, where: Path) -> AgentConfig:
 
 
 def _others(folder: Path) -> str:
-    """What else the run has, for who asked in vain for `folder`."""
+    """Other agents of the run, for a user who asked in vain for `folder`."""
     folder = folder.resolve()
     run_dir = folder.parent.parent
     others = [str(step) for step in committed_steps(run_dir) if folder_of(run_dir, step) != folder]

@@ -11,8 +11,8 @@ from hacpo_mega.cli import app
 def main() -> None:
     """Runs the command line in a process of its own, which ends without taking its libraries down.
 
-    That takes seconds, and what Triton and vLLM print of it would bury the line that says why. Threads are waited for
-    and what was registered to be done at the end is done, as ever: this is the last of it.
+    That takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are joined and exit
+    handlers run as always: this is the last of them.
     """
     status, process = 1, os.getpid()
 
@@ -20,7 +20,7 @@ def main() -> None:
         if os.getpid() != process:  # forked from it, with an end of its own
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # whoever read it may be gone
+            with suppress(OSError):  # the reader may be gone
                 stream.flush()
         os._exit(status)
 

@@ -34,6 +34,7 @@ from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
+from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
     is_first_of_its_node,
@@ -41,10 +42,9 @@ from hacpo_mega.cluster.machine.environment import (
 )
 from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Unreachable
 from hacpo_mega.config import Config
 from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
-from hacpo_mega.jobs.attempts import record_told
+from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.run.provenance import installed_versions, what_is_finished
 from hacpo_mega.models.files.visible import say
 
@@ -61,9 +61,9 @@ class _Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             # click's error by its name: later versions of typer have a click of their own
-            said = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
-            if said is not None:
-                raise ValueError(said) from error
+            message = _as_a_key(error, given) if type(error).__name__ == "NoSuchOption" else None
+            if message is not None:
+                raise ValueError(message) from error
             raise
 
     def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:
@@ -73,7 +73,7 @@ class _Commands(typer.core.TyperGroup):
 
 
 def _as_a_key(error: Any, given: list[str]) -> str | None:
-    """How an option that there is not, such as --num_steps 5, is written as key=value; None for one that is no key."""
+    """An unknown option such as --num_steps 5, written as key=value; None if it is no key."""
     option, command = error.option_name, error.ctx.command
     if not any(parameter.name == "overrides" for parameter in command.params):
         return None
@@ -169,9 +169,9 @@ def train(
         if num_repeated := _require_inputs(config, how):
             say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_room(config, fresh=fresh)
-    if not fresh and (said := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
+    if not fresh and (message := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
-            say(said)
+            say(message)
         return
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
@@ -182,12 +182,12 @@ def train(
         is_done = trainer.fit()
     if not is_done:
         if is_first_of_the_job():
-            record_told(config.run_dir)
+            record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
 
 
 def _require_inputs(config: Config, how: StartOptions) -> int:
-    """How many rows of data.files are left out as repeated (data.repeated).
+    """Checks a run's inputs; returns the number of rows of data.files that are left out as repeated (data.repeated).
 
     ValueError for a run that cannot go on as asked, for rows that are no prompts, and for too few processes.
     """
@@ -271,7 +271,7 @@ def _require_folder() -> None:
 
 
 def _of_a_full_disk(error: Exception) -> str | None:
-    """What is said where a file, or what a command prints, found no room; None for any other error."""
+    """The message if a file, or a command's output, found no room; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return f"{error.filename or 'what this command prints'} cannot be written: {error.strerror}"

@@ -26,7 +26,7 @@ from hacpo_mega.config.checks.quantization import suggestions
 from hacpo_mega.config.checks.tokenizer_checks import template_notes
 from hacpo_mega.config.checks.unused_fields import unused_fields
 from hacpo_mega.config.describe import batch_arithmetic, differing
-from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.tables.slurm import SlurmConfig, time_note
 from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.memory.budget import Budget
@@ -50,7 +50,7 @@ def check(
     world_size: Annotated[bool, typer.Option("--world-size", help="Print only the number of ranks.")] = False,
     run_dir: Annotated[bool, typer.Option("--run-dir", help="Print only the run folder.")] = False,
 ) -> None:
-    """Check a configuration; print what is not the default, who runs where, the batch, the memory; load no model."""
+    """Check a configuration; print non-default keys, placement of ranks, batch and memory; load no model."""
     config = load_checked(config_file, overrides)
     ranks = RankMap.of(config)
     if world_size or run_dir:
@@ -77,10 +77,10 @@ def check(
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What a user should know of a configuration that is right, a line each: every judge, suggestions, warnings."""
+    """Notes on a valid configuration, a line each: every judge, suggestions, warnings."""
     for key, grader in config.reward.graders.items():
         yield f"{key}: {shown_grader(grader.kind, grader.options)}"
-    yield from unsaid_success(config)
+    yield from default_success_note(config)
     yield from suggestions(config)
     yield from weak_settings(config)
     if reads_first():  # a template is a program, run once on a node
@@ -93,7 +93,7 @@ def notes(config: Config) -> Iterator[str]:
 
 
 def _settings(config_file: Path, config: Config) -> str:
-    """Every table with what is not its default, a paragraph each."""
+    """Every table's values that differ from the default, a paragraph each."""
     lines = [f"{_cut(str(config_file), WIDTH - 49)}: what is not the default (--resolved: every key)"]
     for name, table in differing(config).items():
         keys = [f"{key} = {_cut(value)}" for key, value in table.items() if not _is_elsewhere(name, key)]
@@ -105,7 +105,7 @@ def _settings(config_file: Path, config: Config) -> str:
 
 
 def _is_elsewhere(table: str, key: str) -> bool:
-    """Whether another part of the screen says it, or it is of a model that is to be made."""
+    """True if the key is shown elsewhere on the screen, or is about a model that is still to be made."""
     return table.startswith("agents.") and (key == "model" or key.startswith("init."))
 
 

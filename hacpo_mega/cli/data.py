@@ -26,7 +26,7 @@ def inspect(
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are counted.")] = 1024,
     golds: Annotated[bool, typer.Option("--golds", help="Grade every gold answer against itself.")] = False,
 ) -> None:
-    """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 for what makes a result wrong."""
+    """Counts, lengths, bad rows with line numbers, repetitions, overlap. Exit 1 if they make results wrong."""
     from hacpo_grading.judge import Judge
     from hacpo_mega.commands.inspect_data import inspect as inspect_files
 
@@ -52,17 +52,17 @@ def convert(
 
 def grade(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines or Parquet with gold and pred, or of eval.")],
-    out: Annotated[Path, typer.Option(help="One verdict per line, at the line of its answer.")],
+    out: Annotated[Path, typer.Option(help="File of verdicts, a line per answer, in order.")],
     reward: Annotated[str, typer.Option(help="math, number, choice, json, program, ..., or module:function.")] = "math",
     workers: Annotated[int, typer.Option(min=1, help="Grading processes.")] = 2,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="CPU seconds of one judgement.")] = 5.0,
     start_timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds to load a grader of yours.")] = 120.0,
     option: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the judge, such as rel_tol=0.01.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Write how each verdict came about.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Write the reason of each verdict.")] = False,
     pred_field: Annotated[str | None, typer.Option(help="Field with the answer: pred, in eval's files text.")] = None,
     gold_field: Annotated[str, typer.Option(help="Field with the gold answer.")] = "gold",
 ) -> None:
-    """Judge anybody's answers: correct, wrong, no answer, time-out and error are five different verdicts."""
+    """Judge answers from any source: correct, wrong, no answer, time-out and error are five different verdicts."""
     from hacpo_grading.judge import Judge
     from hacpo_mega.commands.grade import grade as grade_answers
 

@@ -21,9 +21,9 @@ def evaluate_model(
     samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Answers per problem.")] = 1,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; 0 for one answer, else 1.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first problems of each benchmark.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are dropped, counted.")] = None,
-    chat_template: Annotated[bool | None, typer.Option("--chat-template/--no-chat-template", help="Ask in it.")] = None,
+    chat_template: Annotated[bool | None, typer.Option("--chat-template/--no-chat-template", help="Apply it.")] = None,
     template_arg: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, such as enable_thinking=false.")] = None,
     system_prompt: Annotated[str | None, typer.Option(help="The system message of the chat template.")] = None,
     prompt_template: Annotated[str | None, typer.Option(help="Text with {prompt}, or @FILE that holds it.")] = None,
@@ -33,7 +33,7 @@ def evaluate_model(
     success: Annotated[str | None, typer.Option(help="A part's name, or the least reward of a success.")] = None,
     prompt_field: Annotated[str | None, typer.Option(help="Field of a row with the prompt, in every FILE.")] = None,
     gold_field: Annotated[str | None, typer.Option(help="Field of a row with the gold answer.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the answers that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled answers.")] = 0,
     trust: Trust = False,
     tp: Annotated[int, typer.Option(min=1, help="Processes of one engine.")] = 1,
     engines: Annotated[int, typer.Option(min=1, help="Engines that share the problems.")] = 1,
@@ -62,7 +62,7 @@ def evaluate_model(
     if not inside_a_job():
         require_judge(settings)
         require_place(out)
-        fetch_missing([given])  # last: what is cheap to tell has been told
+        fetch_missing([given])  # last: after all cheap checks
         settings = replace(settings, model=model_folder(given))
     if reads_first():
         require_weights(settings)

@@ -16,9 +16,9 @@ def export(
         Path, typer.Argument(metavar="RUN", help="A finished run, or RUN/checkpoints/step_N, even while it goes on.")
     ],
     out: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
-    agent: Annotated[str | None, typer.Option(help="Its name; a run of one agent needs none.")] = None,
+    agent: Annotated[str | None, typer.Option(help="Name; a run of one agent needs none.")] = None,
     quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Of LoRA, the adapters alone, for peft.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, for peft.")] = False,
     trust: Trust = False,
 ) -> None:
     """Write an agent of a run as a Hugging Face folder with a model card."""

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine.environment import end_with_launcher, inside_a_job, prepare_environment
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.cluster.security.secret import forget_secret, share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.input_checks import missing_models
@@ -23,7 +23,7 @@ from hacpo_mega.preflight.node_report import NodeReport, report_of
 def preflight(
     config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
-    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which whoever is still awaited is named.")] = 60.0,
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which missing processes are named.")] = 60.0,
 ) -> None:
     """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""
     prepare_environment()
@@ -41,23 +41,23 @@ def preflight(
 
 def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
     """One rank. A configuration that cannot be read here may be in order on the other nodes: that is a finding."""
-    seat = Seat.find()
+    env = LauncherEnv.find()
     rank_map = run_dir = None
-    report = NodeReport(seat.node, seat.rank, seat.num_local)
+    report = NodeReport(env.node, env.rank, env.num_local)
     try:
         config = _load(config_file, overrides)
     except ValueError as error:
         report = replace(report, problems=tuple(str(error).splitlines()))
     else:
         rank_map, run_dir = RankMap.of(config), config.run_dir
-        _require_world_size(rank_map, seat)
+        _require_world_size(rank_map, env)
         share_secret(run_dir, wait_s)
-        if seat.is_first_of_node:
-            report = report_of(seat, config, installed_versions())
+        if env.is_first_of_node:
+            report = report_of(env, config, installed_versions())
     from hacpo_mega.preflight.command import Preflight
 
     try:
-        return Preflight(seat, rank_map, run_dir, report, wait_s).run()
+        return Preflight(env, rank_map, run_dir, report, wait_s).run()
     finally:
         forget_secret()  # a round that finds something is the last, before anybody has joined
 
@@ -69,11 +69,11 @@ def _load(config_file: Path, overrides: list[str]) -> Config:
     return config
 
 
-def _require_world_size(rank_map: RankMap, seat: Seat) -> None:
-    """All ranks find the same here; the first says it."""
+def _require_world_size(rank_map: RankMap, env: LauncherEnv) -> None:
+    """All ranks find the same here; the first prints it."""
     try:
-        rank_map.require_world_size(seat.world_size)
+        rank_map.require_world_size(env.world_size)
     except ValueError:
-        if seat.rank == 0:
+        if env.rank == 0:
             raise
         raise typer.Exit(2) from None

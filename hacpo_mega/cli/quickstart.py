@@ -1,4 +1,4 @@
-"""`hacpo-mega quickstart`: two tiny models made, trained together and reported on, in the current folder."""
+"""`hacpo-mega quickstart`: makes two tiny models, trains them together and reports on them, in the current folder."""
 
 import subprocess
 import sys

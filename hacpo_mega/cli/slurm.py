@@ -38,7 +38,7 @@ def slurm(
         str | None, typer.Option("--job", metavar="N", help="Start now, here, on the nodes of a job that holds some.")
     ] = None,
     status: Annotated[
-        Path | None, typer.Option("--status", metavar="RUN", help="Show how a run stands, on one screen.")
+        Path | None, typer.Option("--status", metavar="RUN", help="Show a run's status on one screen.")
     ] = None,
 ) -> None:
     """Train on a Slurm cluster: show who runs on which node, write the job script and submit it."""
@@ -84,7 +84,7 @@ def slurm(
 
 
 def _require_inputs(config: Config, how: StartOptions) -> None:
-    """ValueError for a run that cannot go on as asked, and for rows that are no prompts."""
+    """ValueError for a run that cannot resume as asked, and for rows that are no prompts."""
     from hacpo_mega.data.prompt_files import require_good_files
     from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 
@@ -93,7 +93,7 @@ def _require_inputs(config: Config, how: StartOptions) -> None:
 
 
 def _placed(file: Path, overrides: Sequence[str]) -> Config:
-    """A configuration whose weights and data need not be here: what submission would miss is said on stderr.
+    """A configuration whose weights and data need not exist here; stderr names those that a submission would miss.
 
     ValueError with a line per problem that no file would mend: keys, batches, layouts of models that are known.
     """
@@ -119,7 +119,8 @@ def _show(run_dir: Path) -> int:
 
 
 def begin_attempt(run_dir: Path) -> None:
-    """Notes which attempt of its job this process is in, where a launcher starts jobs again; rank 0 writes and says it.
+    """Records the attempt of its job that this process is in, if a launcher starts jobs again; rank 0 writes and prints
+    it.
 
     Exit 3 on every rank when attempts enough have died after the step that this one begins after.
     """

@@ -1,4 +1,4 @@
-"""What commands do before their own work: the checked configuration, its models, and the ranks that do the work.
+"""The start of commands: the checked configuration, its models, and the ranks that do the work.
 
 Imports of what is heavy are inside functions, as in app.py.
 """
@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, num_local, require_srun
 from hacpo_mega.cluster.machine.environment import (
     compiles,
     end_with_launcher,
@@ -25,7 +26,6 @@ from hacpo_mega.cluster.machine.environment import (
     reads_first,
 )
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat, num_local, require_srun
 from hacpo_mega.cluster.security.secret import share_secret
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.checks import find_problems
@@ -49,9 +49,8 @@ def load_checked(
     with_models: bool = False,
     before_download: Callable[[Config], object] = lambda config: None,
 ) -> Config:
-    """The checked configuration; `with_models` also asks for the model folders that `init` would make, and downloads
-    those of the Hub, outside a job and after `before_download` and everything else has found no fault.
-    """
+    """The checked configuration. `with_models` also requires the model folders that `init` would make and, outside a
+    job, downloads those of the Hub after `before_download` and all other checks have passed."""
     with one_voice_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)
@@ -62,7 +61,7 @@ def load_checked(
 
 
 def fetch_agents(config_file: Path, overrides: list[str], before_download: Callable[[Config], object]) -> None:
-    """Downloads the models of agents that the cache lacks. ValueError first for whatever can be told without them."""
+    """Downloads the models of agents that the cache lacks. ValueError first for everything that needs no download."""
     config = load_unchecked(config_file, overrides)
     absent = {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
     if not absent:
@@ -83,7 +82,8 @@ def fetch_missing(models: Iterable[Path]) -> None:
 
 @contextmanager
 def one_voice_per_node() -> Iterator[None]:
-    """Every process of a job finds the same problems here; the first of each node says them, the others end quietly."""
+    """Every process of a job finds the same problems here; the first of each node prints them, the others end
+    quietly."""
     try:
         yield
     except ValueError:
@@ -106,7 +106,8 @@ def absent(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def objects_that_stay() -> Iterator[None]:
-    """Around the import of heavy libraries: two million objects, none of which goes before the process ends.
+    """Around the import of heavy libraries, without the garbage collector: two million objects, none of which is freed
+    before the process ends.
 
     Python would walk them again and again while they come, and again whenever vLLM asks for a collection, which it does
     half a dozen times while an engine starts, half a second each.
@@ -139,7 +140,7 @@ def is_one_of(world_size: int, work: str, door: str = ENGINE) -> bool:
     """True inside a job. Outside, runs a job of so many ranks on this machine, and exits with its code if not 0."""
     prepare_environment()
     if inside_a_job():
-        Seat.find()  # what its launcher has not set is said before the imports
+        LauncherEnv.find()  # missing variables are reported before the imports
         end_with_launcher()
         _import_for_good(door, work)
         return True

@@ -1,4 +1,4 @@
-"""How far this process's clock is from that of the job's rank 0, measured through the job's store.
+"""Offset of this process's clock to that of the job's rank 0, measured through the job's store.
 
 Cristian's method: a rank asks rank 0 what time it is, and knows that the answer was written between question and
 arrival. The middle of the fastest round is the estimate, and half of that round bounds its error, whatever the way to
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-ROUNDS = 8  # of which the fastest counts; the first one also waits for rank 0 to turn to this rank
+ROUNDS = 8  # the fastest counts; the first one also waits until rank 0 serves this rank
 
 
 class ClockOffset(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whether every node's memory holds what its processes are about to pin there, asked before any of them does.
+"""Checks, before any process pins memory, that every node's memory holds what its processes will pin.
 
 Pinned memory is never swapped: a node that has too little of it kills processes long after the start.
 Not here: how many bytes that is (memory/budget.py).
@@ -13,7 +13,7 @@ from hacpo_mega.cluster.place import Place
 
 
 def require_host_memory(place: Place, num_bytes: int) -> None:
-    """ValueError, the same on every rank, where those of a node want more than it has. Collective over the job.
+    """ValueError, the same on every rank, if the ranks of a node want more memory than it has. Collective over the job.
 
     num_bytes   what this rank is going to pin
     """

@@ -1,4 +1,4 @@
-"""Place: where this process stands in the job, and the process groups that follow from it.
+"""Place: the position of this process in the job, and its process groups.
 
 The default process group is the AGENT's world, so Megatron's parallel_state and vLLM's external launcher work as they
 are with agents of unequal size; of an agent some of whose ranks only answer, these have a world, and those that train.
@@ -37,12 +37,12 @@ from hacpo_mega.cluster.clock import ClockOffset, measure_offset
 from hacpo_mega.cluster.groups.lone_groups import Gloo
 from hacpo_mega.cluster.groups.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.groups.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.machine.device import device_identity, rank_device
 from hacpo_mega.cluster.machine.environment import one_queue, own_caches
 from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.security.private_folder import SocketFolder
 from hacpo_mega.cluster.security.secret import Secret, forget_secret
 from hacpo_mega.cluster.watchdog import Watchdog
@@ -97,7 +97,7 @@ class Place:
         # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
         self.lane_group = self._row = self.cell_group = None
         if my.is_leader:
-            # By RankMap.leaders, not by rank: what is gathered then lies in the order in which it is assembled.
+            # By RankMap.leaders, not by rank: gathered parts are then in the order of assembly.
             leaders = rank_map.leaders(my.lane)
             self.lane_group = self._lane_group(f"lane/{my.lane}", leaders.index(rank), len(leaders))
             self._row = self._tree(f"row/{my.agent}", my.cell, rank_map.lanes * shape.cells_per_lane)
@@ -134,21 +134,21 @@ class Place:
         Raises ValueError when the job was started with another number of processes, on several nodes where agents take
         turns on one, on several without a secret, or without a launcher; Unreachable when its store is.
         """
-        seat = Seat.find()
-        rank_map.require_world_size(seat.world_size)
-        rank_map.require_one_node(seat.num_local)
-        own_caches(rank_map.coordinate(seat.rank).agent_name)
-        one_queue(rank_map.agents[rank_map.coordinate(seat.rank).agent].tp)
-        device = rank_device(rank_map.device_number(seat.rank, seat.local_rank))
-        secret = Secret.of_job(seat)
+        env = LauncherEnv.find()
+        rank_map.require_world_size(env.world_size)
+        rank_map.require_one_node(env.num_local)
+        own_caches(rank_map.coordinate(env.rank).agent_name)
+        one_queue(rank_map.agents[rank_map.coordinate(env.rank).agent].tp)
+        device = rank_device(rank_map.device_number(env.rank, env.local_rank))
+        secret = Secret.of_job(env)
         if store is None:
-            allow_connections(seat.world_size)
-            store = open_store(seat, secret, timeout_s)
+            allow_connections(env.world_size)
+            store = open_store(env, secret, timeout_s)
         store = dist.PrefixStore("hacpo_mega", store)
-        roll_call = RollCall(store, rank_map, seat.rank, timeout_s)
+        roll_call = RollCall(store, rank_map, env.rank, timeout_s)
         roll_call.wait()
         try:
-            place = cls(rank_map, seat.rank, device, store, timeout_s, stall_s, secret)
+            place = cls(rank_map, env.rank, device, store, timeout_s, stall_s, secret)
         except (RuntimeError, OSError, Unreachable):
             roll_call.explain()  # else it is an error of its own
             raise
@@ -172,11 +172,11 @@ class Place:
 
     @property
     def trains(self) -> bool:
-        """Whether this process has a part of the actor; else it only answers."""
+        """True if this process has a part of the actor; else it only answers."""
         return self.coordinate.trains
 
     def enter_phase(self, phase: str, when: str) -> None:
-        """Notes what this process does now ("learn", "of step 3"), so that its death or error is reported with it."""
+        """Sets the current phase ("learn", "of step 3"), which is reported with a death or error."""
         self._phase = phase
         self._watchdog.enter_phase(phase, when)
 
@@ -185,21 +185,21 @@ class Place:
         self._watchdog.keep_stack_in(folder)
 
     def defer_signals(self) -> None:
-        """From here on SIGTERM and SIGUSR1 are answered by `told_to_end` and end nothing; a second one ends the job."""
+        """Makes SIGTERM and SIGUSR1 set `agreed_signal` from here on, and end nothing; a second one ends the job."""
         self._watchdog.defer_signals()
 
-    def foretell(self, outlook: str) -> None:
-        """What is said of the next start when a signal ends the job."""
-        self._watchdog.foretell(outlook)
+    def set_exit_message(self, outlook: str) -> None:
+        """Sets the line about the next start that is printed if a signal ends the job."""
+        self._watchdog.set_exit_message(outlook)
 
-    def told_to_end(self) -> int:
-        """The number of the signal by which any process of the job was told to end, 0 without one. Collective."""
-        told = self.highest_in_job(self._watchdog.told)
-        self._watchdog.is_leaving = told > 0
-        return told
+    def agreed_signal(self) -> int:
+        """The number of the signal that asked any process of the job to end, 0 without one. Collective."""
+        signal_number = self.highest_in_job(self._watchdog.signal_number)
+        self._watchdog.is_leaving = signal_number > 0
+        return signal_number
 
     def progress(self) -> None:
-        """Says that the phase this process is in goes on: an engine's step, a micro-batch, a tensor."""
+        """Reports progress within the current phase: an engine's step, a micro-batch, a tensor."""
         self._watchdog.progress.tick()
 
     def take_waits(self) -> dict[str, float]:
@@ -208,7 +208,7 @@ class Place:
         return waits
 
     def clock_offset(self) -> ClockOffset:
-        """How far this process's clock is from that of rank 0; a collective over the job."""
+        """Offset of this process's clock to that of rank 0; a collective over the job."""
         if self._has_one_clock:
             return ClockOffset(0.0, 0.0)
         me, size = self.coordinate.global_rank, self.rank_map.world_size
@@ -220,16 +220,16 @@ class Place:
             self._job.wait_for_all()
 
     def before_end(self, action: Callable[[], None]) -> None:
-        """Has `action` done before the last words of this process, where a signal or another's death ends it."""
+        """Runs `action` before the last message of this process, if a signal or another's death ends it."""
         self._watchdog.before_end = action
 
     def at_end(self, action: Callable[[], None]) -> None:
         """Has `action` done last where this process ends at once."""
         self._watchdog.at_end = lambda: (self._sockets.remove(), action())
 
-    def when_told(self, action: Callable[[], None]) -> None:
+    def on_termination(self, action: Callable[[], None]) -> None:
         """Has `action` done by rank 0 where a signal ends the job at once."""
-        self._watchdog.when_told = action
+        self._watchdog.on_termination = action
 
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""
@@ -246,10 +246,10 @@ class Place:
         given = self.gather_to_first(str(number).encode())
         return int(self.share_in_job(str(max(map(int, given))).encode() if given else None))
 
-    def first_said(self, text: str | None) -> str | None:
-        """What the lowest rank of the job says that says anything, on every rank; None when nobody does. Collective."""
-        said = self.gather_to_first((text or "").encode())
-        return self.share_in_job(next((payload for payload in said if payload), b"")).decode() or None
+    def first_message(self, text: str | None) -> str | None:
+        """The message of the lowest rank of the job that has one, on every rank; None if none has. Collective."""
+        payloads = self.gather_to_first((text or "").encode())
+        return self.share_in_job(next((payload for payload in payloads if payload), b"")).decode() or None
 
     def gather_lane(self, payload: bytes) -> list[bytes]:
         """One payload per leader of this lane, in the order of RankMap.leaders; only leaders call it."""
@@ -281,7 +281,7 @@ class Place:
             return share_bytes(self.cell_group, payload)
 
     def share_in_job(self, payload: bytes | None) -> bytes:
-        """The payload of the job's rank 0 on every rank of the job; what the others pass is not looked at."""
+        """The payload of the job's rank 0 on every rank of the job; the payloads of others are ignored."""
         with self._waiting("rank 0"):
             return self._job.share(payload)
 
@@ -303,20 +303,21 @@ class Place:
         return total
 
     def leave_ring(self) -> None:
-        """From here on nobody hears of this process's end, nor it of others': for who asks that in another way."""
+        """Leaves the watchdog: this process and the others no longer learn of each other's end, which the caller then
+        checks in another way."""
         self._watchdog.close()
 
     def close(self) -> None:
-        """Leaves the job; a collective. What a process does after it is nobody else's concern."""
+        """Leaves the job; a collective. Afterwards the process no longer affects the others."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
         self._watchdog.close()
         self.end_groups()
 
     def end_groups(self) -> None:
-        """Without a word to the others, who have come to the same point."""
+        """Leaves without a message to the others, which have reached the same point."""
         for group in (self.lane_group, self.weights_group):
             if group is not None:
-                group.shutdown()  # NCCL's destructor would complain, and abort what it takes for still running
+                group.shutdown()  # NCCL's destructor would complain, and abort operations that it believes are running
         self.lane_group = self.cell_group = self.whole_cell = self.block_group = self.weights_group = None
         self._row = self._job = None
         dist.destroy_process_group()
@@ -324,7 +325,7 @@ class Place:
 
     @contextmanager
     def _waiting(self, whom: str) -> Iterator[None]:
-        """Around a collective: times it, and says what is waited for in case it never ends."""
+        """Around a collective: times it, and records whom it waits for in case it never ends."""
         start = time.perf_counter()
         with self._watchdog.progress.waiting_for(whom):
             yield

@@ -1,9 +1,9 @@
-"""Whether the main thread of a process gets on: the sign of life that a thread beside it cannot give.
+"""Liveness of a process's main thread, which a thread beside it cannot show.
 
-A process whose main thread is stuck, in an endless loop or before a collective that it never enters, still runs: its
-heartbeat is heard. So phases that consist of many small steps tell every one of them (an engine's step, a micro-batch,
-a tensor), and where none came for `stall_s` seconds, although this process waits for nobody, it is the one that hangs.
-Not here: processes that are stopped or dead, and how a job ends (watchdog.py).
+A process with a stuck main thread (an endless loop, or a wait before a collective) still runs, and its heartbeat is
+heard. So phases of many small steps report every step (an engine's step, a micro-batch, a tensor). A process that has
+reported none for `stall_s` seconds and waits for nobody is the one that hangs. Not here: processes that are stopped or
+dead, and how a job ends (watchdog.py).
 """
 
 import sys
@@ -14,14 +14,15 @@ from pathlib import Path
 
 # The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
 MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
-# Of stall_s, for a process that is inside a collective of its agent: whoever has not come to it is named at 1.
+# Factor on stall_s for a process inside a collective of its agent: one that has not entered it is named at 1.
 WAITING_GRACE = 1.3
 INNERMOST_CALLS = 4
 COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # of torch, vLLM and Megatron
 
 
 class Progress:
-    """What the main thread is at. `waits_for` says for whom it waits in a collective of the job, None outside one."""
+    """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
+    one."""
 
     def __init__(self) -> None:
         self.waits_for: str | None = None
@@ -34,19 +35,20 @@ class Progress:
         self._num_idle_beats = 0
 
     def tick(self) -> None:
-        """The phase goes on."""
+        """Reports progress of the phase."""
         self._num_idle_beats = 0
 
     @contextmanager
     def waiting_for(self, whom: str) -> Iterator[None]:
-        """Around a collective of the job: who waits for others does not hang, however long they need."""
+        """Around a collective of the job: a process that waits for others does not hang, however long they need."""
         self.waits_for = whom
         yield
         self.waits_for = None
         self._num_idle_beats = 0
 
     def beat(self, beat_s: float, stall_s: float) -> str | None:
-        """Counts a sign of life, every `beat_s` seconds; what the main thread is stuck in after `stall_s`, else None.
+        """Counts a heartbeat, every `beat_s` seconds; returns where the main thread is stuck after `stall_s`, else
+        None.
 
         Counted in beats, not by the clock: a process that was stopped has not stood still.
         """

@@ -1,4 +1,4 @@
-"""Where every process of a job belongs: pure arithmetic on ranks, without torch and without communication.
+"""Rank map: the place of every process of a job, as pure arithmetic on ranks, without torch and communication.
 
     global rank = first rank of its agent + agent rank            agents own contiguous blocks, in configuration order
     agent rank  = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank     cells are contiguous, tensor ranks
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from hacpo_mega.cluster.seat import size_variable
+from hacpo_mega.cluster.launcher_env import size_variable
 from hacpo_mega.config import Config
 from hacpo_mega.models.sharding.layout import block_cells
 
@@ -65,7 +65,7 @@ class AgentShape:
 
     @property
     def answering(self) -> int:
-        """Ranks of a cell that its engines are over: those that only answer, else those that train."""
+        """Ranks of a cell that its engines run on: those that only answer, else those that train."""
         return self.rollout or self.training
 
     @property
@@ -85,7 +85,7 @@ class AgentShape:
 
     @property
     def product(self) -> str:
-        """How the ranks of a cell come about, for tables and messages."""
+        """The arithmetic of a cell's ranks, for tables and messages."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
         layout = f"tp {self.tp} x {context}pp {self.pp}"
         return f"({layout} + {self.rollout} that answer)" if self.rollout else layout
@@ -126,17 +126,17 @@ class Coordinate:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process speaks for its cell."""
+        """True if this process speaks for its cell."""
         return self.cell_rank == 0
 
     @property
     def is_first_to_answer(self) -> bool:
-        """Whether it is the first rank of the cell's first engine, which times how it answers."""
+        """True if it is the first rank of the cell's first engine, which times how it answers."""
         return self.speaks_for_engine and self.engine == 0
 
     @property
     def speaks_for_engine(self) -> bool:
-        """Whether it is the first rank of an engine, all of whose ranks have equal answers."""
+        """True if it is the first rank of an engine, all of whose ranks have equal answers."""
         return self.answers and self.engine_rank == 0
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class RankMap:
         return cls(config.lanes, tuple(shapes), config.placement == "shared")
 
     def require_world_size(self, found: int) -> None:
-        """Raises ValueError, with the arithmetic, when a job was started with another number of processes."""
+        """Raises ValueError, with the arithmetic, if a job was started with another number of processes."""
         if found != self.world_size:
             variable = size_variable()
             inside = "" if variable == "WORLD_SIZE" else ", which a Slurm job has set for this shell"
@@ -205,7 +205,7 @@ class RankMap:
         return max(sizes) if self.shares_devices else sum(sizes)
 
     def device_number(self, rank: int, local_rank: int) -> int:
-        """Which device of its node a rank has, which is the process number `local_rank` there."""
+        """Number of a rank's device on its node: its `local_rank` there."""
         return self.coordinate(rank).agent_rank if self.shares_devices else local_rank
 
     def agent_world_size(self, agent: int) -> int:
@@ -213,7 +213,8 @@ class RankMap:
         return self.lanes * self.agents[agent].cells_per_lane * self.agents[agent].cell_size
 
     def world_of(self, who: Coordinate) -> int:
-        """Ranks of the agent that do what `who` does, its default process group: all, or those that train or answer."""
+        """Ranks of the agent with the same role as `who`, its default process group: all, or those that train or
+        answer."""
         shape = self.agents[who.agent]
         return self.lanes * shape.cells_per_lane * (shape.training if who.trains else shape.rollout)
 
@@ -287,15 +288,16 @@ class RankMap:
         ]
 
     def share_of_lane(self, who: Coordinate) -> slice:
-        """Which of a lane's prompts a cell answers and trains on: every cells_per_lane-th, from its own place on."""
+        """A cell's part of its lane's prompts, to answer and to train on: every cells_per_lane-th, from its own
+        place."""
         return slice(who.cell_in_lane, None, self.agents[who.agent].cells_per_lane)
 
     def share_of_agent(self, who: Coordinate) -> slice:
-        """Which items of a list that all cells of an agent have a cell takes, such as prompts of an evaluation."""
+        """A cell's part of a list that all cells of an agent share, such as prompts of an evaluation."""
         return slice(who.cell, None, self.lanes * self.agents[who.agent].cells_per_lane)
 
     def arithmetic(self) -> str:
-        """How the world size comes about, for error messages."""
+        """The arithmetic of the world size, for error messages."""
         terms = (
             f"{shape.name}: {self.lanes} lanes x {shape.cells_per_lane} cells x {shape.product} = "
             f"{self.agent_world_size(agent)}"

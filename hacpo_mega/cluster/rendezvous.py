@@ -1,13 +1,13 @@
-"""The store through which the processes of a job find each other, and who can reach it.
+"""The store through which the processes of a job meet, and the access to it.
 
     a launcher of ours on one machine    a file in the job's private folder: nothing listens
     torchrun                             the launcher's own
     srun                                 a server of rank 0 on the job's interface, at a port that it tells who asks at
                                          MASTER_PORT and knows the job's secret
 
-torch's client heeds no time limit where somebody listens who never answers. So nobody speaks torch's protocol before
-the other side has shown the secret.
-Not here: the secret itself (secret.py), the groups that are made through the store (place.py).
+torch's client has no time limit against a listener that never answers. So torch's protocol begins only after the other
+side has shown the secret. Not here: the secret itself (secret.py), the groups that are made through the store
+(place.py).
 """
 
 import os
@@ -23,9 +23,9 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable, is_on_one_machine
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.security.secret import AnotherSecret, Gate, Secret, introduce
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
 from hacpo_mega.models.files.visible import say
 
 PROBE_S = 5.0  # for one connection
@@ -39,78 +39,79 @@ MOST_NAMED = 3
 SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
-def open_store(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
-    """The job's store; Unreachable when there is none within `patience_s`, which also bounds what is asked of it."""
-    if seat.store_file is not None:
-        store = dist.FileStore(str(seat.store_file), -1)  # -1: whoever made the folder removes it
+def open_store(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
+    """The job's store; Unreachable if there is none within `patience_s`, which also bounds every request to it."""
+    if env.store_file is not None:
+        store = dist.FileStore(str(env.store_file), -1)  # -1: the maker of the folder removes it
         store.set_timeout(timedelta(seconds=patience_s))
         return store
-    if seat.launcher_keeps_store:
-        store = _connect(seat.address, seat.port, seat.world_size, patience_s)
+    if env.launcher_keeps_store:
+        store = _connect(env.address, env.port, env.world_size, patience_s)
         # torchrun starts all again with the store of the attempt before.
         return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    if seat.rank == 0:
-        return _serve(seat, secret, patience_s)
-    address = "127.0.0.1" if is_on_one_machine() else seat.address
-    return _connect(address, _ask_port(seat, address, secret, patience_s), seat.world_size, patience_s)
+    if env.rank == 0:
+        return _serve(env, secret, patience_s)
+    address = "127.0.0.1" if is_on_one_machine() else env.address
+    return _connect(address, _ask_port(env, address, secret, patience_s), env.world_size, patience_s)
 
 
-def _serve(seat: Seat, secret: Secret, patience_s: float) -> dist.Store:
+def _serve(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
     address = listening_address()
     try:
-        door = listen(address, seat.port, backlog=seat.world_size)
+        door = listen(address, env.port, backlog=env.world_size)
     except OSError as error:
         raise Unreachable(
-            f"rank 0 cannot listen on {address or 'this machine'} port {seat.port} (MASTER_PORT): {error.strerror}. "
+            f"rank 0 cannot listen on {address or 'this machine'} port {env.port} (MASTER_PORT): {error.strerror}. "
             "Another program has it: set MASTER_PORT to a free port of the job's first node"
         ) from error
-    server = listen(address, 0, backlog=seat.world_size)
+    server = listen(address, 0, backlog=env.world_size)
     port = server.getsockname()[1]
     store = dist.TCPStore(
         own_address(),
         port,
-        world_size=seat.world_size,
+        world_size=env.world_size,
         is_master=True,
         timeout=timedelta(seconds=patience_s),
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
-    me = f"rank 0 on {seat.node}"
-    gate = Gate(door, secret, PURPOSE, lambda caller: say_another_secret(me, caller))
-    threading.Thread(target=_tell_port, args=(gate, port), name="store", daemon=True).start()
+    me = f"rank 0 on {env.node}"
+    listener = AuthListener(door, secret, PURPOSE, lambda caller: report_wrong_secret(me, caller))
+    threading.Thread(target=_tell_port, args=(listener, port), name="store", daemon=True).start()
     return store
 
 
-def _tell_port(gate: Gate, port: int) -> None:
+def _tell_port(listener: AuthListener, port: int) -> None:
     """Until this process ends: preflight comes a second time."""
     while True:
-        caller = gate.admit()
+        caller = listener.admit()
         with caller, suppress(OSError):  # it may have gone meanwhile
             caller.sendall(struct.pack(">H", port))
 
 
-def say_another_secret(me: str, caller: str) -> None:
-    """Says at once who was turned away: whoever waits for it would name its rank alone, much later."""
+def report_wrong_secret(me: str, caller: str) -> None:
+    """Reports at once a process that was refused; otherwise those that wait for it would only name its rank, much
+    later."""
     with suppress(OSError):  # nobody can read it
         say(f"{me}: a process at {caller} has another secret than this job and is turned away; {SAME}", file=sys.stderr)
 
 
-def _ask_port(seat: Seat, address: str, secret: Secret, patience_s: float) -> int:
-    began, port, was_turned_away = time.monotonic(), seat.port, False
+def _ask_port(env: LauncherEnv, address: str, secret: Secret, patience_s: float) -> int:
+    began, port, was_turned_away = time.monotonic(), env.port, False
     end, refused_until = began + patience_s, began + min(ANOTHER_S, patience_s)
     while True:
         left_s = max(POLL_S, end - time.monotonic())
         try:
             with socket.create_connection((address, port), timeout=min(PROBE_S, left_s)) as connection:
-                introduce(connection, secret, PURPOSE, left_s)
+                authenticate(connection, secret, PURPOSE, left_s)
                 connection.settimeout(left_s)
-                (told,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
-                return told
+                (published,) = struct.unpack(">H", connection.recv(2, socket.MSG_WAITALL))
+                return published
         except (OSError, struct.error) as error:
             found = error
-        is_turned_away = isinstance(found, AnotherSecret)
+        is_turned_away = isinstance(found, WrongSecret)
         was_turned_away |= is_turned_away  # that nobody listens when rank 0 has given up tells less
-        now, me = time.monotonic(), f"rank {seat.rank} on {seat.node}"
+        now, me = time.monotonic(), f"rank {env.rank} on {env.node}"
         if (is_turned_away and now > refused_until) or (was_turned_away and now > end):
             raise Unreachable(f"{me}: rank 0 at {address} port {port} has another secret, or is another job's; {SAME}")
         if now > end:
@@ -144,7 +145,8 @@ class RollCall:
         store.set(_here(rank), "1")
 
     def wait(self) -> None:
-        """On rank 0, waits for all and says for whom after a minute, two, four ...; Unreachable when time is up."""
+        """On rank 0, waits for all ranks and names the missing ones after a minute, two, four ...; Unreachable when
+        time is up."""
         keys = [_here(rank) for rank in range(self._rank_map.world_size)]
         began, notice_s = time.monotonic(), FIRST_NOTICE_S
         while self._rank == 0 and len(keys) > 1:
@@ -160,7 +162,7 @@ class RollCall:
             notice_s *= 2
 
     def explain(self) -> None:
-        """Unreachable where others have not come: with a line on one rank of the job, without a word on the rest."""
+        """Unreachable if other ranks are missing: with a line on one rank of the job, without text on the rest."""
         if absent := self._absent():
             if self._store.add("absent", 1) > 1:
                 raise Unreachable("")
@@ -170,7 +172,7 @@ class RollCall:
             )
 
     def _absent(self) -> str:
-        """The ranks that have not come, as the beginning of a sentence; empty where all have."""
+        """The missing ranks, as the beginning of a sentence; empty if all have arrived."""
         try:
             absent = [rank for rank in range(self._rank_map.world_size) if not self._store.check([_here(rank)])]
         except RuntimeError as error:
@@ -205,7 +207,7 @@ def own_address() -> str:
 
 
 def listening_address() -> str:
-    """Where the processes of this job reach this one: its own address; "" (all) where its name leads to itself only."""
+    """The address at which processes of this job reach this one; "" (all) if its host name leads to itself only."""
     address, name = own_address(), os.environ["MASTER_ADDR"]
     if is_on_one_machine() or not ip_address(address).is_loopback:
         return address

@@ -1,9 +1,9 @@
-"""Agents on one device: how many there are, and who has it while the others hold still.
+"""Agents on one device: their number, and the turns in which they use it.
 
-vLLM measures the device while it starts, to see how much of it is left, and takes what another process of the same
-device allocates or frees meanwhile for its own. So agents that share a device start their engines one after another;
-and where the configuration asks for it (`placement = "shared"`), they do everything on a device one after another.
-Not here: which device a process has (device.py), what an agent does in its turn (agent/devices.py).
+vLLM measures free device memory while it starts, and counts memory that another process of the device allocates or
+frees meanwhile as its own. So agents that share a device start their engines one after another. With `placement =
+"shared"` they do everything on a device one after another. Not here: the device of a process (device.py), the work of
+an agent in its turn (agent/devices.py).
 """
 
 from collections import Counter
@@ -38,14 +38,14 @@ def in_turn(
     arrive: Callable[[], None] = lambda: None,
     leave: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Around what only one agent does at a time, agent after agent; where nobody `takes_turns`, all do it at once.
+    """Runs its body for one agent after another; if nobody `takes_turns`, for all at once.
 
     arrive, leave   what the agent does first and last in its turn
 
-    Collective over the job. It begins when every process has come, so nothing that stands before it goes on meanwhile.
-    An OSError is raised when all have had their turns: what a disk refuses to one agent is told to all of them
-    together (joint_disk.py), and they must not wait for each other in different places. Any other error is the job's
-    end, before the next turn. The agent leaves after each of them.
+    Collective over the job. It begins when every process has arrived, so that nothing before it still runs. An OSError
+    is raised when all have had their turns: a disk's refusal to one agent is reported to all together (joint_disk.py),
+    and they must not wait for each other in different places. Any other error ends the job before the next turn. The
+    agent leaves after each of them.
     """
     if not takes_turns:
         yield

@@ -1,4 +1,4 @@
-"""Who died or hangs, and in which phase: every process watches its neighbour through one TCP connection.
+"""Watchdog: every process watches its neighbour over one TCP connection and reports who died or hangs, in which phase.
 
 The processes of a job form a ring; rank r listens to rank r + 1, who tells it every phase it enters. The kernel, not a
 heartbeat thread, says whether a process lives: when it ends, however it ends, its socket closes within milliseconds,
@@ -31,25 +31,26 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
 
 from hacpo_mega.cluster.exit_status import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED
+from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.progress import Progress
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, say_another_secret
-from hacpo_mega.cluster.seat import Unreachable
-from hacpo_mega.cluster.security.secret import AnotherSecret, Gate, Secret, introduce
+from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, report_wrong_secret
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
 from hacpo_mega.models.files.visible import visible
 
-# A ValueError in one of these is about what the user gave: files, tokenizers, models. Later it is a fault of ours.
+# A ValueError in one of these is about the user's input: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
 # What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
 # by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
-# comes from a person and is heeded at once.
+# comes from a person and takes effect at once.
 ERROR_PATIENCE_S = 30.0
 SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 0.0}
 ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what follows within this time is no second one
@@ -60,17 +61,17 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KE
 
 
 class RunStopped(Exception):
-    """The run ends itself, since going on would train nothing. Its text is said once in the whole job; status 3."""
+    """Raised by a run that ends itself, since it would train nothing. Its text is printed once in the job; status 3."""
 
 
 class Watchdog:
     """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead.
 
-    told         the number of the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    signal_number   the signal that tells this process to end, since `defer_signals`; 0 before there is one
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
     before_end, at_end   what is done before its last words, and last, where this process ends at once
-    when_told  what rank 0 does where the job ends at once by a signal
+    on_termination  what rank 0 does where the job ends at once by a signal
     """
 
     def __init__(
@@ -90,10 +91,10 @@ class Watchdog:
         self._phase_of_watched = "start"
         self._defers = False
         self._outlook = ""
-        self.told, self.is_leaving = 0, False
+        self.signal_number, self.is_leaving = 0, False
         self.before_end: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
-        self.when_told: Callable[[], None] = lambda: None
+        self.on_termination: Callable[[], None] = lambda: None
         self._announcing = threading.Lock()
         self._nobody_is_dead = threading.Event()
         self._to_watcher: socket.socket | None = None
@@ -106,13 +107,13 @@ class Watchdog:
         threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
 
     def _join(self, watcher: Coordinate, secret: Secret, timeout_s: float) -> socket.socket:
-        """Lets the watcher come, and goes to whom this process watches; returns the connection to that one."""
+        """Accepts the watching neighbour and connects to the watched one; returns the connection to the latter."""
         rank, watched, me = self._me.global_rank, self._watched.global_rank, f"{self._me} on {socket.gethostname()}"
         server = listen(listening_address(), 0)
         port = server.getsockname()[1]
         # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
-        gate = Gate(server, secret, f"{watcher.global_rank} watches {rank}", lambda at: say_another_secret(me, at))
-        admitted = gate.expect(timeout_s)
+        auth = AuthListener(server, secret, f"{watcher.global_rank} watches {rank}", partial(report_wrong_secret, me))
+        admitted = auth.expect(timeout_s)
         process = f"{os.getpid()} {_start_of(os.getpid())}"
         self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
         missed = self._watched
@@ -121,11 +122,11 @@ class Watchdog:
             purpose = f"{rank} watches {watched}"
             try:
                 from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
-            except AnotherSecret:  # one that ended at this moment would have hung up, too
+            except WrongSecret:  # one that ended at this moment would have hung up, too
                 from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
             missed = watcher
             self._to_watcher = admitted.result()
-        except AnotherSecret as error:
+        except WrongSecret as error:
             host = self._address_of_watched.split()[1]
             raise Unreachable(f"{me}: {self._watched} on {host} has another secret; {SAME}") from error
         except (RuntimeError, OSError) as error:
@@ -137,21 +138,21 @@ class Watchdog:
         return from_watched
 
     def enter_phase(self, phase: str, when: str) -> None:
-        """Says what this process does from now on; costs one small write."""
+        """Publishes the phase of this process from now on; costs one small write."""
         self._is_before_training = phase in BEFORE_TRAINING
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self.progress.enter(phase)
         self._tell(f"phase {self._phase}")
 
     def defer_signals(self) -> None:
-        """From here on the first SIGTERM or SIGUSR1 sets `told` and ends nothing: whoever asks leaves by itself.
+        """From here on the first SIGTERM or SIGUSR1 only sets `signal_number`; the caller checks it and leaves.
 
         A death is still named, whatever signal follows it: the ring says so, and ends this process.
         """
         self._defers = True
 
-    def foretell(self, outlook: str) -> None:
-        """What a process that is ended by a signal says of the next start."""
+    def set_exit_message(self, outlook: str) -> None:
+        """Sets the line about the next start that a process prints if a signal ends it."""
         self._outlook = f"; {outlook}"
 
     def keep_stack_in(self, folder: Path) -> None:
@@ -175,7 +176,7 @@ class Watchdog:
         self._forget_stack()
 
     def fail(self, error: BaseException) -> None:
-        """Ends this process, after every other process has been told why. Never returns.
+        """Ends this process, after telling every other process why. Never returns.
 
         Status 2 for a ValueError before training and 3 for RunStopped, of which only the text is shown; 1 for all else.
         """
@@ -194,7 +195,7 @@ class Watchdog:
         self._go_down(cause, FAILED)
 
     def _is_first_to_say(self, text: str) -> bool:
-        """Whether no other process of the job has said this: all ranks of an agent find the same in its files."""
+        """True for the first process of the job that says this: all ranks of an agent find the same in its files."""
         with suppress(RuntimeError):  # the store ends with the process that keeps it
             return self._store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
         return True
@@ -220,7 +221,7 @@ class Watchdog:
         self._go_down(f"{self._watched} died in phase {self._phase_of_watched}", FAILED)
 
     def _beat(self, stall_s: float) -> None:
-        """Says that this process runs, and ends the job when the watched one has not said so for `stall_s` seconds.
+        """Sends heartbeats, and ends the job if the watched process has sent none for `stall_s` seconds.
 
         Counted in beats of this process, not by the clock: one that was stopped itself has not listened.
         """
@@ -238,7 +239,8 @@ class Watchdog:
         return f"; stacks of all ranks: {self._stack_file.parent}/rank_*.stack" if self._stack_file else ""
 
     def _wake_watched(self) -> None:
-        """Has the watched process write its stack, if it is on this machine, and lets it go on to hear that it ends."""
+        """Makes the watched process write its stack, if it is on this machine, and resumes it so that it learns of the
+        end."""
         _, hostname, _, process, start = self._address_of_watched.split()
         # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
         is_here = hostname == socket.gethostname() and start == _start_of(int(process))
@@ -249,7 +251,7 @@ class Watchdog:
             time.sleep(STACK_PATIENCE_S)
 
     def _heed(self, signals: socket.socket) -> None:
-        """Notes the first signal; ends this process at another, some time later where a launcher may have sent it.
+        """Notes the first signal; ends this process at another, after a delay for signals that a launcher may send.
 
         The launcher may have seen a death before the ring has named it.
         """
@@ -262,12 +264,12 @@ class Watchdog:
     def _is_deferred(self, number: int) -> bool:
         if not self._defers or number == signal.SIGINT:
             return False
-        if not self.told:
-            self.told, self._told_at = number, time.monotonic()
-        return time.monotonic() - self._told_at < ECHO_S
+        if not self.signal_number:
+            self.signal_number, self._signalled_at = number, time.monotonic()
+        return time.monotonic() - self._signalled_at < ECHO_S
 
     def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
-        self._announcing.acquire()  # never released: the first cause is the one that is told, and ends the process
+        self._announcing.acquire()  # never released: only the first cause is reported, and ends the process
         self._tell(f"down {status} {cause}")
         self.before_end()
         sys.stdout.flush()
@@ -277,17 +279,17 @@ class Watchdog:
             waited_s = time.monotonic() - self._phase_began
             waits = f", waiting for {self.progress.waits_for}" if self.progress.waits_for else ""
             _write(f"{self._me}, for {waited_s:.0f} s in phase {self._phase}{waits}, stops: {cause}\n")
-            if wakes_watched:  # when all have been told: whoever waits for it would go on, and no longer say so
+            if wakes_watched:  # after all know the cause: a process that waits for it would go on and not report it
                 self._wake_watched()
         else:
             self._forget_stack()
         if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
-        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: whoever told it knows that it ends
+        elif status > SIGNALLED and self._me.global_rank == 0:  # one line: the sender of the signal knows that it ends
             _write(f"{cause}{self._outlook}\n")
-            with suppress(OSError):  # the disk may be full, or away
-                self.when_told()
-        # else the reason has been said, and who found it does not matter
+            with suppress(OSError):  # the disk may be full or unreachable
+                self.on_termination()
+        # else the reason has been printed, and its finder does not matter
         self.at_end()
         os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
@@ -314,16 +316,16 @@ def _signals() -> socket.socket:
 
     Not a handler alone: Python runs handlers in the main thread, which may be inside a collective for good.
     """
-    told, tells = socket.socketpair()
-    tells.setblocking(False)
-    signal.set_wakeup_fd(tells.detach())
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
     for number in SIGNAL_PATIENCE_S:
         signal.signal(number, lambda *_: None)
-    return told
+    return reader
 
 
 def _start_of(process: int) -> str:
-    """When a process of this machine started, in clock ticks since the boot; "gone" where there is none."""
+    """Start of a process of this machine, in clock ticks since the boot; "gone" if there is none."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -331,7 +333,7 @@ def _start_of(process: int) -> str:
 
 
 def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
-    """A connection to the neighbour that published "address hostname port ...", who has shown the job's secret."""
+    """A connection to the neighbour that published "address hostname port ...", after the handshake."""
     address, hostname, port, *_ = published.split()
     # Where a node's own name resolves to loopback, the address it published serves that node only.
     is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()
@@ -344,8 +346,8 @@ def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> 
             errors.append(f"{candidate}: {error}")
             continue
         try:
-            introduce(connection, secret, purpose, timeout_s / len(candidates))
-        except AnotherSecret:
+            authenticate(connection, secret, purpose, timeout_s / len(candidates))
+        except WrongSecret:
             connection.close()
             raise
         except OSError as error:

@@ -1,7 +1,7 @@
 """`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, one of them, and
 what the reward gives its gold.
 
-Not here: what can be said without reading the files (config/), and datasets that no run names (inspect_data.py).
+Not here: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
 import socket
@@ -27,7 +27,7 @@ REACHED_S = 3.0
 
 
 def check_prompts(config: Config) -> str:
-    """What a run would train and evaluate on, in a sentence, and its first prompt as every agent and the judge read it.
+    """Prompts of training and evaluation in a sentence, and the first one as every agent and the judge read it.
 
     ValueError with a line per problem.
     """
@@ -64,7 +64,7 @@ def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Ite
 
 
 def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
-    """What the reward gives the gold of the first prompt and an empty answer. ValueError where it gives no reward.
+    """Rewards of the first prompt's gold and of an empty answer. ValueError if a grader gives no reward.
 
     A server (kind `model`) is asked only where it can be reached from here.
     """
@@ -81,7 +81,7 @@ def _tried_reward(config: Config, rows: Sequence[PromptRow]) -> Iterator[str]:
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether something listens where a URL leads."""
+    """True if something listens at a URL's address."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -92,15 +92,15 @@ def _is_reachable(url: str) -> bool:
 
 
 def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> str:
-    """What a judge makes of a gold that stands as the answer; of graders that run code or ask a server, the text."""
+    """A judge's reading of a gold as the answer; the plain text for a grader that runs code or asks a server."""
     kind = find_grader(grader.kind)
     if kind.acts:
         return row.gold
     with Judge(grader.kind, timeout_s=timeout_s, options=grader.options) as judge:
         answer = kind.gold_as_answer(row.gold)
-        ((judgement, said),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
+        ((judgement, explanation),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
         error = judge.take_report().first_error
-    read = next((said[name] for name in ("parsed_gold", "gold") if said.get(name) is not None), row.gold)
+    read = next((explanation[name] for name in ("parsed_gold", "gold") if explanation.get(name) is not None), row.gold)
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"
 
 

@@ -90,7 +90,7 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
 
 
 def _sequences(agent: Agent, config: Config) -> tuple[list[list[int]], int, list[np.ndarray]]:
-    """Sampled and random sequences, the prompt length of the sampled ones (which come first), and their log-probs."""
+    """Sampled and random sequences, the prompt lengths of the sampled ones (which come first), and their log-probs."""
     vocabulary = agent.actor.architecture.vocab_size
     rng = np.random.default_rng(config.seed)
     num_prompt = min(PROMPT_TOKENS, config.rollout.max_prompt_tokens)
@@ -108,7 +108,7 @@ def _sequences(agent: Agent, config: Config) -> tuple[list[list[int]], int, list
 
 
 def _scored_whole(tokens: Sequence[int]) -> TokenSequence:
-    """A sequence whose every token after the first is an answer."""
+    """A sequence in which every token after the first is an answer."""
     ids = np.array(tokens, dtype=np.int32)
     return TokenSequence(ids[:1], ids[1:], num_trained=len(ids) - 1)
 
@@ -116,7 +116,7 @@ def _scored_whole(tokens: Sequence[int]) -> TokenSequence:
 @torch.no_grad()
 def _hugging_face(spec: AgentConfig, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> list[np.ndarray]:
     """Log-probs of all tokens after the first by transformers, on the CPU: the devices are full of the other two."""
-    disable_progress_bar()  # what it would draw is for a screen, and a job's output is a log
+    disable_progress_bar()  # it draws for a screen, and a job's output is a log
     model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     scores = []
     for tokens in sequences:

@@ -1,4 +1,4 @@
-"""What `hacpo-mega doctor` makes of differences between log-probs: findings, the worst of all ranks', a table.
+"""Findings of `hacpo-mega doctor` from differences between log-probs, the worst of all ranks, and their table.
 
 Not here: where the log-probs come from (doctor.py).
 """

@@ -1,8 +1,7 @@
 """`hacpo-mega export`: an agent of a run leaves it as a Hugging Face folder of its own, with a model card.
 
-The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there:
-what was trained is what is served. Smaller number formats are quantize.py's. A folder appears whole or not at all, and
-never over another one.
+The weights are those of the run's end, byte by byte, or of a checkpoint, as the run would have exported them there.
+Smaller number formats are quantize.py's. A folder appears whole or not at all, and never replaces another.
 """
 
 import glob
@@ -56,7 +55,7 @@ OURS = ".draft"  # in a folder that an export is making: who makes it
 
 @dataclass(frozen=True)
 class TrainedAgent:
-    """One agent of a run, and what the run knows of it.
+    """One agent of a run, with the run's data about it.
 
     folder       its Hugging Face folder; None where only a checkpoint has its weights: `stored`
     evaluated    its greedy answers to held-out prompts, by step
@@ -74,15 +73,15 @@ class TrainedAgent:
 
     @property
     def file(self) -> Path:
-        """Where the run's configuration stands."""
+        """The file of the run's configuration."""
         return self.run_dir / "config.toml" if self.stored is None else self.stored.file
 
 
 def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> TrainedAgent:
     """Reads a finished run, or one of its checkpoints. `name` may be None when the run has one agent.
 
-    ValueError for what is not there, and for a link out of the run, or out of the model folder that a checkpoint names
-    unless who made it is trusted.
+    ValueError for a missing part, and for a link out of the run, or out of the model folder that a checkpoint names
+    unless its maker is trusted.
     """
     if is_checkpoint(path):
         stored = stored_agent(path, name)
@@ -110,7 +109,7 @@ def _with_record(
     config: Config,
     agent: AgentConfig,
 ) -> TrainedAgent:
-    """With what the run measured up to step `last`, None for all; a checkpoint may lie where no run is."""
+    """With the run's measurements up to step `last`, None for all; a checkpoint may lie outside a run."""
     metrics = run_dir / "metrics.jsonl"
     steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
     steps = {step: found for step, found in steps.items() if last is None or step <= last}
@@ -145,7 +144,7 @@ def export_copy(agent: TrainedAgent, out: Path) -> None:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """The files of a run's own export of an agent, less what has come to lie beside them. ValueError as `check`."""
+    """The files of a run's own export of an agent, without others that were put beside them. ValueError as `check`."""
     require_one_reading(folder)
     weights = {folder / tensor.file for tensor in stored_tensors(folder).values()}
     described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
@@ -197,7 +196,7 @@ def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
 
 
 def write_stored(stored: StoredAgent, folder: Path) -> None:
-    """Fills a folder with the agent of a checkpoint, bit by bit what its run would have exported there.
+    """Fills a folder with a checkpoint's agent, bit by bit as its run would have exported it there.
 
     One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
     when one differs, is not finite, or is gone.
@@ -240,7 +239,7 @@ def draft_of(out: Path) -> Iterator[Path]:
 
 
 def _new_draft(out: Path) -> Path:
-    """A folder of this process beside `out`; those of exports to `out` that were killed are removed. ValueError."""
+    """A draft folder of this process beside `out`; drafts of killed exports to `out` are removed. ValueError."""
     mark = f".{out.name}.{secrets.token_hex(8)}.partial"
     draft = out.with_name(mark)
     try:
@@ -257,12 +256,12 @@ def _new_draft(out: Path) -> Path:
 
 
 def _remove(draft: Path) -> None:
-    """Removes a draft of ours; what a disk keeps of it is for the next export to the same name."""
+    """Removes a draft; if the disk refuses, the next export to the same name removes it."""
     shutil.rmtree(draft, ignore_errors=True)
 
 
 def model_card(agent: TrainedAgent, weights: str = "as trained, byte-equal to the run's") -> str:
-    """The README of an exported model: where it comes from, how it was trained, what it scored, what `weights` are."""
+    """The README of an exported model: its origin, its training, its scores, and the kind of its `weights`."""
     partners = [other.name for other in agent.config.agents if other.name != agent.agent.name]
     algorithm = agent.config.algorithm
     shared = partners if algorithm.shares_answers else []
@@ -318,7 +317,7 @@ def _facts(agent: TrainedAgent, weights: str) -> Iterator[tuple[str, str]]:
 
 
 def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple[str, str]]:
-    """What held-out prompts gave before and after training, by a name that fits the rewards."""
+    """Scores on held-out prompts before and after training, by a name that fits the rewards."""
     is_accuracy = are_accuracies(evaluated) if evaluated else not may_be_graded
     measure = "accuracy" if is_accuracy else "mean reward"
     yield f"held-out {measure} at the start", f"{evaluated[0].value:.4f}" if evaluated else "not measured"
@@ -326,7 +325,7 @@ def _scores(evaluated: Sequence[HeldOut], may_be_graded: bool) -> Iterator[tuple
 
 
 def _wording(agent: AgentConfig) -> Iterator[str]:
-    """How the model was asked: a served model answers as trained only when it is asked in the same way."""
+    """Prompt format of the model: a served model answers as trained only when it is asked in the same way."""
     prompting = agent.prompting
     where = "in its chat template" if prompting.chat_template else "on plain text, without a chat template"
     yield f"It was trained {where}."
@@ -345,7 +344,7 @@ def _word(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A text as a code span, in a sentence or a table, that nothing in it can leave: what could is written out."""
+    """A text as a code span, in a sentence or a table, with all characters escaped that could end it."""
     shown = LEAVES_CODE.sub(lambda found: f"\\x{ord(found[0]):02x}", one_line(text)).strip()
     return f"`{shown[:LONGEST] or ' '}`"
 
@@ -358,6 +357,6 @@ def _block(text: str) -> list[str]:
 
 
 def _without_folder(kind: str) -> str:
-    """A judge without where its file lies on this machine."""
+    """A judge without the path of its file on this machine."""
     place, colon, function = kind.rpartition(":")
     return f"{Path(place).name}{colon}{function}"

@@ -19,7 +19,8 @@ SECOND = ("consolidated*.safetensors", "original/*")  # the same weights again, 
 
 
 def fetch_models(paths: Iterable[Path]) -> None:
-    """Puts into the cache what `paths` name on the Hub and it does not have; folders are left alone. ValueError."""
+    """Downloads models that `paths` name on the Hub into the cache, if it lacks them; folders are left alone.
+    ValueError."""
     for model in dict.fromkeys(map(not_cached, paths)):
         if model is not None:
             _fetch(model)

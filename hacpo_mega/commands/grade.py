@@ -1,4 +1,4 @@
-"""Grading a file of anybody's answers: JSON Lines or Parquet with `gold` and `pred` -> one verdict per line.
+"""Grades a file of answers from any source: JSON Lines or Parquet with `gold` and `pred` -> one verdict per line.
 
 The verdict of a line stands at the same line of the output, a bad row's too, so that the two files can be read side by
 side. Not here: reading the command line, and the graders themselves (judge.py).
@@ -33,7 +33,7 @@ STOPS = {"eos": Stop.EOS, "length": Stop.LENGTH, "abort": Stop.ABORT, "cut": Sto
 
 @dataclass(frozen=True)
 class GradedFile:
-    """How many rows got which verdict, what was wrong with the others, and how fast it went."""
+    """Verdict counts of rows, problems of the other rows, and the speed."""
 
     num_by_verdict: dict[Verdict, int]
     problems: tuple[DataProblem, ...]
@@ -42,7 +42,7 @@ class GradedFile:
 
     @property
     def speed(self) -> str:
-        """How fast it went, as words: wall time of the judge, CPU time of the graders."""
+        """The speed in words: wall time of the judge, CPU time of the graders."""
         number, seconds, cpu_s = self.counts.num_answers, self.counts.wall_s, self.counts.cpu_s
         if not number or not seconds:
             return "no answer judged"
@@ -50,7 +50,7 @@ class GradedFile:
 
     @property
     def unjudged(self) -> str | None:
-        """How many answers the judge failed on, and what it said first; None when there are none."""
+        """Number of answers on which the judge failed, and its first message; None if there are none."""
         if not self.counts.num_unjudged:
             return None
         return f"{self.counts.num_unjudged} unjudged, the fault of the judge; the first error: {self.first_error}"

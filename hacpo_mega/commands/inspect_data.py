@@ -103,7 +103,7 @@ def inspect_overlap(training: Sequence[Problem], evaluation: Sequence[Dataset]) 
 
 
 def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
-    """Every gold answer graded against itself: one that is not correct earns nobody a reward."""
+    """Grades every gold answer against itself: no answer could earn a reward for one that fails."""
     golds = [problem.gold for problem in problems]
     answers = [f"\\boxed{{{gold}}}" for gold in golds]
     judgements = judge.judge([problem.prompt for problem in problems], golds, answers, [Stop.EOS] * len(golds))

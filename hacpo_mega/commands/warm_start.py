@@ -72,7 +72,7 @@ def create_model(folder: Path, init: InitConfig, seed: int) -> None:
 
 
 def random_model(folder: Path, init: InitConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-    """Writes fp32 random weights of the table's sizes for a tokenizer, which lies in the folder already."""
+    """Writes fp32 random weights of the table's sizes for a tokenizer that is in the folder already."""
     model_config = AutoConfig.for_model(
         init.family,
         **FAMILIES[init.family].made_with,
@@ -111,7 +111,7 @@ def warm_start(actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Pla
 
 
 def worked_sequence(example: Example, codec: TextCodec) -> TokenSequence:
-    """A worked example whose every answer token, EOS included, is trained."""
+    """A worked example; every answer token is trained, EOS included."""
     prompt_ids = np.array(codec.encode_prompt(example.prompt), dtype=np.int32)
     answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
     return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))

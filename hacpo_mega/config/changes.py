@@ -1,4 +1,4 @@
-"""What differs between the configuration that a run was begun with and the one it is to go on with, key by key.
+"""Differences, key by key, between the configuration that a run was begun with and the one it is to go on with.
 
 free      changes nothing that is trained: goes through (num_steps too, though it moves the rates of a falling schedule)
 asked     would make another run of it: refused, unless the user accepts this key
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from hacpo_mega.config.describe import in_a_run, keys_of, nearest_key, said
+from hacpo_mega.config.describe import as_toml, in_a_run, keys_of, nearest_key
 from hacpo_mega.config.tables.effects import covers, effect_of, flat
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import one_line, short
 
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
-# Of adapters, what a checkpoint of them has room for.
+# Keys of adapters that fix the shapes in their checkpoint.
 FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value is another one now; `before` and `now` as a TOML file would say them."""
+    """A key with another value than before; `before` and `now` are written as in a TOML file."""
 
     key: str
     before: str
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class OtherContent:
-    """Files that a key names, of which the content is another one now."""
+    """Files that a key names, with another content than before."""
 
     key: str
     names: tuple[str, ...]
@@ -48,18 +48,20 @@ class OtherContent:
 
 
 def content_change(key: str, names: Sequence[str]) -> OtherContent:
-    """The change of what `key` names: as free as another value of it."""
+    """The change of the content of `key`'s files: as free as another value of the key."""
     return OtherContent(key, tuple(names), _kind(key))
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
-    """What differs between two dumped configurations, in the order of the schema; agents are compared by name."""
+    """Differences between two dumped configurations, in the order of the schema; agents are compared by name."""
     old, new = dict(flat(before)), dict(flat(now))
     keys = [*new, *(key for key in old if key not in new)]
     if old["agents"] != new["agents"]:  # their order counts too; nothing below compares
         keys = [key for key in keys if not key.startswith("agents.")]
     return [
-        Change(key, said(old.get(key)), said(new.get(key)), _kind(key)) for key in keys if old.get(key) != new.get(key)
+        Change(key, as_toml(old.get(key)), as_toml(new.get(key)), _kind(key))
+        for key in keys
+        if old.get(key) != new.get(key)
     ]
 
 

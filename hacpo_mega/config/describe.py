@@ -1,6 +1,6 @@
 """`hacpo-mega config`: every field of the configuration as a table, read from the schema itself.
 
-A field's sentence is the text under it in the schema, so what is printed is what a reader of the code reads.
+A field's sentence is the text under it in the schema, so the printed text is the one that readers of the code see.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from hacpo_mega.models.files.documents import SHOWN
 
 BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path", Any: "anything"}
-# Bounds that only keep a value inside what a machine word holds are nobody's concern.
+# Bounds that only keep a value inside a machine word are not shown.
 WORD_SIZES = (2**31, 2**32)
 TABLE_WIDTH = 110  # columns from which on there are tables
 
@@ -46,7 +46,7 @@ class FieldDescription:
 
 
 def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Iterator[FieldDescription]:
-    """Every field of a table and of the tables inside it, in the order of the schema. `NAME` stands for any key."""
+    """Every field of a table and its inner tables, in the order of the schema. `NAME` stands for any key."""
     for name, field in table.model_fields.items():
         described = FieldDescription(
             section, name, _allowed(field.annotation, field.metadata), _default(field), _one_line(field.description)
@@ -58,7 +58,7 @@ def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Itera
 
 
 def describe(key: str | None = None) -> Group:
-    """What `hacpo-mega config KEY` prints: one field, a table with all that is in it, or everything.
+    """The output of `hacpo-mega config KEY`: one field, a table with all its fields, or everything.
 
     ValueError for an unknown key, with the nearest one.
     """
@@ -75,10 +75,10 @@ def describe(key: str | None = None) -> Group:
 
 
 def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
-    """The key that somebody meant who wrote `key`, which there is not; None where nothing is near.
+    """The existing key that an unknown `key` probably means; None if none is near.
 
-    The same word in another table, or another trainer's word for it, comes before a similar spelling. Where `schema` is
-    that of a run, which alone has words of other trainers.
+    The same word in another table, or another trainer's word for it, is preferred to a similar spelling. Only the
+    schema of a run has words of other trainers.
     """
     table, _, last = key.rpartition(".")
     word = last.lower().replace("-", "_")
@@ -93,7 +93,7 @@ def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
 
 
 def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
-    """Keys whose last part is spelt nearly as a word is."""
+    """Keys with a last part spelt nearly like a word."""
     # difflib takes seconds for a long text, and none is near to it
     names = {key.rpartition(".")[2] for key in keys} if len(word) <= SHOWN else ()
     near = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
@@ -101,7 +101,7 @@ def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:
 
 
 def in_a_run(key: str, agent: str = "*") -> str:
-    """A key as an override says it, of one agent or of all."""
+    """A key as it is written in an override, for one agent or for all."""
     return f"agents.{agent}.{key.removeprefix('agents.')}" if key.startswith("agents.") else key
 
 
@@ -116,7 +116,7 @@ def keys_of(schema: type[BaseModel], table: str = "") -> Iterator[str]:
 
 
 def _depth(key: str) -> tuple[int, int]:
-    """Tables around a key; what `init` would make is meant last."""
+    """Sort key: number of tables around a key; keys of `init` come last."""
     return ("init" in key.split("."), key.count("."))
 
 
@@ -160,24 +160,24 @@ def _table(section: str, fields: list[FieldDescription]) -> Table:
 
 
 def _of_preset(preset: str, name: str) -> str:
-    return said(getattr(AlgorithmConfig(preset=preset), name))
+    return as_toml(getattr(AlgorithmConfig(preset=preset), name))
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "its defaults" if isinstance(value, BaseModel) else said(value)
+    return "its defaults" if isinstance(value, BaseModel) else as_toml(value)
 
 
-def said(value: Any) -> str:
+def as_toml(value: Any) -> str:
     """A value as a TOML file has it, or "not given"."""
     if value is None:
         return "not given"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(said, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     return f'"{value}"' if isinstance(value, str | Path) else str(value)
 
 
@@ -218,7 +218,7 @@ def _one_line(text: str | None) -> str:
 
 
 def batch_arithmetic(config: Config) -> str:
-    """How many answers, samples and optimizer updates a step is, as lines."""
+    """Answers, samples and optimizer updates of a step, as lines."""
     training, group, num_agents = config.training, config.answers_per_prompt, len(config.agents)
     sources = num_agents if config.algorithm.shares_answers else 1
     return "\n".join(
@@ -235,7 +235,8 @@ def batch_arithmetic(config: Config) -> str:
 
 
 def differing(config: Config) -> dict[str, dict[str, str]]:
-    """What is not the default, as a TOML file says it, by table, "" before any; `agents.*` has what all agents share.
+    """Values that differ from the default, as in a TOML file, by table, "" before any; `agents.*` has those all agents
+    share.
 
     The algorithm's method and preset are always there; what these two set is the default of its other keys.
     """
@@ -247,7 +248,7 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
         tables[name] = _differing(getattr(config, name))
     own = {name: getattr(algorithm, name) for name in type(algorithm).model_fields}
     tables["algorithm"] = {
-        name: said(value)
+        name: as_toml(value)
         for name, value in own.items()
         if name in ("method", "preset") or value != getattr(chosen, name)
     }
@@ -261,7 +262,7 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
 
 
 def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[str, str]:
-    """Dotted keys of a table that have another value than their default."""
+    """Dotted keys of a table with another value than their default."""
     found: dict[str, str] = {}
     dumped = table.model_dump(mode="json")
     for name, field in type(table).model_fields.items():
@@ -272,5 +273,5 @@ def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[s
             inside = _differing(value)
             found |= {f"{name}.{key}": text for key, text in inside.items()} or {name: "its defaults"}
         else:
-            found |= {key: said(part) for key, part in flat({name: dumped[name]})}
+            found |= {key: as_toml(part) for key, part in flat({name: dumped[name]})}
     return found

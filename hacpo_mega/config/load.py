@@ -1,4 +1,4 @@
-"""From a TOML file and `key=value` overrides to a checked, frozen Config. All complaints come at once."""
+"""Reads a TOML file and `key=value` overrides into a checked, frozen Config. All complaints come at once."""
 
 import copy
 import difflib
@@ -87,7 +87,7 @@ def _apply(table: dict[str, Any], override: str) -> None:
 
 
 def _value(text: str, override: str) -> Any:
-    """What an override sets: a TOML value, or the text itself where it is none, and nothing beside it."""
+    """The value that an override sets: a TOML value, or the text itself if it is none."""
     try:
         given = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -102,7 +102,7 @@ def _value(text: str, override: str) -> Any:
 
 
 def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], overrides: Iterable[str]) -> None:
-    """Where an override chooses the method, what the file set for its own method goes, unless the new one reads it too.
+    """Removes the options of the file's own method if an override chooses another, unless the new one reads them too.
 
     So one file serves for every method. An option that an override gives itself stays, and is refused if it is unread.
     """
@@ -135,7 +135,7 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
 
 
 def readable_problems(error: ValidationError, table: dict[str, Any], schema: type[BaseModel] = Config) -> list[str]:
-    """One line per complaint of pydantic: the key as a user writes it, what was found, what would be right."""
+    """One line per complaint of pydantic: the key as a user writes it, the value found, and a right value."""
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
     holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
@@ -153,7 +153,7 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
 
 
 def _of_several_kinds(entry: ErrorDetails, table: Any) -> tuple[int | str, ...] | None:
-    """Where the value is whose field takes several kinds, if this is the complaint of one of them; else None.
+    """The location of the value if this complaint is about one kind of a field that takes several; else None.
 
     pydantic names the kind behind the place: ("targets", "tuple[str, ...]", 0), where the table has targets.0.
     """
@@ -208,7 +208,7 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _needed(entry: ErrorDetails) -> str:
-    """What a field takes, by the complaint about what it was given."""
+    """The values a field takes, by the complaint about the value it was given."""
     kind, context = entry["type"], entry.get("ctx", {})
     if kind == "too_short":
         return f"at least {context['min_length']} of them"
@@ -225,7 +225,7 @@ def _nearest(found: object, known: Iterable[str]) -> str:
 
 
 def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
-    """What the field at `location` is when it is not given, as the end of a line."""
+    """The default of the field at `location`, as the end of a line."""
     field = _section(location[:-1], schema).model_fields.get(str(location[-1]))
     if field is None or not isinstance(field.default, bool | int | float | str | tuple):
         return ""

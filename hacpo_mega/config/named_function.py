@@ -18,8 +18,8 @@ from hacpo_grading.workers import own_file
 from hacpo_grading.workers.own_file import own_module
 from hacpo_mega.config.tables.schema import Config
 
-# Executes what is named in a process of its own, and tells a pipe at which name it is; an empty line is the end. The
-# loader comes by its file: the package around it takes a second.
+# Executes the named code in a process of its own, and writes each name to a pipe; an empty line is the end. The
+# loader is run by its file: importing its package takes a second.
 TRIAL = """
 import importlib.util, json, os, sys
 pipe, path, loader, *names = sys.argv[1:]
@@ -44,21 +44,21 @@ TOLD_BYTES = 1 << 16
 
 
 def named_in(config: Config) -> tuple[str, ...]:
-    """What [algorithm] and [logging] name, trackers apart."""
+    """Functions that [algorithm] and [logging] name, without trackers."""
     algorithm = config.algorithm
     names = (algorithm.advantages, algorithm.objective, *config.logging.metrics)
     return tuple(name for name in names if name is not None)
 
 
 def require_named_functions(config: Config) -> None:
-    """Executes what `named_in` finds, before models load. ValueError, one line, where it fails."""
+    """Executes the functions of `named_in`, before models load. ValueError, one line, if one fails."""
     for name in named_in(config):
         named_function(name)
 
 
 def unfinished_import(config: Config) -> str | None:
-    """What is said of named code, trackers included, whose import hangs or ends its process: it is tried in one of its
-    own, which has TRIAL_S, or half of what ranks wait for each other."""
+    """The message for named code, trackers included, whose import hangs or ends its process. The import is tried in a
+    process of its own, for TRIAL_S or half of the time that ranks wait for each other."""
     own_trackers = (tracker for tracker in config.logging.trackers if ":" in tracker)
     names = tuple(dict.fromkeys(chain(named_in(config), own_trackers)))
     return _unfinished(names, min(TRIAL_S, config.wait_s / 2)) if names else None
@@ -66,7 +66,7 @@ def unfinished_import(config: Config) -> str | None:
 
 def _unfinished(names: Sequence[str], limit_s: float) -> str | None:
     heard, pipe = os.pipe()
-    os.set_blocking(heard, False)  # what the code has left running may hold the other end
+    os.set_blocking(heard, False)  # a process that the code left running may hold the other end
     command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), own_file.__file__, *names]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, pass_fds=(pipe,), process_group=0, **quiet)

@@ -1,4 +1,4 @@
-"""Says which answers a run counts as a success where nothing tells it, and who counts them.
+"""The default of reward.success: the answers that a run counts as a success, and the places that count them.
 
 Not here: the judge, whose verdict "correct" is a success (hacpo_grading/judge.py).
 """
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from hacpo_mega.config.tables.schema import Config
 
 
-def unsaid_success(config: Config) -> Iterator[str]:
-    """The line of a run whose rewards may lie between 0 and 1 and whose reward.success is not given."""
+def default_success_note(config: Config) -> Iterator[str]:
+    """The line for a run without reward.success whose rewards may lie between 0 and 1."""
     reward = config.reward
     if reward.success is not None or not reward.may_be_graded:
         return

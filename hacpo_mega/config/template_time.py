@@ -1,8 +1,8 @@
-"""Chat templates that read the clock or draw at random, and the time at which the clock of a run's templates stands.
+"""Chat templates that read the clock or draw at random, and the fixed time of a run's templates.
 
-It is that of the run's first start, in UTC, unless agents.chat_template_time says another: rank 0 reads it once, and
-from then on it is a key of the run's configuration, in config.toml and in every step, where resume and evaluation find
-it. What a template draws follows from the messages (models/files/chat_template.py).
+The time is that of the run's first start, in UTC, unless agents.chat_template_time sets another. Rank 0 reads it once;
+from then on it is a key of the run's configuration, in config.toml and in every step, for resume and evaluation. Random
+draws of a template follow from the messages (models/files/chat_template.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from hacpo_mega.models.files.tokenizer_files import chat_template, other_templat
 
 
 def steadiness_notes(agent: AgentConfig) -> Iterator[str]:
-    """A line for what the chat template of an agent reads or draws beside its messages."""
+    """A line for each thing that an agent's chat template reads or draws beside its messages."""
     file, template = _used_template(agent) or (None, "")
     if reads_clock(template):
         time = agent.chat_template_time
@@ -29,7 +29,7 @@ def steadiness_notes(agent: AgentConfig) -> Iterator[str]:
 
 
 def time_problem(agent: AgentConfig) -> str | None:
-    """What is wrong with a chat_template_time that the agent's template does not read."""
+    """The problem of a chat_template_time that the agent's template does not read."""
     if agent.chat_template_time is None or _reads_clock(agent):
         return None
     return f"reads no clock: remove chat_template_time ({agent.chat_template_time!r})"
@@ -43,12 +43,12 @@ def with_times_of(config: Config, before: Mapping[str, Any]) -> Config:
 
 
 def with_times(config: Config, time: str) -> Config:
-    """The configuration with `time` for agents whose template reads a clock that does not stand yet."""
+    """The configuration with `time` for agents whose template reads a clock that is not yet fixed."""
     return _with_times(config, lambda agent: time if _reads_clock(agent) else None)
 
 
 def lacks_time(config: Config) -> bool:
-    """Whether a template of the configuration reads a clock that does not stand yet."""
+    """True if a template of the configuration reads a clock that is not yet fixed."""
     return any(agent.chat_template_time is None and _reads_clock(agent) for agent in config.agents)
 
 
@@ -68,6 +68,6 @@ def _reads_clock(agent: AgentConfig) -> bool:
 
 
 def _used_template(agent: AgentConfig) -> tuple[Any, str] | None:
-    """The file of the template that an agent is asked in, if there is one, and its text, with that of named ones."""
+    """The file of an agent's chat template, if there is one, and its text, with that of named ones."""
     found = chat_template(agent.model) if agent.chat_template and agent.model.is_dir() else None
     return None if found is None else (found[0], "\n".join([found[1], *other_templates(agent.model)]))

@@ -1,4 +1,4 @@
-"""Settings under which a run teaches less than they say: lines for people. Imports no torch.
+"""Settings under which a run learns less than it could: lines for people. Imports no torch.
 
 Not here: settings with which nothing can be learnt at all, which are refused (checks.py).
 """

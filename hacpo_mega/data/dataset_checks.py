@@ -1,4 +1,4 @@
-"""What can make a result on a dataset wrong: repeated problems, and evaluation problems that were trained on.
+"""Flaws of a dataset that distort results: repeated problems, and evaluation problems that were trained on.
 
 A problem is compared with another in three ways, the stricter first:
 
@@ -51,7 +51,7 @@ class PromptEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Repetition:
-    """`second` is `first` again, in the way that `kind` says. `agrees`: so are their gold answers."""
+    """A repetition: `second` copies `first` as `kind` says. `agrees`: so are their gold answers."""
 
     first: Problem
     second: Problem
@@ -76,7 +76,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class _Wording:
-    """A problem as containment sees it: its 8-grams (hashed), its numbers, and the words of its gold."""
+    """A problem for the containment check: its 8-grams (hashed), its numbers, and the words of its gold."""
 
     problem: Problem
     normalised: str
@@ -98,7 +98,7 @@ class _Wording:
         )
 
     def kind_of_copy(self, other: "_Wording", num_common: int) -> Kind | None:
-        """How this problem is the other again, when they have `num_common` grams in common; None if it is not."""
+        """The kind of copy that this problem is of the other, given `num_common` common grams; None if it is none."""
         if self.problem.prompt == other.problem.prompt:
             return "same text"
         if self.normalised == other.normalised:
@@ -109,7 +109,7 @@ class _Wording:
         return "contained" if enough and _one_holds(self.numbers, other.numbers) and self._agrees(other) else None
 
     def _agrees(self, other: "_Wording") -> bool:
-        """Whether one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
+        """True if one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
         differing = (self.gold - other.gold) + (other.gold - self.gold)
         no_number = not any(word.isdigit() and word != "10" for word in differing)
         return bool(self.gold and other.gold) and _one_holds(self.gold, other.gold) and no_number
@@ -128,7 +128,8 @@ def _words(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """A problem without what differs between copies: case, spacing, dollars, punctuation, LaTeX sizes, instructions."""
+    """A problem normalised against differences between copies: case, spacing, dollars, punctuation, LaTeX sizes,
+    instructions."""
     text = unicodedata.normalize("NFKC", INSTRUCTIONS.sub("", text)).casefold()
     text = LATEX_SPACING.sub("", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = re.sub(r"[$;:?!'\"`~]+|\\[()\[\]]|(?<!\d)[.,]|[.,](?!\d)", " ", text)
@@ -142,7 +143,7 @@ def _same_gold(one: Problem, other: Problem) -> bool:
 
 
 def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
-    """Every problem whose text, exactly or normalised, an earlier one of the sequence has, with the first of them."""
+    """Every problem that repeats an earlier one's text, exactly or normalised, with the first of them."""
     first_of: dict[str, Problem] = {}
     found = []
     for problem in problems:
@@ -154,7 +155,7 @@ def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
 
 
 def contradictions(problems: Sequence[Problem]) -> list[Repetition]:
-    """The repetitions whose gold answer is not that of the first: nobody can say which of them is right."""
+    """Repetitions with another gold answer than the first one's: either may be right."""
     return [repetition for repetition in repetitions(problems) if not repetition.agrees]
 
 
@@ -179,7 +180,7 @@ def copies(training: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterat
 
 
 def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[Repetition]:
-    """Evaluation problems (`second`) that are also in the training set (`first`): their accuracy says nothing.
+    """Evaluation problems (`second`) that are also in the training set (`first`), so that their accuracy means nothing.
 
     One per evaluation problem, in their order: the first training problem of the strictest kind.
     """
@@ -193,7 +194,7 @@ def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[
 
 
 def deduplicated(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The problems without repetitions; the first of each stays, none of those that contradict each other."""
+    """The problems without repetitions; the first of each stays, none if they contradict each other."""
     repeated = {id(repetition.second) for repetition in repetitions(problems)}
     disputed = {id(repetition.first) for repetition in contradictions(problems)}
     return tuple(problem for problem in problems if id(problem) not in repeated | disputed)
@@ -206,7 +207,7 @@ def without_overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) 
 
 
 def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prompt_tokens: int) -> Lengths:
-    """How long the prompts are for one agent. ValueError for an empty sequence, or a character without a token."""
+    """Prompt lengths for one agent. ValueError for an empty sequence, or a character without a token."""
     if not problems:
         raise ValueError("there are no problems to measure")
     lengths = sorted(encoder.prompt_lengths([problem.prompt for problem in problems]))

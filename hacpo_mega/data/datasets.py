@@ -40,7 +40,7 @@ from hacpo_mega.data.reading.row_values import (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem in the one schema; empty where the source says nothing.
+    """A problem in the common schema; empty fields are missing in the source.
 
     id         the first 16 hex digits of sha256 of `prompt`: the same problem has it in every file
     prompt     the text a model is given        gold      the gold answer alone, as LaTeX or plain text
@@ -66,7 +66,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a file or folder holds: its problems, in order, what could not be read, and the layout of its rows."""
+    """Content of a file or folder: its problems, in order, unreadable rows, and the layout of its rows."""
 
     path: Path
     layout: str
@@ -76,7 +76,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one kind of row is recognised and where its problem, gold answer and solution are.
+    """A kind of row: how it is recognised, and its fields of problem, gold answer and solution.
 
     `prompt_field` and `gold_field` say where a person finds them. The extractors raise KeyError, TypeError or
     ValueError on a row that is not what it looks like; what they return is checked: a list is no gold answer.
@@ -202,7 +202,7 @@ def layouts_of(
 
 
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
-    """The problems of a file, archive or folder in any of the layouts; whatever is wrong with it comes as defects."""
+    """The problems of a file, archive or folder in any of the layouts; faults are returned as defects."""
     path = Path(path)
     problems, defects = [], []
     layout_of_file = ""
@@ -283,7 +283,7 @@ def _written(problem: Problem, own: Sequence[str]) -> Record:
     written = [field.name for field in fields(Problem) if field.name != "fields"]
     row = {"answer" if name == "gold" else name: getattr(problem, name) for name in written}
     row["prompt"] = messages_of(problem.prompt) or problem.prompt  # data.files reads chats as lists
-    if own:  # its own fields win, and what a row does not say of itself is no field of it
+    if own:  # its own fields win, and a field without a value is left out
         others = {name: value for name, value in json.loads(problem.fields).items() if name not in own}
         asked = {name: row[name] for name in ("prompt", "answer")}
         row = {name: value for name, value in row.items() if value} | others | asked

@@ -1,4 +1,4 @@
-"""Whether the prompt files of a run are good, asked by the process that starts it: imports no torch and no tokenizer.
+"""Checks of a run's prompt files, asked by the process that starts it: imports no torch and no tokenizer.
 
 Not here: how many of the prompts every agent can read (prompt_sets.py).
 """
@@ -10,7 +10,7 @@ from hacpo_mega.data.reading.repeated_rows import PromptsMet
 
 
 def require_good_files(config: Config) -> int:
-    """Reads every prompt file of a run; how many rows of data.files are left out because their prompt is repeated.
+    """Reads every prompt file of a run; returns the number of rows of data.files left out as repeated.
 
     ValueError with a line per bad row, or when a step takes more than all rows. A prompt that is in a file to train on
     and in one to evaluate on is a bad row.

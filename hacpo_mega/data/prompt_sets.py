@@ -1,8 +1,8 @@
-"""Which prompts a run trains on and which it is evaluated on, from its configuration.
+"""Training and evaluation prompts of a run, from its configuration.
 
-`num_tokens` says of each text how long it is for the agent that needs most tokens, up to a number that matters: a
-prompt beyond rollout.max_prompt_tokens is left out, never cut.
-Not here: reading rows (files.py), their order over steps (prompts.py), and tokenizers (samples/).
+`num_tokens` gives each text's length for the agent that needs most tokens, up to a number that matters: a prompt beyond
+rollout.max_prompt_tokens is left out, never cut. Not here: reading rows (files.py), their order over steps
+(prompts.py), and tokenizers (samples/).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ MOST_COUNTED = 2**15  # tokens of a prompt that a message says; nobody needs to 
 
 
 def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampler, int]:
-    """The prompts of every step, and how many rows were left out because some agent needs too many tokens for them.
+    """The prompts of every step, and the number of rows left out because an agent needs too many tokens for them.
 
     ValueError when the rest is too few for a step.
     """
@@ -66,7 +66,7 @@ def _short_enough(
     most, fields = config.rollout.max_prompt_tokens, (config.data.prompt_field, config.data.gold_field)
 
     def place(index: int) -> str:
-        """File and line of a row, which is looked for only where there is something to say of it."""
+        """File and line of a row, which are looked for only for a message."""
         met = PromptsMet()
         read_prompts(files, *fields, met, config.data.tools_field, keep_first=True)
         first = met.meet(rows[index].id, "", "")
@@ -79,9 +79,8 @@ def _short_enough(
 def prompt_lengths(
     rows: Sequence[PromptRow], most: int, num_tokens: NumTokens, place_of: Callable[[int], str]
 ) -> list[int]:
-    """How many tokens each row has. ValueError, one line that begins with the place of the row, for the first row that
-    a tokenizer or a chat template refuses.
-    """
+    """Number of tokens of each row. ValueError, one line that begins with the place of the row, for the first row that
+    a tokenizer or a chat template refuses."""
     texts = [row.text for row in rows]
     try:
         return num_tokens(texts, most)
@@ -114,7 +113,7 @@ def _require_enough(
     max_tokens: int,
     num_tokens: NumTokens,
 ) -> None:
-    """ValueError when fewer than `needed` rows (of a skill) are kept although there are that many."""
+    """ValueError if fewer than `needed` rows (of a skill) are kept although there are that many."""
     rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
     if len(kept) >= needed or len(rows) < needed:
         return

@@ -1,4 +1,4 @@
-"""Which prompts a step answers: a pure function of (seed, step), the same in every process and after every resume.
+"""Prompts of a step: a pure function of (seed, step), the same in every process and after every resume.
 
 Epochs are seeded permutations laid end to end; a step takes the next `prompts_per_step` places and may straddle two
 epochs. It never holds a row twice: where the seam of two epochs would bring one again, the new epoch postpones it to
@@ -119,7 +119,7 @@ class PromptSampler:
         return np.concatenate([order[is_next], order[~is_next]])
 
     def _is_long(self, group: int) -> bool:
-        """Whether the change at the beginning of an epoch cannot reach its end, so that no earlier epoch matters."""
+        """True if the change at the beginning of an epoch cannot reach its end, so that no earlier epoch matters."""
         return len(self.groups[group]) >= 2 * self._share
 
     def _permutation(self, group: int, epoch: int) -> np.ndarray:

@@ -26,7 +26,7 @@ EVALUATION_PROMPTS_PER_SKILL = 150
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of the task with its gold working and its result; `answer` is what a warm start teaches."""
+    """A prompt of the task with its worked solution and its result; a warm start teaches `answer`."""
 
     skill: str
     prompt: str
@@ -104,7 +104,7 @@ SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to evaluation: about one in five, decided by its text alone."""
+    """True if a prompt belongs to evaluation: about one in five, decided by its text alone."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 5 == 0
 
 

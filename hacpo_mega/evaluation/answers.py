@@ -1,4 +1,4 @@
-"""The answers of an evaluation on disk: what makes it resumable, and what every number can be traced back to.
+"""The answers of an evaluation on disk, to resume it and to trace every number.
 
     settings.json                          what was asked of whom; another evaluation never continues here
     answers/<benchmark>.lane_0000.jsonl    one line per answer, appended as they come, one file per engine
@@ -101,7 +101,7 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Makes the folder this evaluation's; one process of the job does. What lies there has been checked."""
+    """Prepares the folder of this evaluation, by one process of the job. Its content has been checked."""
     folder.mkdir(parents=True, exist_ok=True)
     fresh = (folder / SETTINGS).with_suffix(".tmp")
     fresh.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -109,7 +109,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def require_place(folder: Path) -> None:
-    """ValueError when a folder holds something, and no evaluation, or is of a run out of which a link leads."""
+    """ValueError if a folder holds anything but an evaluation, or belongs to a run with a link out of it."""
     require_inside_its_run(folder)
     require_inside(folder, folder)
     if folder.exists() and not folder.is_dir():
@@ -119,7 +119,7 @@ def require_place(folder: Path) -> None:
 
 
 def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """ValueError when a folder holds anything but an evaluation of these settings, naming what differs."""
+    """ValueError if a folder holds anything but an evaluation of these settings, naming the difference."""
     path = folder / SETTINGS
     require_place(folder)
     if not path.is_file():
@@ -139,7 +139,7 @@ def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def begun_at(folder: Path) -> str | None:
-    """The time at which the clock of the chat template stands in the evaluation that a folder holds, if any."""
+    """The fixed time of the chat template in a folder's evaluation, if any."""
     try:
         time = json_file(folder / SETTINGS)["prompting"]["time"]
     except (OSError, ValueError, KeyError, TypeError):

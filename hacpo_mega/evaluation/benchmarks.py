@@ -1,6 +1,6 @@
-"""What is asked: benchmarks, the paper's seven of them as data, and the files they are found in.
+"""Benchmarks: the paper's seven as data, and the files they are found in.
 
-Not here: what rows look like in a file (data/), how a model is asked (config/tables/prompting.py).
+Not here: row layouts of a file (data/), prompt formats (config/tables/prompting.py).
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Headline = Literal["avg", "best", "maj"]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems, how many answers each gets, and the score that stands for the benchmark.
+    """Problems, answers per problem, and the score that stands for the benchmark.
 
     temperature   0 is greedy; more than one answer needs sampling
     relative      share of gold by which a number may be off, for the mathematical judges: of measured quantities
@@ -145,9 +145,8 @@ class ReadRows(NamedTuple):
 
 
 def read_rows(file: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> ReadRows:
-    """The problems of a file in one of the layouts. One ValueError names its bad rows, and those that have the text of
-    an earlier one and another gold: nobody can say which is right.
-    """
+    """The problems of a file in one of the layouts. One ValueError names its bad rows, and rows that repeat an earlier
+    text with another gold, since either may be right."""
     dataset = read_dataset(file, layouts)
     if dataset.defects:
         raise ValueError(describe(dataset.defects))

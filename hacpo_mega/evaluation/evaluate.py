@@ -46,7 +46,7 @@ from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
-# Answers between two writes: what a killed evaluation loses. More of them leave the engine less often half empty.
+# Answers between two writes, which a killed evaluation loses. With more, the engine is less often half empty.
 ANSWERS_PER_WRITE = 512
 # Engines that share the problems end hours apart; one that dies is named at once all the same (watchdog.py).
 WAIT_S = 86_400.0
@@ -64,7 +64,7 @@ class Request:
 def evaluate(
     settings: EvaluationSettings, out: Path, tp: int = 1, engines: int = 1, num_judges: int = 1
 ) -> Evaluation | None:
-    """Asks what is not answered yet and writes `out`; the result on the job's rank 0, None elsewhere.
+    """Generates the missing answers and writes `out`; the result on the job's rank 0, None elsewhere.
 
     Collective over tp * engines processes. Raises ValueError for settings that do not fit the model or the folder.
     """
@@ -249,6 +249,6 @@ class _Run:
 
 
 def request_seed(seed: int, request: Request) -> int:
-    """The sampling seed of one answer: of the problem's text, wherever in which file it stands."""
+    """The sampling seed of one answer, from the problem's text, wherever it is in which file."""
     problem = int.from_bytes(hashlib.blake2b(request.row.id.encode(), digest_size=7).digest(), "little")
     return answer_seed(seed, EVALUATION_STEP, problem, request.rollout, 0)

@@ -1,4 +1,4 @@
-"""Statistics of k judged answers per problem, and what their error is over problems. Pure functions, no files.
+"""Statistics of k judged answers per problem, and their errors over problems. Pure functions, no files.
 
     avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else shown as mean reward@k
     best@k   mean of the highest reward among the k answers to a problem, else shown as best reward@k
@@ -123,6 +123,6 @@ def _mean_of_means(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
 
 
 def are_graded(problems: Sequence[Answers]) -> bool:
-    """Whether a reward lies between 0 and 1, so that the mean is no accuracy."""
+    """True if a reward lies between 0 and 1, so that the mean is no accuracy."""
     rewards = [reward for problem in problems for reward in problem.rewards]
     return bool(rewards) and is_graded(fmean(rewards), fmean(reward**2 for reward in rewards))

@@ -1,4 +1,4 @@
-"""What an evaluation asks of whom, and what a run's own folder says about it.
+"""Settings of an evaluation: those of the user, and those of a run's own folder.
 
 Not here: benchmarks and their files (benchmarks.py).
 """
@@ -82,11 +82,11 @@ class EvaluationSettings:
 
     @property
     def voted(self) -> str:
-        """The kind of judge whose final answers are voted on: of the part that is the success, else of the first."""
+        """The kind of judge that normalises votes: of the part that is the success, else of the first."""
         return self.reward_parts[self.reward_success].kind if isinstance(self.reward_success, str) else self.reward
 
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
-        """Who judges, with a benchmark's tolerance as an option of `math`; the user's own option wins."""
+        """The reward of an evaluation; a benchmark's tolerance is an option of `math`, unless the user sets it."""
         how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
         how |= {"success": self.reward_success, "start_timeout_s": self.reward_start_timeout_s}
         if self.reward_parts:
@@ -111,8 +111,8 @@ class EvaluationSettings:
 def settings_for(
     model: Path, benchmarks: Sequence[Benchmark], *, reward: str | None = None, trust: bool = False
 ) -> EvaluationSettings:
-    """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME those of the run, so that an agent is asked and
-    judged as in its training.
+    """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME the run's settings, so that an agent is
+    evaluated as it was trained.
 
     reward   the grader that the user names himself
     trust    whether code that the run's configuration names may run: a grader, Python in the model folder, the engine's
@@ -152,7 +152,7 @@ def settings_for(
 
 
 def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None, None]:
-    """What the run says, and in which file, whose agent RUN/agents/NAME is; nothing for another folder."""
+    """Configuration of the run of which RUN/agents/NAME is an agent, and its file; nothing for another folder."""
     for path in map(Path, (os.path.abspath(model), os.path.realpath(model))):
         if path.parent.name == "agents" and os.path.lexists(path.parent.parent / "config.toml"):
             require_inside(path.parent.parent, model)
@@ -167,8 +167,8 @@ def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None,
 
 
 def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str | None) -> Mapping[str, Layout]:
-    """How rows are read: by the fields that the user names, of which the other is the run's; else, for an agent of a
-    run, by the run's own where a file has them, else in any known layout."""
+    """Row layouts: the fields that the user names, of which the other is the run's; else, for an agent of a run, the
+    run's own if a file has them, else any known layout."""
     stored = None if model is None else stored_agent_at(model)
     config = stored.config if stored is not None else _of_run(model)[0] if model is not None else None
     is_asked = prompt_field is not None or gold_field is not None
@@ -211,7 +211,7 @@ def benchmarks_of(
 
 @dataclass(frozen=True)
 class Wording:
-    """What a command line says of how a problem is worded; None says nothing.
+    """The command line's wording of a problem; None leaves it unset.
 
     template_args    texts KEY=VALUE for the chat template
     prompt_template    a text, or @FILE that holds it
@@ -223,8 +223,8 @@ class Wording:
     prompt_template: str | None = None
 
     def changed(self, prompting: Prompting) -> Prompting:
-        """`prompting` with what is said here. ValueError for an argument or a file that cannot be read."""
-        said = {
+        """`prompting` with this wording. ValueError for an argument or a file that cannot be read."""
+        given = {
             "chat_template": self.chat_template,
             "template_kwargs": dict(map(_template_argument, self.template_args)) or None,
             "system_prompt": self.system_prompt,
@@ -232,7 +232,7 @@ class Wording:
         }
         if self.chat_template is False:
             prompting = replace(prompting, time=None)
-        return replace(prompting, **{key: value for key, value in said.items() if value is not None})
+        return replace(prompting, **{key: value for key, value in given.items() if value is not None})
 
 
 def ask(
@@ -250,7 +250,7 @@ def ask(
     success: str | None = None,
     trust: bool = False,
 ) -> EvaluationSettings:
-    """The settings of the model (`settings_for`), less what the command line says otherwise; None says nothing.
+    """The settings of the model (`settings_for`), overridden by the command line; None sets nothing.
 
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """
@@ -274,7 +274,7 @@ def ask(
 
 
 def _success_of(text: str, parts: Mapping[str, WeightedPartConfig]) -> str | float:
-    """What --success says: a part, or a number. ValueError for what reward.success of a run could not be."""
+    """The value of --success: a part, or a number. ValueError for a value that reward.success of a run could not be."""
     try:
         return RewardConfig(parts=parts, success=text if text in parts else _number_or_text(text)).success
     except ValidationError as error:
@@ -294,7 +294,8 @@ def require_judge(settings: EvaluationSettings) -> None:
 
 
 def require_weights(settings: EvaluationSettings) -> None:
-    """ValueError, a line per problem, for a model of which training, vLLM and transformers take different weights."""
+    """ValueError, a line per problem, for a model whose weights training, vLLM and transformers would read
+    differently."""
     if settings.stored is None or settings.stored.agent.lora is not None:
         require_one_reading(settings.folder)
 

@@ -38,7 +38,7 @@ LINE_SCORES = 3  # of graded rewards, whose names are long: a line of more is cu
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One benchmark: its scores by name, such as "avg@30", and what they rest on.
+    """One benchmark: its scores by name, such as "avg@30", and the counts behind them.
 
     graded            a reward lay between 0 and 1: avg@k is shown as mean reward@k, best@k as best reward@k
     num_repeated      rows of its file that repeat a problem and count nowhere
@@ -153,7 +153,7 @@ def _mean(values: Any) -> float:
 
 
 def write_evaluation(evaluation: Evaluation, out: Path) -> None:
-    """Writes `evaluation.json`, whole or not at all; what is not a number is null."""
+    """Writes `evaluation.json` atomically; NaN becomes null."""
     path = out / RESULT
     fresh = path.with_suffix(".tmp")
     fresh.write_text(json.dumps(_finite(asdict(evaluation)), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -169,7 +169,7 @@ def _finite(content: Any) -> Any:
 
 
 def print_table(evaluation: Evaluation) -> None:
-    """One line per benchmark, and their mean. What makes a score doubtful stands below."""
+    """One line per benchmark, and their mean; caveats stand below."""
     table = Table(title=one_line(str(evaluation.settings["model"])), title_justify="left")
     for column in ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens"):
         table.add_column(column, justify="left" if column in ("benchmark", "others") else "right")
@@ -189,7 +189,7 @@ def print_table(evaluation: Evaluation) -> None:
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:
-    """What a reader of the scores must know: repeated and dropped problems, unjudged answers, what a success is."""
+    """Caveats for a reader of the scores: repeated and dropped problems, unjudged answers, the meaning of a success."""
     lines = []
     for result in evaluation.benchmarks:
         if result.num_repeated:
@@ -198,7 +198,7 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
                 "problem counts once"
             )
         if result.graded:
-            lines.append(f"{result.name}: {_success_said(result, evaluation.settings.get('reward_success'))}")
+            lines.append(f"{result.name}: {_success_note(result, evaluation.settings.get('reward_success'))}")
         if result.num_dropped:
             lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
         if result.num_unjudged:
@@ -227,7 +227,7 @@ def _row(result: BenchmarkResult) -> tuple[str, ...]:
 
 
 def _interval_of(estimate: Estimate, num_problems: int) -> str:
-    """Equal values give an interval without a width: that there are so many of them is all that they say."""
+    """The interval as text; without a width it tells only how many values are equal."""
     if num_problems and estimate.low == estimate.high:
         return f"all {num_problems} equal" if num_problems > 1 else "1 problem"
     return _interval(estimate)
@@ -237,8 +237,8 @@ def _interval(estimate: Estimate) -> str:
     return f"{estimate.low:.4f} to {estimate.high:.4f}"
 
 
-def _success_said(result: BenchmarkResult, success: str | float | None) -> str:
-    """What pass@k and maj@k count of graded rewards."""
+def _success_note(result: BenchmarkResult, success: str | float | None) -> str:
+    """A sentence on the successes that pass@k and maj@k count for graded rewards."""
     if not any(name.startswith("pass@") for name in result.scores):
         return (
             "no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are left "

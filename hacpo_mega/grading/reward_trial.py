@@ -24,7 +24,7 @@ MOST_ROWS = 4
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What a reward gave: `gold` for the best of `answers`, forms of the gold as an answer, `empty` for an empty one.
+    """Rewards of a trial: `gold` for the best of `answers`, forms of the gold as an answer, `empty` for an empty one.
 
     errors   what graders failed with, by how many of the tried answers
     """
@@ -52,7 +52,7 @@ class RewardTrial:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should look at before training."""
+        """Lines for a person to read before training."""
         failed = (f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
                   for error, number in self.errors.items())  # fmt: skip
         if not (self.gold.is_judged and self.empty.is_judged) or self.gold.reward > self.empty.reward:

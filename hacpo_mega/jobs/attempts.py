@@ -32,8 +32,8 @@ def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
     _append(run_dir, {"job": job, "attempt": attempt, "step": step, "ended": TOLD if ends_are_noted() else DIED})
 
 
-def record_told(run_dir: Path) -> None:
-    """Notes that the attempt which this process is in was told to end, where a launcher starts jobs again."""
+def record_termination(run_dir: Path) -> None:
+    """Notes that the attempt of this process was told to end, if a launcher starts jobs again."""
     if (found := attempt_of_job()) is not None:
         _append(run_dir, {"job": found[0], "attempt": found[1], "ended": TOLD})
 
@@ -67,7 +67,7 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _attempt(line: Any) -> dict[str, Any]:
-    """What a line says. ValueError where it is neither of a begin nor of an end."""
+    """The attempt that a line notes. ValueError if it is neither a begin nor an end."""
     if not isinstance(line, dict):
         raise ValueError("no object")
     kinds = BEGIN if "step" in line or "ended" not in line else END
@@ -81,8 +81,8 @@ def _attempt(line: Any) -> dict[str, Any]:
 
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:
-    """Whether attempts of this job have died after the step that this one begins after. What this one notes is left
-    out, and attempts that were told to end or lost a node do not count."""
+    """True if attempts of this job have died after the step that this one begins after. Its own notes are left out, and
+    attempts that were told to end or lost a node do not count."""
     num_died = 0
     for line in reversed(read_attempts(run_dir)):
         if line["job"] == job and line["attempt"] < attempt:

@@ -1,8 +1,8 @@
-"""A rank that is forked from its launcher, which has imported what ranks need: once, and not in each of them.
+"""A rank that is forked from its launcher, which has imported its modules once for all ranks.
 
-It begins as a fresh interpreter would: no signal is handled, the command line is read again, and what it writes goes
-where its launcher's goes. What was imported is shared memory. Not here: ranks in fresh interpreters, and who waits for
-any of them (local.py).
+It begins as a fresh interpreter would: no signal is handled, the command line is read again, and its output goes where
+its launcher's goes. Imported modules are shared memory. Not here: ranks in fresh interpreters, and waiting for any of
+them (local.py).
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and what it tells while it goes on.
+"""`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and its callbacks.
 
 The ranks are processes of their own, started as `hacpo-mega train` starts them, so that nothing has to be set before
 Python starts and the caller stays free of torch's and vLLM's state. What a callback is shown is read from the run's own
@@ -31,7 +31,8 @@ OnEvaluation = Callable[[int, Mapping[str, float]], None]
 
 
 class RunFailed(RuntimeError):
-    """A rank has ended with an error, which it has said itself; `exit_code` as in docs/reference/exit-codes.md."""
+    """Raised if a rank has ended with an error, which it has printed itself; `exit_code` as in
+    docs/reference/exit-codes.md."""
 
     def __init__(self, run_dir: Path, exit_code: int) -> None:
         super().__init__(f"the run {run_dir} ended with exit code {exit_code}; its ranks have said why, above")
@@ -103,14 +104,14 @@ def train(
 
 
 def _options(how: StartOptions) -> list[str]:
-    """The words of the command line for `how`."""
+    """The command-line options for `how`."""
     words = [word for key in how.get("accept", ()) for word in ("--accept", key)]
     words += ["--from", str(branch)] if (branch := how.get("branch")) is not None else []
     return words + [f"--{name.replace('_', '-')}" for name in ("fresh", "last_whole") if how.get(name)]
 
 
 class _Seen:
-    """What callbacks have been shown of a run that goes on; each step once, in order."""
+    """Steps of a running run that callbacks have been shown; each once, in order."""
 
     def __init__(self, config: Config, on_step: OnStep | None, on_answers: OnAnswers | None,
                  on_evaluation: OnEvaluation | None, *, is_new: bool) -> None:  # fmt: skip
@@ -120,10 +121,10 @@ class _Seen:
         done = [] if is_new else committed_steps(config.run_dir)
         self._step = self._answers_of = max(done, default=-1)
         self._stamp = self._stamp_now()  # what an older run has written is not this one's
-        self._told: set[str] = set()  # which reading has failed; the run is not ended by it
+        self._reported: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
-        """Shows what has come since the last look."""
+        """Passes records that are new since the last call to the callbacks."""
         if (stamp := self._stamp_now()) != self._stamp:
             self._stamp = stamp
             for step, of_step in (self._read("on_step", _metrics, self._run_dir) or {}).items():
@@ -152,12 +153,12 @@ class _Seen:
                 self._on_answers(step, prompts)
 
     def _read(self, what: str, reader: Callable[..., Any], *place: Any) -> Any:
-        """What a callback is to be shown; None, and a line the first time, where it cannot be read."""
+        """Reads data for a callback with `reader`; None, and a line the first time, if it fails."""
         try:
             return reader(*place)
         except Exception as error:
-            if what not in self._told:
-                self._told.add(what)
+            if what not in self._reported:
+                self._reported.add(what)
                 reason = f"{type(error).__name__}: {error}"
                 warn(f"{what} is not shown a step ({reason}); this is said once, training goes on")
             return None

@@ -1,12 +1,11 @@
 """A whole job on this machine: one process per rank, which meet through a file that only their user can read.
 
-A rank spends most of its start on imports. So where its launcher may import the same, ranks are forked from it
-(forked_rank.py): not on CUDA, of which nobody may have asked anything before a fork, nor from a user's own process.
+A rank spends most of its start on imports. So ranks are forked from a launcher that may import the same
+(forked_rank.py): not on CUDA, which must be untouched before a fork, nor from a user's own process.
 
-Nothing of it listens to the network: torch's own launcher would, for everybody, and runs what it is sent.
-What failed says so itself in one line (place.py, watchdog.py); the launcher speaks only for ranks that the kernel has
-killed for want of memory.
-Not here: what the processes need in their environment (environment.py).
+It opens no network port: torch's own launcher would, for everybody, and runs what it is sent. A failed rank reports
+itself in one line (place.py, watchdog.py); the launcher reports only ranks that the kernel has killed for want of
+memory. Not here: the environment of the processes (environment.py).
 """
 
 import os
@@ -20,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
+from hacpo_mega.cluster.launcher_env import STORE_FILE
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID
 from hacpo_mega.cluster.machine.machine_limits import num_cores, num_memory_kills
-from hacpo_mega.cluster.seat import STORE_FILE
 from hacpo_mega.cluster.security.private_folder import FOLDER, job_folder
 from hacpo_mega.cluster.security.secret import SECRET, new_secret
 from hacpo_mega.jobs.forked_rank import ForkedRank
@@ -45,11 +44,10 @@ def run_on_this_machine(
 ) -> int:
     """Runs `hacpo-mega ARGUMENTS` in `world_size` processes here; returns 0, or the highest exit code of its ranks.
 
-    `look` is called while they run, some times a second; what it raises ends them. `imports` brings what they need into
-    this process, from which they are forked then; without it they are fresh interpreters.
-    SIGTERM and SIGUSR1 are passed on to the ranks, which end when the run is on disk, all with 75
-    (docs/guide/troubleshooting.md). A rank that a signal has ended counts as 128 and its number, as does Ctrl-C, after
-    which all are gone.
+    `look` is called a few times a second while they run; an exception of it ends them. `imports` loads their modules
+    into this process, from which they are then forked; without it they are fresh interpreters. SIGTERM and SIGUSR1 are
+    passed on to the ranks, which end when the run is on disk, all with 75 (docs/guide/troubleshooting.md). A rank that
+    a signal has ended counts as 128 and its number, as does Ctrl-C, after which all are gone.
     """
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, num_cores() // world_size)))}
     ranks = _Ranks(look, forks=imports is not None)
@@ -65,8 +63,8 @@ def _run(ranks: "_Ranks", arguments: list[str], world_size: int, threads: Mappin
         try:
             secret = new_secret()
             for rank in range(world_size):
-                told = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
-                ranks.start(arguments, threads | told)
+                variables = launcher_environment(rank, world_size, folder, secret) | {LAUNCHER_PID: str(os.getpid())}
+                ranks.start(arguments, threads | variables)
             return ranks.wait()
         finally:
             ranks.kill()
@@ -74,7 +72,8 @@ def _run(ranks: "_Ranks", arguments: list[str], world_size: int, threads: Mappin
 
 @contextmanager
 def _passing_on(ranks: "_Ranks") -> Iterator[None]:
-    """Signals go to the ranks meanwhile, and then to whom they went before. Only a main thread can be told of any."""
+    """Forwards signals to the ranks meanwhile, and restores their handlers afterwards. Only a main thread can handle
+    any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -91,7 +90,7 @@ def _passing_on(ranks: "_Ranks") -> Iterator[None]:
 
 
 def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) -> dict[str, str]:
-    """What a launcher on one machine tells a process; `folder` is the job's private one."""
+    """Environment of a process started by a launcher on one machine; `folder` is the job's private one."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -106,23 +105,23 @@ def launcher_environment(rank: int, world_size: int, folder: Path, secret: str) 
 
 
 class _Ranks:
-    """The processes, each in a session of its own, so that a terminal tells the launcher alone."""
+    """The processes, each in a session of its own, so that a terminal signals the launcher alone."""
 
     def __init__(self, look: Callable[[], None], *, forks: bool) -> None:
         self._look, self._forks, self._is_importing = look, forks, False
         self._processes: list[subprocess.Popen | ForkedRank] = []
-        self._told: list[int] = []
+        self._signals: list[int] = []
         self._memory_kills = num_memory_kills()
 
     def after(self, imports: Callable[[], None]) -> None:
-        """Imports what they need. A signal ends this process meanwhile, as it would end ranks that import."""
+        """Imports their modules. A signal ends this process meanwhile, as it would end ranks that import."""
         self._is_importing = True
         imports()
         self._is_importing = False
 
     def start(self, arguments: list[str], environment: dict[str, str]) -> None:
-        """One more; none when the job was told to end meanwhile."""
-        if self._told:
+        """Starts one more process; none if the job was told to end meanwhile."""
+        if self._signals:
             return
         if self._forks:
             rank = ForkedRank(MODULE, arguments, environment, (*DEFERRED, *AT_ONCE))
@@ -135,13 +134,13 @@ class _Ranks:
         """Tells all of them."""
         if self._is_importing:
             os._exit(SIGNALLED + number)
-        self._told.append(number)
+        self._signals.append(number)
         self._send(number)
 
     def wait(self) -> int:
         """Until all have ended, with the exit code of the job."""
-        if self._told:  # the last one started may not have heard it
-            self._send(self._told[0])
+        if self._signals:  # the last one started may not have heard it
+            self._send(self._signals[0])
         self._until(lambda: self._has_failed or self._ends_at_once is not None)
         if self._ends_at_once is None:
             self._until(lambda: self._ends_at_once is not None, LAST_WORDS_S)
@@ -153,12 +152,12 @@ class _Ranks:
             return SIGNALLED + self._ends_at_once
         failures = [process.returncode for process in self._processes if process.returncode]
         if not failures:
-            return SIGNALLED + self._told[0] if self._told and not self._processes else 0
+            return SIGNALLED + self._signals[0] if self._signals and not self._processes else 0
         # One that a signal has ended has a negative code: ours, after another failed, or the one passed on.
-        return SIGNALLED + self._told[0] if max(failures) < 0 and self._told else max(FAILED, *failures)
+        return SIGNALLED + self._signals[0] if max(failures) < 0 and self._signals else max(FAILED, *failures)
 
     def kill(self) -> None:
-        """Ends those that still run, and what they have started."""
+        """Ends ranks that still run, and their children."""
         for process in self._running:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -187,7 +186,7 @@ class _Ranks:
 
     @property
     def _ends_at_once(self) -> int | None:
-        return next((number for number in self._told if number in AT_ONCE), None)
+        return next((number for number in self._signals if number in AT_ONCE), None)
 
     def _send(self, number: int) -> None:
         for process in self._processes:

@@ -41,16 +41,16 @@ def start_in(job: Job, number: str, *, fresh: bool) -> int:
     def pass_on(*_: object) -> None:
         subprocess.Popen(["scancel", f"--signal={next(signals, 'TERM')}", number])
 
-    before = {told: signal.signal(told, pass_on) for told in TOLD}
+    before = {signum: signal.signal(signum, pass_on) for signum in TOLD}
     try:
         return process.wait()
     finally:
-        for told, handler in before.items():
-            signal.signal(told, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _nodes_of(number: str, excluded: str | None) -> list[str]:
-    """The nodes of a job that runs, but those that are not to be used. ValueError where it does not run."""
+    """The nodes of a running job, without excluded ones. ValueError if it does not run."""
     if shutil.which("scontrol") is None:
         raise ValueError("scontrol is not on the PATH: start on a login node of the cluster, or on a node of the job")
     shown = _scontrol("show", "job", "-o", number).split()

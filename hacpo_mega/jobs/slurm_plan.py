@@ -1,4 +1,4 @@
-"""Who runs on which node of a Slurm job: pure arithmetic on the rank map and the [slurm] table.
+"""Layout of a Slurm job: ranks on nodes, as pure arithmetic on the rank map and the [slurm] table.
 
 Nodes are filled with whole cells in the order of ranks, so that
 
@@ -6,9 +6,9 @@ Nodes are filled with whole cells in the order of ranks, so that
     its pipeline stages follow each other, and a cell of several nodes fills them
     the agents, and with them the leaders of a lane, are on different nodes as soon as one of them fills a node
 
-Nodes of one kind are an ordinary job. Where agents ask for nodes of different kinds it is a heterogeneous one, whose
-components all have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes.
-Not here: the job script (jobs/slurm_script.py), what a process finds in its environment (environment.py).
+Nodes of one kind are an ordinary job. If agents ask for nodes of different kinds it is a heterogeneous one, whose
+components have the same number of processes on each of their nodes, since srun spreads unequal ones as it likes. Not
+here: the job script (jobs/slurm_script.py), the environment of a process (environment.py).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 @dataclass(frozen=True)
 class NodeKind:
-    """What is asked of a node. `ranks` is how many processes it takes: one per GPU, where it has some."""
+    """Request for a node. `ranks` is its number of processes: one per GPU, if it has some."""
 
     partition: str | None
     constraint: str | None
@@ -54,7 +54,7 @@ class Component:
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes have the same number of processes."""
+        """True if all nodes have the same number of processes."""
         return len(set(self.counts)) == 1
 
 
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def components(self) -> list[Component]:
-        """What is asked for, in the order of ranks: one for an ordinary job, else parts of equal nodes."""
+        """Requested components, in the order of ranks: one for an ordinary job, else parts of equal nodes."""
         if len({node.kind for node in self.nodes}) == 1:
             return [Component(self.nodes[0].kind, tuple(node.num_ranks for node in self.nodes))]
         alike = groupby(self.nodes, key=lambda node: (node.kind, node.num_ranks))
@@ -171,7 +171,7 @@ def _kind(slurm: SlurmConfig, own: SlurmAgentConfig, name: str) -> NodeKind:
 
 
 def _require_whole_cells(shape: AgentShape, kind: NodeKind, tp_across_nodes: bool) -> None:
-    """ValueError where what all layers share (tp x cp) would cross nodes, or a cell would be cut at a node's end."""
+    """ValueError if a tensor group (tp x cp) would cross nodes, or a node's end would cut a cell."""
     key = "gpus_per_node" if kind.gpus else "ranks_per_node"
     block = shape.tp * shape.cp
     name, words = ("tp", f"tp {block}") if shape.cp == 1 else ("tp x cp", f"tp {shape.tp} x cp {shape.cp}")

@@ -1,7 +1,7 @@
-"""What Slurm says on the machine that submits: the jobs of a run, and the nodes of the partitions. Imports no torch.
+"""Queries to Slurm on the machine that submits: the jobs of a run, and the nodes of partitions. Imports no torch.
 
-A run's jobs have a name of their own, so that whoever submits another one finds them, and --dependency=singleton lets
-one go at a time. Not here: the job script (jobs/slurm_script.py), what is asked for (slurm.py).
+A run's jobs have a name of their own, so that a second submission finds them, and --dependency=singleton lets one run
+at a time. Not here: the job script (jobs/slurm_script.py), the request (slurm.py).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from hacpo_mega.models.files.visible import one_line, say
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
-# Who submits waits so long for one that is away (a restart, a failover), and asks again so often.
+# Patience for a controller that is away (a restart, a failover), and the interval of retries.
 CONTROLLER_S, AGAIN_S = 300.0, 5.0
 AWAY = re.compile(
     "(?i)contact|connect|timed out|standby|communication|transmi|temporarily|unexpected|munge|authentication"
@@ -29,7 +29,7 @@ PARTITION_FIELDS = ("%P", "%D", "%c", "%G", "%m")
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job of the run that waits or runs, in Slurm's words: `elapsed` and `left` are times, `nodes` a node list.
+    """A waiting or running job of the run, in Slurm's terms: `elapsed` and `left` are times, `nodes` a node list.
 
     script   what it runs: by its name, which submission of the run it is
     """
@@ -66,18 +66,18 @@ def job_name(run_dir: Path) -> str:
 
 
 def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
-    """The jobs of a run that run, and then those that wait, anybody's; None where squeue does not answer."""
+    """The running, then the waiting jobs of a run, of any user; None if squeue does not answer."""
     options = ("--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
-    said = _ask("squeue", *options, patience_s=patience_s)
-    if said is None:
+    output = _ask("squeue", *options, patience_s=patience_s)
+    if output is None:
         return None
-    lines = [line.split("|", len(JOB_FIELDS) - 1) for line in said.splitlines()]
+    lines = [line.split("|", len(JOB_FIELDS) - 1) for line in output.splitlines()]
     found = [QueuedJob(*line) for line in lines if len(line) == len(JOB_FIELDS)]
     return sorted(found, key=lambda job: job.state == "PENDING")
 
 
 def partitions() -> dict[str, list[NodeGroup]]:
-    """The nodes of every partition; the default one also by the name "". Empty where sinfo cannot be asked."""
+    """The nodes of every partition; the default one also by the name "". Empty if sinfo cannot be asked."""
     found: dict[str, list[NodeGroup]] = {}
     options = ("--noheader", "--exact", f"--format={'|'.join(PARTITION_FIELDS)}")
     for line in (_ask("sinfo", *options, patience_s=CONTROLLER_S) or "").splitlines():
@@ -96,7 +96,7 @@ def num_gpus(gres: str) -> int:
 
 
 def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = "") -> subprocess.CompletedProcess:
-    """How a program of Slurm's ends; asked again for `patience_s` while the controller is away, which is said once."""
+    """Runs a Slurm program and returns its end; retries for `patience_s` while the controller is away."""
     end = time.monotonic() + patience_s
     is_said = False
     while True:
@@ -114,7 +114,7 @@ def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = 
 
 
 def _ask(program: str, *options: str, patience_s: float) -> str | None:
-    """What a program of Slurm's says; None without it, when it fails, or does not answer in time."""
+    """Output of a Slurm program; None without it, if it fails, or if it does not answer in time."""
     if shutil.which(program) is None:
         return None
     try:

@@ -1,12 +1,11 @@
-"""What a job asks of each of its nodes: processors, memory, GPUs; and what no node of the cluster could give. Pure.
+"""Resources that a job asks of each of its nodes: processors, memory, GPUs; and requests that no node can meet. Pure.
 
     processors   slurm.cpus_per_rank, else an equal share of a whole node, else those of one of its GPUs
     memory       slurm.mem, else all of a whole node (--mem=0), else the share of what the job takes of its GPUs
     GPUs         --gpus-per-node, slurm.gres, or nothing where Slurm counts none: then whole nodes
 
 Without them Slurm gives each process one core, and the memory of that core; and a job that wants all memory of a node
-waits until nobody else is there. Not here: who runs where (slurm.py), how
-Slurm is asked what it has (slurm_queue.py).
+waits until nobody else is there. Not here: placement of ranks (slurm.py), queries to Slurm (slurm_queue.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +21,8 @@ WHOLE_NODE = "--exclusive"
 
 @dataclass(frozen=True)
 class Request:
-    """What the job asks for: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem`
-    of a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give.
-    """
+    """Resources of a job: `cpus` of each process, and `why` so many; `gpus`, the line of each component or ""; `mem` of
+    a node of each component, and why so much; `problems`, a line for each thing that this cluster could never give."""
 
     cpus: int
     why: str
@@ -44,7 +42,7 @@ class Request:
 
 
 def request_of(plan: Plan, slurm: SlurmConfig, known: Mapping[str, Sequence[NodeGroup]]) -> Request:
-    """The request of a plan. `known` are the nodes by partition, "" the default one; empty where nobody could be asked.
+    """The request of a plan. `known` are the nodes by partition, "" the default one; empty if Slurm could not be asked.
 
     Its problems are a partition that does not exist, or has too few nodes, GPUs or processors.
     """
@@ -90,7 +88,7 @@ def _problems(
     known: Mapping[str, Sequence[NodeGroup]],
     cpus: int,
 ) -> Iterator[str]:
-    """What no node of the cluster could give to a component, which shares its partitions with other `parts`."""
+    """Requests that no node could meet for a component, which shares its partitions with other `parts`."""
     for name in _partitions(part) if known else ():
         if name not in known:
             asked = f"slurm.partition {name}: there is no such partition" if name else "there is no default partition"
@@ -126,7 +124,7 @@ def _of_fullest_node(part: Component, groups: Sequence[NodeGroup], cpus: int) ->
 
 
 def _share(part: Component, groups: Sequence[NodeGroup], whole: bool) -> tuple[int, str]:
-    """Processors of a process, and why so many: of the smallest node that there may be."""
+    """Processors of a process, and the reason: by the smallest possible node."""
     if not groups:
         return UNKNOWN_CPUS, "sinfo could not be asked; slurm.cpus_per_rank says another number"
     least = min(_fitting(part, groups), key=lambda group: group.cpus)
@@ -143,7 +141,8 @@ def _fitting(part: Component, groups: Sequence[NodeGroup]) -> Sequence[NodeGroup
 
 
 def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool) -> tuple[str, str]:
-    """The word for --mem of a component's nodes, and why: as much of the smallest node as of its GPUs or processors."""
+    """The value of --mem for a component's nodes, and the reason: the job's share of the smallest node, by GPUs or
+    processors."""
     if whole:
         return "0", ""
     if not groups or not all(group.memory_mib for group in groups):
@@ -164,12 +163,12 @@ def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool
 
 
 def _num_gpus(part: Component) -> int:
-    """GPUs of each node that are asked for."""
+    """Requested GPUs of each node."""
     return max(part.counts) if part.is_even else part.kind.gpus
 
 
 def _gpus_line(part: Component, gres: str | None, asks_none: bool) -> str:
-    """The words that ask for a component's GPUs. ValueError where a typed number is not that of gpus_per_node."""
+    """The option that requests a component's GPUs. ValueError if a typed number is not that of gpus_per_node."""
     if not part.kind.gpus or asks_none:
         return ""
     number = _num_gpus(part)

@@ -38,7 +38,7 @@ ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the
 PLACEHOLDERS = ("directives", "settings", "setup")
 # What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
-# All that an allocation does that stays: what runs in it is told when the time is nearly over.
+# The only work of a held allocation: it signals its runs when the time is nearly over.
 HOLD = """\
 #!/bin/bash
 @directives@
@@ -54,7 +54,7 @@ NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
 
 @dataclass(frozen=True)
 class Job:
-    """A run as Slurm is to have it. `config` is the TOML of its attempts; the script's text is `script` of a number."""
+    """A run's submission to Slurm. `config` is the TOML of its attempts; the script's text is `script` of a number."""
 
     run_dir: Path
     plan: Plan
@@ -118,10 +118,10 @@ def prepare(config: Config, options: Sequence[str] = (), *, for_any_cluster: boo
 
 
 def submit(job: Job, *, fresh: bool) -> Iterator[str]:
-    """Writes the script and gives it to sbatch; says the job's number, its log and how to watch and end it.
+    """Writes the script and submits it with sbatch; prints the job's number, its log and how to watch and end it.
 
-    `fresh` moves what lies in the run's folder aside. ValueError without sbatch, when the run has a job already that
-    `fresh` would take the folder from, and with Slurm's own words when it refuses the job.
+    `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run already has a job whose
+    folder `fresh` would take, and with Slurm's own message if it refuses the job.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
@@ -173,18 +173,19 @@ def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> Non
 
 
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
-    """ValueError, before anything is written, in Slurm's words, for an account, qos or option that it does not know."""
+    """ValueError, before anything is written, with Slurm's message, for an unknown account, qos or option."""
     done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
     if done.returncode and not MAY_CHANGE.search(done.stderr):
         raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
 
 
-def _words(said: str) -> str:
-    return "; ".join(line.replace("sbatch: error: ", "") for line in said.strip().splitlines())
+def _words(message: str) -> str:
+    return "; ".join(line.replace("sbatch: error: ", "") for line in message.strip().splitlines())
 
 
 def write(job: Job, *, fresh: bool) -> Path:
-    """The next submission's two files; the script's path. `fresh` moves what lies in the run's folder aside before."""
+    """Writes the next submission's two files; returns the script's path. `fresh` first moves the content of the run's
+    folder aside."""
     if fresh:
         with RunLock(job.run_dir) as lock:
             aside = move_aside(job.run_dir)
@@ -203,7 +204,7 @@ def write(job: Job, *, fresh: bool) -> Path:
 
 
 def _own_folder(job: Job) -> Path:
-    """The folder of the run's scripts and logs, which nobody else may write."""
+    """The folder of the run's scripts and logs; nobody else may write it."""
     folder = job.folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -239,7 +240,7 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
 
 
 def _directives(job: Job) -> Iterator[str]:
-    """The #SBATCH lines: of the job, then of each component. Nodes that are held belong to no run, and come once."""
+    """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir)}{"-held" * job.held}"'
     yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
@@ -275,7 +276,7 @@ def _directives(job: Job) -> Iterator[str]:
 
 
 def _settings(job: Job, number: int) -> Iterator[str]:
-    """What the script's own lines refer to."""
+    """Lines that set the variables of the script's body."""
     slurm, plan, folder = job.slurm, job.plan, job.folder()
     counts = plan.components[0].counts if len(plan.components) == 1 else ()
     yield f"launch={shlex.quote(str(LAUNCH))}"
@@ -305,13 +306,13 @@ def _setup(lines: Sequence[str]) -> Iterator[str]:
     for line in lines:
         done = subprocess.run(["bash", "-n"], input=f"{line}\n", capture_output=True, text=True)
         if done.returncode:
-            said = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
-            raise ValueError(f"slurm.setup: {line!r} is no whole command: {said}; give a construct as one text")
+            message = done.stderr.strip().splitlines()[-1].removeprefix("bash: ")
+            raise ValueError(f"slurm.setup: {line!r} is no whole command: {message}; give a construct as one text")
         yield f"eval {shlex.quote(line)} || setup_failed {shlex.quote(line)}"
 
 
 def _container(job: Job) -> Iterator[str]:
-    """The words of pyxis; the name, by which it is removed in the end, is the script's to say."""
+    """Options of pyxis; the script sets the name, by which the container is removed in the end."""
     if job.slurm.container_image is None:
         if job.slurm.container_mounts:
             raise ValueError("slurm.container_mounts: there is no slurm.container_image to mount them in")

@@ -1,4 +1,4 @@
-"""`hacpo-mega slurm --status RUN`: how a run stands, on one screen, from its folder and from Slurm's queue.
+"""`hacpo-mega slurm --status RUN`: the status of a run on one screen, from its folder and from Slurm's queue.
 
 Reads the ends of files alone, so that it answers at once beside a run of any size. Imports no torch.
 Not here: what a run has learnt (report/).
@@ -37,7 +37,7 @@ ENDED_FIRST = re.compile(
 )
 ATTEMPT_BEGINS = re.compile(r"\] attempt (\d+): job \d+ on ")
 RANK_BEGINS = re.compile(r"^attempt (\d+) of job (.+?) begins after step (\d+);", re.MULTILINE)  # cli/slurm.py says it
-# At the end of a rank's log, what is no reason: its first line, and what libraries say when they are taken down.
+# Lines at the end of a rank's log that give no reason: its first line, and messages of libraries at shutdown.
 NO_REASON = re.compile(
     r"^\s*$|^rank \d+ of \d+ on |^nanobind:|^ - leaked|^srun: |^\[W|Warning: |^  warnings\.warn|^\s*\^+\s*$"
 )
@@ -45,14 +45,14 @@ NO_REASON = re.compile(
 
 @dataclass(frozen=True)
 class Status:
-    """What is shown, and 0 (done, or somebody works on it), 1 (nobody does), 2 (there is no run)."""
+    """The shown status, and 0 (done, or somebody works on it), 1 (nobody does), 2 (there is no run)."""
 
     text: str
     exit_code: int
 
 
 def status_of(run_dir: Path) -> Status:
-    """How the run of a folder stands."""
+    """The status of the run in a folder."""
     if not any((run_dir / name).exists() for name in ("slurm", "config.toml", "logs/attempts.jsonl")):
         return Status(f"{run_dir} holds no run", NO_RUN)
     jobs, ended = jobs_of(run_dir), dict(_end_times(run_dir))
@@ -78,7 +78,7 @@ def _queue(jobs: Sequence[QueuedJob] | None) -> str:
 
 
 def _attempt(run_dir: Path) -> str:
-    """The newest attempt: of the run, as the job script counts them, else of a job that has another script."""
+    """The newest attempt of the run, as the job script counts them, else of a job with another script."""
     numbers = [folder.name.removeprefix("attempt_") for folder in run_dir.glob("logs/attempt_*")]
     newest = max((int(number) for number in numbers if re.fullmatch("[0-9]{1,9}", number)), default=0)
     attempts = read_attempts(run_dir)
@@ -101,7 +101,7 @@ def _date(time_unix_s: float) -> str:
 
 
 def _num_steps(run_dir: Path, jobs: Sequence[QueuedJob]) -> int | None:
-    """Of the job that runs, else of the run's folder; before its first start of the newest submission."""
+    """Steps of the running job, else of the run's folder; before its first start, of the newest submission."""
     numbers = [re.search(r"/job\.(\d+)\.sbatch$", job.script) for job in jobs if job.state != "PENDING"]
     running = [run_dir / f"slurm/config.{number[1]}.toml" for number in numbers if number]
     submitted = sorted(run_dir.glob("slurm/config.*.toml"), key=lambda path: path.stat().st_mtime)
@@ -114,7 +114,7 @@ def _num_steps(run_dir: Path, jobs: Sequence[QueuedJob]) -> int | None:
 
 
 def _end_times(run_dir: Path) -> Iterator[tuple[int, float]]:
-    """When the last steps ended, in seconds since 1970; a line that is torn, or none of ours, is left out."""
+    """End times of the last steps, in seconds since 1970; a torn or foreign line is left out."""
     for line in _last_lines(run_dir / "metrics.jsonl"):
         with suppress(ValueError, KeyError, TypeError, OverflowError):
             table = parse_json(line)
@@ -158,7 +158,7 @@ def _trouble(run_dir: Path) -> str:
 
 
 def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
-    """Why the attempt whose end a job's log shows has failed: a line and its file; none where no rank is named."""
+    """The reason why the attempt at the end of a job's log failed: a line and its file; none if no rank is named."""
     for line in reversed(lines):
         ranks: tuple[str, ...] = ()
         if found := ENDED_FIRST.search(line):
@@ -169,8 +169,8 @@ def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
             attempt, ranks = found[1], ("0",)
         for rank in ranks:
             log = run_dir / f"logs/attempt_{attempt}/rank_{rank}.log"
-            if said := [line for line in _last_lines(log) if not NO_REASON.search(line)]:
-                return [(said[-1], log)]
+            if reasons := [line for line in _last_lines(log) if not NO_REASON.search(line)]:
+                return [(reasons[-1], log)]
         break
     return []
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar with the phase on a terminal, plain lines in a Slurm log.
+"""Console output of a run: a bar with the phase on a terminal, plain lines in a Slurm log.
 
 One line per step, for example
     step 12/40 | qwen reward .420 ratio .870 shared 63% | llama reward .512 | learn 1.4 of 2.1 s | 0:01:02 left | safe 9
@@ -74,7 +74,7 @@ class Console:
 
     @property
     def _has_terminal(self) -> bool:
-        """Whether a bar can be drawn; rich believes FORCE_COLOR, which Jupyter sets for a pipe into a cell's output."""
+        """True if a bar can be drawn; rich believes FORCE_COLOR, which Jupyter sets for a pipe into a cell's output."""
         return self._rich.is_terminal and self._rich.file.isatty()
 
     def phase(self, phase: str) -> None:
@@ -96,7 +96,7 @@ class Console:
         self._bar.reset(self._step, description=f"step {step + 1}", phase="")
 
     def say(self, text: str) -> None:
-        """Prints one line, made visible, above a bar; a full disk below, or a reader that is gone, ends no run.
+        """Prints one escaped line above the bar; a full disk or a closed pipe ends no run.
 
         On a terminal it is broken between words.
         """
@@ -117,7 +117,7 @@ class Console:
         stop.join(CLEARING_S)
 
     def _left(self, step: int) -> timedelta | None:
-        """How long the steps that are left take at the pace of the last ones; None before there is one."""
+        """Time that the remaining steps take at the pace of the last ones; None before there is one."""
         self._ended = [*self._ended[-STEPS_AVERAGED:], time.monotonic()]
         if len(self._ended) < 2 or step >= self._num_steps:
             return None
@@ -133,7 +133,8 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """One line on standard error, made visible; as for `Console.say`, it may be that nobody can read it."""
+    """One line on standard error, with control characters escaped; as for `Console.say`, nobody may be able to read
+    it."""
     with suppress(OSError):
         say(one_line(text), file=sys.stderr)
 
@@ -155,7 +156,7 @@ class StepLine:
     def __init__(self, names: Sequence[str] = (), width: int = WIDTH) -> None:
         self._names, self._width = tuple(names), width
         self._num_left_out = 0  # of LESS
-        self._told: list[str] = []  # which numbers lines without words have
+        self._listed: list[str] = []  # which numbers lines without words have
         self._widths: dict[str, dict[str, tuple[int, int]]] = {}  # of word and number, by group and cell
 
     def of(self, begin: str, metrics: StepMetrics, end: Mapping[str, str] | None = None) -> list[str]:
@@ -170,8 +171,8 @@ class StepLine:
                 self._widths.pop("phases", None)
         lines = [line] if len(line) <= self._width else _broken(line, self._width)
         shown = [cell for cell in AGENT_CELLS if any(cell in cells for cells in self._shown(groups))]
-        if "words" in self._less and shown != self._told:
-            self._told = shown
+        if "words" in self._less and shown != self._listed:
+            self._listed = shown
             lines.insert(0, f"from here on the numbers of each agent are: {', '.join(shown)}")
         return lines
 
@@ -218,7 +219,7 @@ class StepLine:
 
 
 def _broken(line: str, width: int) -> list[str]:
-    """A line in parts of at most `width` columns where its groups allow it, those that follow below its first group."""
+    """Splits a line into parts of at most `width` columns where groups allow it; parts align below the first group."""
     begin, *groups = line.split(" | ")
     lines = [begin]
     for group in groups:
@@ -246,13 +247,13 @@ def phase_seconds(metrics: StepMetrics) -> dict[str, float]:
 
 
 def in_step_order(phases: Iterable[str]) -> list[str]:
-    """Phases as they follow each other in a step; those outside it (evaluate, load) come last, by name."""
+    """Phases in the order of a step; those outside it (evaluate, load) come last, by name."""
     rank = {phase: i for i, phase in enumerate(PHASES)}
     return sorted(phases, key=lambda phase: (rank.get(phase, len(rank)), phase))
 
 
 def _phase_cells(metrics: StepMetrics, most: int | None) -> dict[str, Cell]:
-    """The longer phases with the step's seconds, at `most` so many of them, as one cell: they change by the step."""
+    """The longest phases with the step's seconds, at `most` so many, as one cell: they change by the step."""
     names = agent_names(metrics)
     step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
     long = {phase: s for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"}
@@ -278,7 +279,7 @@ def _rate_cells(metrics: StepMetrics) -> dict[str, Cell]:
 
 
 def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -> dict[str, Cell]:
-    """What a line says of an agent, by AGENT_CELLS."""
+    """An agent's part of a line, by AGENT_CELLS."""
     prefix = f"agent/{name}/"
     ratios = _over_sources(values, prefix, "ratio_mean")
     inside = _over_sources(values, prefix, "inside")
@@ -301,7 +302,7 @@ def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -
 
 
 def _over_sources(values: Mapping[str, float], prefix: str, name: str) -> list[float]:
-    """One number per source; their plain mean is what a line has room for, the pairs are in metrics.jsonl."""
+    """One number per source; a line has room for their plain mean, the pairs are in metrics.jsonl."""
     return [value for key, value in values.items() if key.startswith(f"{prefix}from/") and key.endswith(f"/{name}")]
 
 

@@ -1,7 +1,7 @@
-"""What a training step leaves in metrics and log, and what a person is told of it: who adds what, and the alarms.
+"""Report of a training step: the metrics and log lines each part adds, and the alarms.
 
-Every leader speaks for its cell, the job's rank 0 for what is the same everywhere. Not here: what each number is
-(step_metrics.py) and when an alarm goes off (alarms.py).
+Every leader reports for its cell, the job's rank 0 for values that are equal everywhere. Not here: the meaning of each
+number (step_metrics.py) and the conditions of alarms (alarms.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class StepFindings:
-    """What a step has found out, on one rank.
+    """Findings of a step on one rank.
 
     pool, advantages_PNG   of the lane
     rollouts, scores       of the cell      judgements, trajectories   the same on its leader, elsewhere none
@@ -72,7 +72,7 @@ class StepFindings:
 
 
 class StepReport:
-    """Measures, writes and shows a step, on every rank; most ranks have nothing to say."""
+    """Measures, writes and shows a step, on every rank; most ranks print nothing."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class StepReport:
         *,
         is_on_policy: bool,
     ) -> None:
-        """`dtype` is the parameters' of the actor: what gap between engine and trainer is to be expected.
+        """`dtype` is that of the actor's parameters, which sets the expected gap between engine and trainer.
 
         `is_on_policy`: the scores are the actor's, of the policy that learns.
         """
@@ -118,11 +118,11 @@ class StepReport:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What the alarms have seen and said on this rank, and what gains are measured from, as plain values."""
+        """State of the alarms on this rank, and the baseline of gains, as plain values."""
         return {name: kept.state_dict() for name, kept in self._kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`; what an older version did not keep begins anew."""
+        """Restores `state_dict()`; state that an older version did not keep begins anew."""
         for name, kept in self._kept.items():
             if name in state:
                 kept.load_state_dict(state[name])
@@ -161,7 +161,7 @@ class StepReport:
         return self.write_metrics(step, phase)
 
     def write_metrics(self, step: int, phase: Phase) -> StepMetrics:
-        """What has been measured since the last time. Collective over the job."""
+        """Writes all measurements since the last call. Collective over the job."""
         with phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self._place.barrier()
         with phase("write"):
@@ -178,7 +178,7 @@ class StepReport:
                 self._console.say(warning)
 
     def warn_of_grader(self, judged: JudgeReport, what: str) -> None:
-        """Says on a leader what its judge failed at, if that is new; `what` are the answers it was given."""
+        """Reports on a leader its judge's failures, if they are new; `what` are the answers it was given."""
         for warning in self._judge_alarm.warnings(judged, what):
             warn(f"{self._place.coordinate}: {warning}")
 
@@ -202,7 +202,7 @@ class StepReport:
             add_skips(self._metrics, name, found.updates)
 
     def _warn(self, reduced: StepMetrics) -> None:
-        """Says what a step's reduced metrics are alarming about; they are known to the job's rank 0."""
+        """Warns of alarming numbers in a step's reduced metrics, which the job's rank 0 has."""
         known = reduced.values | reduced.timing
         gaps, norms, residues, rewards, trained, advantages = (
             [known.get(f"agent/{name}/{what}") for name in self._names]

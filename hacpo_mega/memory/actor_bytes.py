@@ -1,4 +1,4 @@
-"""How many bytes an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
+"""Bytes that an actor holds on one device: a formula from the architecture and the layout. Imports no torch.
 
 Every term is something that the code keeps: docs/design/memory.md names for each of them where it is allocated, and
 tests/unit/test_memory_trace.py holds the sums to the real model (hacpo_lab/memory_trace.py). Letters are those of arXiv
@@ -27,7 +27,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Device:
-    """How a kind of device computes, as far as it shows in bytes.
+    """Properties of a device kind that show in bytes.
 
     number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
     flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
@@ -42,7 +42,7 @@ class Device:
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are kept in half precision and in float32."""
+        """True if weights are kept in half precision and in float32."""
         return self.number < FLOAT32
 
 
@@ -85,7 +85,7 @@ class ActorPlan:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share that of the same experts."""
+        """Number of ranks that share the optimizer of the same experts."""
         return self.dp * self.layout.tp * self.layout.cp // self.layout.ep
 
 
@@ -124,7 +124,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     chunks, in_flight = _chunks(plan, stage), chunks_in_flight(plan.layout, stage)
     layer = chunks[0][0][0]
     with_experts = max(sum(count for layer, count in chunk if layer.experts.kept) for chunk in chunks)
-    told = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
+    routing = replayed_bytes(plan.architecture, plan.own_tokens // plan.layout.tp, with_experts) if plan.replayed else 0
     worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
     of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
@@ -135,7 +135,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
         main_weights=share * FLOAT32 if plan.device.mixed else 0,
         moments=share * 2 * FLOAT32,
         gather_buffer=layer.gathered if plan.layout.tp > 1 and plan.lora is None else 0,
-        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + told),
+        kept=in_flight * (max(_kept(plan, chunk, is_last=is_last) for chunk in chunks) + _masks(plan, stage) + routing),
         working=max(*(max(_in_layers(plan, chunk, is_last)) for chunk in chunks), head),
         forward=max(_forward(plan, layer, is_last) for chunk in chunks for layer, _ in chunk),
         # The square root of the second moment, of all parameters at once, of experts after the others.
@@ -183,7 +183,7 @@ class _Layer:
         columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
-        if a.kin.offset_norms and plan.device.mixed:
+        if a.traits.offset_norms and plan.device.mixed:
             # It keeps its input in float32, and nobody keeps the residual beside its output.
             norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
@@ -197,22 +197,22 @@ class _Layer:
             mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
             down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
-            more_norms=(len(a.kin.norms) - 2) * norm,
+            more_norms=(len(a.traits.norms) - 2) * norm,
             experts=experts,
         )
 
     def kept(self, recompute: Recompute) -> int:
-        """What a layer keeps for backward: always its input; the second norm reads what attention added to it."""
+        """Bytes a layer keeps for backward: always its input; the second norm reads what attention added to it."""
         if recompute == "full":
             return self.residual
         norms = self.norm + self.more_norms
         return 2 * self.residual + self.attention + norms + (self.mlp if recompute == "none" else 0)
 
     def working(self, recompute: Recompute, tp: int) -> int:
-        """What the backward of one layer takes: what it computes again with its output, the gradient of the layer's
-        output, and the most of the feed-forward's three: where the second matrix gets its gradient, that of the
-        output, gathered, and of what the matrix read; at the activation, which lets go of what that matrix read, the
-        gradients of gate and up; where the first matrix gets its gradient, these and that of what it read."""
+        """Bytes that the backward of one layer takes: its recomputed activations with its output, the gradient of that
+        output, and the largest of three moments of the feed-forward. At the second matrix's gradient: that gradient,
+        that of the output, gathered, and the matrix's input. At the activation, after that input is freed: the
+        gradients of gate and up. At the first matrix's gradient: these and that of its input."""
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
         first = self.gathered + 2 * self.down - self.ffn
@@ -223,7 +223,7 @@ class _Layer:
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
-    """What a block keeps more, or less, where its adapters are trained in place of its matrices."""
+    """Bytes that a block keeps more, or less, if its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
     return kept_by_adapters(plan.architecture, plan.layout, plan.lora, block, plan.own_tokens) * plan.device.number
@@ -235,7 +235,7 @@ def _attention(plan: ActorPlan) -> int:
     tp, cp = plan.layout.tp, plan.layout.cp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
     head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
-    met = max(k, cp)  # keys and values, of which each rank has a copy of its own
+    met = max(k, cp)  # keys and values; each rank has its own copy
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
     kept = (q + 2 * met + q) * head + rows * (q // cp) * FLOAT32
@@ -245,10 +245,10 @@ def _attention(plan: ActorPlan) -> int:
     if cp > 1 and not plan.device.flash_attention:
         # Values beside their padded copy.
         kept += met * head
-    if a.qk_norm and a.kin.offset_norms and plan.device.mixed:
+    if a.qk_norm and a.traits.offset_norms and plan.device.mixed:
         # The numbers in float32, and nothing of the projection.
         return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)
-    if a.kin.whole_qk_norm and plan.device.mixed:
+    if a.traits.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not (plan.device.flash_attention or cp > 1):
@@ -258,7 +258,7 @@ def _attention(plan: ActorPlan) -> int:
         # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
         # One over all heads is written out, and keeps the normalised numbers.
-        kept += (q + k) * head if a.kin.whole_qk_norm else 0
+        kept += (q + k) * head if a.traits.whole_qk_norm else 0
     return kept
 
 
@@ -275,7 +275,7 @@ _Chunk = list[tuple[_Layer, int]]
 
 
 def _chunks(plan: ActorPlan, stage: int) -> list[_Chunk]:
-    """Of a pipeline stage."""
+    """Chunks of a pipeline stage: its kinds of layers and their numbers."""
     ranges = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
     kinds = (plan.architecture.kinds(layers) for layers in ranges)
     return [[(_Layer.of(replace(plan, architecture=thin)), count) for thin, count in of.items()] for of in kinds]
@@ -293,7 +293,7 @@ def _turns(plan: ActorPlan) -> int:
 
 
 def _masks(plan: ActorPlan, stage: int) -> int:
-    """What the masks of layers with a window keep for backward, in the chunk where they keep the most."""
+    """Bytes that masks of layers with a window keep for backward, in the chunk where they keep the most."""
     if plan.recompute == "full":
         return 0
     chunks = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
@@ -301,20 +301,21 @@ def _masks(plan: ActorPlan, stage: int) -> int:
 
 
 def _mask(plan: ActorPlan, layer: int) -> int:
-    """Without flash attention, what a window hides is a number for a pair of tokens, of one sequence at the most."""
+    """Bytes of a window's mask without flash attention: a number per pair of tokens, of one sequence at the most."""
     window = plan.architecture.window_of(layer)
     hides = window is not None and window < plan.num_tokens and not plan.device.flash_attention
     return plan.num_tokens**2 * FLOAT32 if hides else 0
 
 
 def _end(layer: _Layer) -> int:
-    """The final norm keeps as much as another, its input in place of its output, which is gathered for the head."""
+    """Bytes of the final norm: as much as another, with its input instead of its output, which is gathered for the
+    head."""
     return layer.norm + layer.gathered
 
 
 def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
-    """What backward takes in the first layer of each kind that it comes to, where the final norm and all layers of
-    other kinds after it have let go of their tensors."""
+    """Bytes that backward takes in the first layer it reaches of each kind, after the final norm and all layers of
+    other kinds behind it have freed their tensors."""
     gone = _end(chunk[-1][0]) if is_last else 0
     for layer, count in reversed(chunk):
         yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone

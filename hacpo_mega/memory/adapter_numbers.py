@@ -1,4 +1,4 @@
-"""How many numbers the adapters of LoRA are on a device, and how many they keep for backward. Imports no torch.
+"""Numbers of LoRA adapters on a device, and numbers they keep for backward. Imports no torch.
 
 Not here: what else an actor holds (actor_bytes.py), how factors are cut (models/sharding/lora.py).
 """
@@ -35,13 +35,13 @@ def num_merged(architecture: Architecture, layout: Layout, stage: int, lora: Lor
 
 @cache
 def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
-    """Whether a matrix of this Megatron layer, such as "mlp.linear_fc1", has an adapter."""
+    """True if a matrix of this Megatron layer, such as "mlp.linear_fc1", has an adapter."""
     return any(each.module.endswith(f".{layer}") for each in _of_a_layer(architecture, lora))
 
 
 @cache
 def kept_by_adapters(architecture: Architecture, layout: Layout, lora: Lora, block: str, num_tokens: int) -> int:
-    """How many numbers more a layer keeps for backward than with all weights trained; of its self_attention or mlp.
+    """Additional numbers a layer keeps for backward, compared with training all weights; of its self_attention or mlp.
 
     Of a layer that is split along its output an adapter keeps all tokens at its rank, and the up, spread over the
     layer's rows; of one that is split along its input, a rank's share of the tokens. A matrix without an adapter does

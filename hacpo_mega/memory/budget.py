@@ -1,4 +1,4 @@
-"""What one device holds in every phase of a step, and the first of them that it cannot hold.
+"""Budget of one device in every phase of a step, and the first phase that does not fit.
 
 An agent's device has an actor (actor_bytes.py) and a part of an engine; the phases are those of
 hacpo_mega/trainer/trainer.py, and who sleeps in which is decided in hacpo_mega/agent/devices.py. Everything is a sum
@@ -43,7 +43,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "publish": (*STATES, "gather buffer", "engine weights", "buckets", "engine asleep", "context"),
     "checkpoint": (*STATES, "gather buffer", "engine awake", "context"),
 }
-# Where agents take turns on a device the others have left it, but for what a process cannot give back.
+# If agents take turns on a device, the others have freed it except for memory that a process cannot free.
 LEARNS = ("learn, first update", "learn", "diagnose", "optimizer step")
 IN_TURN: Mapping[str, tuple[str, ...]] = {
     "generate": ("engine awake", "context", "other agents"),
@@ -98,9 +98,9 @@ class Budget:
     def parts(self) -> dict[str, int]:
         """Every part by its name, in the order of a table; the engine's cache is a part of the engine awake.
 
-        "on the host" is of no device: pinned memory for what leaves it; nor is "answers' routing", of a step's
-        answers in one process. "experts at worst" is what would come on top of the activations if all tokens of the
-        ranks that share experts asked for those of one of them.
+        "on the host" is on no device: pinned memory for offloaded state. So is "answers' routing", of a step's answers
+        in one process. "experts at worst" is added to the activations if all tokens of the ranks that share experts go
+        to the experts of one of them.
         """
         of_actor = actor_memory(self.actor, self.stage)
         weights = engine_weights(self.actor, self.engine)
@@ -180,13 +180,13 @@ class Budget:
 
     @property
     def engine_is_too_small(self) -> bool:
-        """Whether its share of the device is less than that."""
+        """True if its share of the device is less than `engine_needs`."""
         if self.does == "trains" or self.engine.memory_share is None:
             return False
         return self.parts["engine awake"] < self.engine_needs
 
     def fits(self, room: float = 0.0) -> bool:
-        """Whether every phase fits and leaves `room`, a share of the device."""
+        """True if every phase fits and leaves `room`, a share of the device."""
         return self.capacity is None or self.peak <= (1.0 - room) * self.capacity
 
 
@@ -201,7 +201,7 @@ def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, do
 
 
 def left_behind(engine: EnginePlan) -> int:
-    """What an agent whose turn it is not cannot give back of a device."""
+    """Bytes that an agent cannot free on a device while another has its turn."""
     return CONTEXT + (GRAPHS if engine.keeps_graphs else 0)
 
 
@@ -216,12 +216,12 @@ def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
 
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
-    """What of them is experts, of all of which every rank has a part."""
+    """Bytes of experts in an engine's weights; every rank has a part of every expert."""
     return expert_weights(actor.architecture, Layout()) // engine.tp * actor.device.number
 
 
 def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
-    """What arrives to be quantized waits until all ranks have theirs: two buckets; and a matrix is copied for it."""
+    """Bytes that wait to be quantized until all ranks have theirs: two buckets; and a matrix is copied for it."""
     if engine.quantization is None:
         return 0
     return bucket_bytes(actor) // 2 + 2 * largest_matrix(actor.architecture, engine.tp) * actor.device.number
@@ -235,7 +235,7 @@ def cache_per_token(budget: Budget) -> int:
 
 
 def bucket_bytes(actor: ActorPlan) -> int:
-    """What publishing holds at most: two buckets on their way, each of what is sent and of what is received.
+    """Most bytes of a weight sync: two buckets on their way, each of sent and of received numbers.
 
     What adapters are merged into is a copy, a bucket more.
     """

@@ -1,4 +1,4 @@
-"""How many bytes the experts of a layer take on one device beside their weights: a formula. Imports no torch.
+"""Bytes that the experts of a layer take on one device beside their weights: a formula. Imports no torch.
 
 The terms are what megatron/model/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the
 experts and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's
@@ -19,7 +19,7 @@ INT16, FLOAT32, INT64 = 2, 4, 8
 
 @dataclass(frozen=True)
 class ExpertBytes:
-    """Of one layer and one micro-batch, every expert having as many tokens.
+    """Expert bytes of one layer and one micro-batch, every expert having as many tokens.
 
     kept      for backward
     working   what backward takes at most on top of that
@@ -36,8 +36,8 @@ class ExpertBytes:
 def expert_bytes(
     a: Architecture, layout: Layout, own_tokens: int, number: int, lora: Lora | None = None
 ) -> ExpertBytes:
-    """Of `own_tokens` that a rank of cp has, whose tensor ranks have a part of them each, in numbers of so many bytes;
-    of a dense model none.
+    """Expert bytes for `own_tokens` of a cp rank, whose tensor ranks have a part of them each, in numbers of so many
+    bytes; none for a dense model.
 
     Backward takes the most where shares have met their rows, whose gradients are put in order; where the second matrix
     gets its gradient; at the activation; where the first matrix gets its gradient. With `lora` matrices have none, and
@@ -67,10 +67,10 @@ def expert_bytes(
 
 
 def replayed_bytes(a: Architecture, tokens: int, num_layers: int) -> int:
-    """What so many layers are told of the tokens between them, where a routing is replayed."""
+    """Bytes of the replayed expert choices of so many tokens in so many layers."""
     return tokens * num_layers * a.experts_per_token * INT16
 
 
 def answer_routing_bytes(a: Architecture, tokens: int) -> int:
-    """The routing of so many tokens of answers and their prompts, on the host (samples/routing.py)."""
+    """Host bytes of the routing of so many tokens of answers and their prompts (samples/routing.py)."""
     return tokens * a.num_layers * a.experts_per_token * expert_number_bytes(a.num_experts)

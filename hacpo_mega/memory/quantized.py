@@ -1,4 +1,4 @@
-"""What vLLM keeps of a matrix that it quantizes as it loads it: its numbers and their scales. Imports no torch.
+"""Bytes that vLLM keeps of a matrix that it quantizes on loading: its numbers and their scales. Imports no torch.
 
 The kinds are those of vLLM 0.32 that need no quantized folder (`_ONLINE_SHORTHANDS` of its configuration). Embedding
 and head stay as they are.

@@ -1,4 +1,4 @@
-"""How many numbers the weights of a rank are, those of experts by themselves. Imports no torch."""
+"""Numbers of a rank's weights, those of experts by themselves. Imports no torch."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ def num_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> i
 
 
 def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -> int:
-    """What of them is experts: of another distributed optimizer, whose ranks are those with the same experts."""
+    """Number of a rank's expert weights; their distributed optimizer spans the ranks with the same experts."""
     return _numbers(architecture, layout, stage)[1]
 
 
@@ -23,7 +23,7 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
 def _numbers(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
     layers = chain(*chunk_ranges(architecture.num_layers, layout, stage))
     dense = experts = 0
-    is_beside = True  # what is in no layer is counted once
+    is_beside = True  # parameters outside layers are counted once
     for model, count in architecture.kinds(layers).items():  # one of a kind is counted
         for slot in stage_slots(model, (1,) * layout.pp, stage):
             is_of_layer = slot.parameter.startswith("decoder.layers.")

@@ -41,7 +41,8 @@ class AnswerEnds:
 
 
 def answer_ends(folder: Path | None, eos_id: int | None, written: Sequence[int], bos_id: int | None) -> AnswerEnds:
-    """The ends of an agent whose tokenizer has `eos_id` and whose chat template writes `written` after an answer.
+    """The end tokens of an agent with this `eos_id` of its tokenizer and the text `written` that its chat template puts
+    after an answer.
 
     Every id that a file of the folder or the tokenizer names is an end. Others' answers end with the first of these
     that the template writes after an answer. Where it writes another control token alone, that is an end, too, and the
@@ -63,7 +64,7 @@ def answer_ends(folder: Path | None, eos_id: int | None, written: Sequence[int],
 
 
 def chats_with_answer(before: Chat) -> tuple[Chat, Chat]:
-    """What `written_ends` reads: the messages `before` with an answer and a further question, and with an answer alone.
+    """Input of `written_ends`: the messages `before` with an answer and a further question, and with an answer alone.
 
     Some templates close an answer only where the next message begins (GLM), others only the last one.
     """
@@ -81,7 +82,7 @@ def written_ends(texts: Sequence[str | None], control: Mapping[str, int]) -> tup
 
 
 def _behind_answer(text: str) -> str:
-    """What follows the answer, up to the next question; nothing where the template has changed the answer."""
+    """Text between the answer and the next question; empty if the template has changed the answer."""
     _, answer, behind = text.rpartition(ANSWER)
     return behind.partition(NEXT)[0] if answer else ""
 

@@ -1,4 +1,4 @@
-"""Model FLOPs: what the mathematics of a decoder needs, not what a device happens to execute.
+"""Model FLOPs: those that the mathematics of a decoder needs, not those that a device happens to execute.
 
 As in Megatron-LM's and PaLM's accounting (arXiv 2104.04473 eq. 3, 2204.02311 appendix B), a multiplication and an
 addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count. Of a
@@ -40,7 +40,7 @@ def matrix_parameters(model: Architecture) -> int:
 
 
 def feed_forward_parameters(model: Architecture) -> int:
-    """The same of all feed-forwards: of routers, of as many experts as a token goes to and of shared ones, too."""
+    """The same for all feed-forwards: routers, the experts of a token, and shared ones."""
     columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn
     routers = model.expert_layers * model.num_experts
     return active_experts(model) + model.hidden_size * (3 * columns + routers)
@@ -52,14 +52,14 @@ def active_experts(model: Architecture) -> int:
 
 
 def touched_experts(model: Architecture, tokens: float) -> float:
-    """Share of a layer's experts to which some of so many tokens go, each to experts of its own by lot."""
+    """Share of a layer's experts that receive any of so many tokens, if each token chooses at random."""
     return 1.0 - (1.0 - model.experts_per_token / model.num_experts) ** tokens
 
 
 def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
-    """Of a forward and a backward pass: backward costs two forwards, one for what is before a matrix and one for it.
+    """FLOPs of a forward and a backward pass: backward costs two forwards, one for a matrix's input and one for itself.
 
-    With adapters the matrices themselves have no gradient, and what the factors cost comes on top.
+    With adapters the matrices themselves have no gradient, and the cost of the factors comes on top.
     """
     forward = forward_flops(model, num_sequences, length)
     if lora is None:
@@ -81,7 +81,7 @@ def shared_learning_flops(
 
 
 def _met_adapters(model: Architecture, lora: Lora) -> float:
-    """Numbers of the adapters that a token is multiplied with: of experts those that it goes to."""
+    """Adapter parameters that a token is multiplied with; of experts, those it is routed to."""
     slots = adapter_slots(model, (model.num_layers,), 1, 0, lora)
     sizes = [(slot.cut is Cut.EXPERTS, math.prod(source.shape)) for slot in slots for source in slot.sources]
     experts = sum(size for is_expert, size in sizes if is_expert)
@@ -90,7 +90,7 @@ def _met_adapters(model: Architecture, lora: Lora) -> float:
 
 
 def forward_flops(model: Architecture, num_sequences: float, length: float) -> float:
-    """Of one forward pass over `num_sequences` sequences of `length` tokens each.
+    """FLOPs of one forward pass over `num_sequences` sequences of `length` tokens each.
 
     2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
     dimension and pair of tokens, of which there are length^2 / 2.

@@ -46,7 +46,7 @@ NUM_BLOCKS = 1000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says; `file` is a name in the folder, `dtype` the format's, as "BF16".
+    """A tensor's place and header; `file` is a name in the folder, `dtype` the format's, as "BF16".
 
     Its bytes are those from `start` to `stop` of the file.
     """
@@ -119,7 +119,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, family: str, tied: bool) -> list[str]:
-    """What keeps the tensors of a folder from being exactly `wanted` (name -> shape), a line each, by headers alone.
+    """Differences between the tensors of a folder and `wanted` (name -> shape), a line each, by headers alone.
 
     A tied folder may keep its head: `head_problem` compares it.
     """
@@ -148,7 +148,7 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
 def head_problem(folder: Path, *, tied: bool) -> str | None:
     """A line when a tied folder stores a head that is not its embedding, byte by byte; None also where none is stored.
 
-    Reads both, a part at a time: by the configuration's word the head is the embedding, and vLLM loads what is stored.
+    Reads both, a part at a time: the configuration ties the head to the embedding, but vLLM loads what is stored.
     ValueError as `stored_tensors`.
     """
     tensors = stored_tensors(folder) if tied else {}
@@ -163,7 +163,7 @@ def head_problem(folder: Path, *, tied: bool) -> str | None:
 
 
 def require_one_reading(folder: Path) -> None:
-    """ValueError, a line per problem, for a folder of which its readers would take different weights."""
+    """ValueError, a line per problem, for a folder from which different readers would take different weights."""
     tied = is_tied(read_config(folder))
     stored_tensors(folder)
     if problem := head_problem(folder, tied=tied):
@@ -171,9 +171,9 @@ def require_one_reading(folder: Path) -> None:
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether the head of a model is its embedding, by its config.json or its family's default."""
+    """True if the head of a model is its embedding, by its config.json or its family's default."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return bool(config.get("tie_word_embeddings", family is not None and family.unsaid.get("tie_word_embeddings")))
+    return bool(config.get("tie_word_embeddings", family is not None and family.defaults.get("tie_word_embeddings")))
 
 
 def _are_equal(folder: Path, one: StoredTensor, other: StoredTensor) -> bool:
@@ -197,7 +197,7 @@ def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] =
 
 
 def extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of tensors begin that predict further tokens: they lie behind the last layer, and are not used."""
+    """Name prefixes of multi-token prediction layers: they lie behind the last layer, and are not used."""
     first, counts = config.get("num_hidden_layers"), [config.get(name) or 0 for name in PREDICTS]
     if any(type(count) is not int or not 0 <= count < 100 for count in counts) or type(first) is not int:
         return ()
@@ -218,7 +218,7 @@ def published_names(folder: Path) -> frozenset[str]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A hash of config.json and of the safetensors: another checkpoint at the same path is another model.
+    """A hash of config.json and of the safetensors, so that another checkpoint at the same path is another model.
 
     Of a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
     everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without safetensors.
@@ -244,7 +244,7 @@ def some(names: list[str]) -> str:
 
 
 def _read_otherwise(folder: Path, named: set[str] | None) -> Iterator[str]:
-    """A line for every kind of file from which another reader would take weights; `named` are the index's files."""
+    """A line for every kind of file from which another reader would take weights; `named` are those of the index."""
     stored = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith(".")}
     adapters = set(adapter_files(folder))
     if adapters:
@@ -286,7 +286,7 @@ def _against_index(file: Path, unnamed: set[str], index: Mapping[str, str]) -> I
 
 
 def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
-    """One entry of a header; bytes begin at `first`. ValueError when its bytes are not those of its shape."""
+    """One entry of a header; bytes begin at `first`. ValueError if their number does not fit the shape."""
     start, end = entry["data_offsets"]
     tensor = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, first + end)
     numbers = (start, end, *tensor.shape)
@@ -298,7 +298,7 @@ def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
 
 
 def _is_map_of_names(index: Any) -> bool:
-    """Whether it is name -> file name; a path would lead out of the folder."""
+    """True if it maps names to file names; a path would lead out of the folder."""
     return isinstance(index, dict) and all(isinstance(f, str) and f == Path(f).name for f in index.values())
 
 

@@ -21,9 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
-from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.cluster.security.secret import Secret
 from hacpo_mega.models.files.visible import say
 from hacpo_mega.preflight.meeting import (
@@ -50,10 +50,10 @@ class Preflight:
     """One rank's part in it."""
 
     def __init__(
-        self, seat: Seat, rank_map: RankMap | None, run_dir: Path | None, report: NodeReport, patience_s: float
+        self, env: LauncherEnv, rank_map: RankMap | None, run_dir: Path | None, report: NodeReport, patience_s: float
     ):
-        """`rank_map` and `run_dir` are None where the configuration could not be read; `report` then says why."""
-        self._seat, self._rank_map, self._report, self._patience_s = seat, rank_map, report, patience_s
+        """`rank_map` and `run_dir` are None if the configuration could not be read; `report` then says why."""
+        self._env, self._rank_map, self._report, self._patience_s = env, rank_map, report, patience_s
         self._logs = None if run_dir is None else run_dir.absolute() / "logs"
         self._outcome = Outcome()
         self._ending = threading.Lock()
@@ -63,14 +63,14 @@ class Preflight:
         """The exit code, equal on all ranks that came to the meeting. Ends within a few times `patience_s`."""
         before = _changed(self._logs)
         try:
-            self._meeting = Meeting(self._seat, self._patience_s)
+            self._meeting = Meeting(self._env, self._patience_s)
             self._came_s = time.time()  # of rank 0: from here on the others reach it
             self._token = self._meeting.token()
-            with Door(self._seat.node, self._meeting.secret) as door:
+            with Door(self._env.node, self._meeting.secret) as door:
                 code = self._arrive(door.port) or self._look() or self._groups()
         except Unreachable as error:
             return self._alone(error, before)
-        if self._logs is not None and self._seat.is_first_of_node:
+        if self._logs is not None and self._env.is_first_of_node:
             with suppress(OSError):
                 (self._logs / f"preflight.{self._token}").unlink(missing_ok=True)
         self._meeting.leave(len(self._outcome.words))
@@ -79,30 +79,30 @@ class Preflight:
     # ---- rounds: each returns the exit code if it was the last one
 
     def _arrive(self, port: int) -> int | None:
-        seat, report = self._seat, self._report
-        word: Word = {"node": seat.node}
-        if seat.is_first_of_node:
-            if self._logs is not None and (problem := leave_mark(self._logs, self._token, seat.node)):
+        env, report = self._env, self._report
+        word: Word = {"node": env.node}
+        if env.is_first_of_node:
+            if self._logs is not None and (problem := leave_mark(self._logs, self._token, env.node)):
                 report = NodeReport(**asdict(report) | {"problems": (*report.problems, problem)})
             word |= {"report": asdict(report), "port": port, "addresses": [own_address(), socket.gethostname()]}
             word |= {"logs": None if self._logs is None else str(self._logs)}
         self._meeting.tell("arrive", word)
-        if seat.rank != 0:
+        if env.rank != 0:
             return self._meeting.await_answer("arrive")["code"]
         outcome = self._outcome
-        outcome.words = dict(self._meeting.hear("arrive", range(seat.world_size)))
-        outcome.missing = [rank for rank in range(seat.world_size) if rank not in outcome.words]
-        outcome.findings += missing_findings(outcome, seat, self._gave_up())
+        outcome.words = dict(self._meeting.hear("arrive", range(env.world_size)))
+        outcome.missing = [rank for rank in range(env.world_size) if rank not in outcome.words]
+        outcome.findings += missing_findings(outcome, env, self._gave_up())
         outcome.findings += report_findings(outcome.reports)
         if outcome.missing or not all(report.in_job for report in outcome.reports):
             return self._conclude("arrive")
         self._send_looking()
-        self._told_s = time.time()
+        self._asked_s = time.time()
         self._meeting.answer("arrive", {"code": None})
         return None
 
     def _send_looking(self) -> None:
-        """Tells every node whom to connect to, by a key of its own: one for all would be nodes^2 bytes to read."""
+        """Gives every node its list of nodes to connect to, by a key of its own: one for all would be nodes^2 bytes."""
         speakers = {
             word["node"]: (rank, word) for rank, word in sorted(self._outcome.words.items()) if "report" in word
         }
@@ -114,15 +114,15 @@ class Preflight:
             self._meeting.store.set(f"look/whom/{rank}", json.dumps(doors))
 
     def _look(self) -> int | None:
-        seat = self._seat
-        if seat.is_first_of_node:
+        env = self._env
+        if env.is_first_of_node:
             clock_s = time.time()
-            doors = json.loads(self._meeting.store.get(f"look/whom/{seat.rank}"))
+            doors = json.loads(self._meeting.store.get(f"look/whom/{env.rank}"))
             errors = {node: knock(node, self._meeting.secret, addresses, port) for node, addresses, port in doors}
             unreached = {node: error for node, error in errors.items() if error is not None}
             home = see_mark(self._logs, self._token)
             self._meeting.tell("look", asdict(Look(home, [node for node, *_ in doors], unreached, clock_s)))
-        if seat.rank != 0:
+        if env.rank != 0:
             return self._meeting.await_answer("look")["code"]
         outcome = self._outcome
         speakers = {rank: word["node"] for rank, word in sorted(outcome.words.items()) if "report" in word}
@@ -132,7 +132,7 @@ class Preflight:
         silent = [node for node in speakers.values() if node not in looks]
         outcome.findings += [Finding(node, "came, and then said nothing more") for node in silent]
         if not silent:
-            outcome.findings += look_findings(looks, self._told_s, heard_s)
+            outcome.findings += look_findings(looks, self._asked_s, heard_s)
         if not outcome.is_good:
             return self._conclude("look")
         self._meeting.answer("look", {"code": None})
@@ -164,10 +164,10 @@ class Preflight:
 
     def _end_groups(self, meeting: Meeting, word: Word) -> int:
         meeting.tell("groups", word)
-        if self._seat.rank != 0:
+        if self._env.rank != 0:
             return meeting.await_answer("groups")["code"]
         outcome = self._outcome
-        words = dict(meeting.hear("groups", range(self._seat.world_size)))
+        words = dict(meeting.hear("groups", range(self._env.world_size)))
         silent = dict.fromkeys(outcome.words[rank]["node"] for rank in outcome.words if rank not in words)
         outcome.findings += [Finding(node, "fell silent while the groups were made") for node in silent]
         outcome.measured = [measured for word in words.values() for measured in word["measured"]]
@@ -176,7 +176,7 @@ class Preflight:
         return self._conclude("groups", meeting)
 
     def _judge_groups(self, words: Mapping[int, Word], meeting: Meeting) -> None:
-        """Names whom the first kind of group that anybody is stuck in fails for; later kinds fail in consequence."""
+        """Names the suspects of the first kind of group in which a rank is stuck; later kinds fail in consequence."""
         stuck = {rank: word for rank, word in words.items() if word["stage"]}
         if not stuck:
             return
@@ -223,25 +223,25 @@ class Preflight:
 
     def _alone(self, error: Unreachable, before: int | None) -> int:
         """Without the meeting. If rank 0 is alive it names this node; else this node names rank 0's."""
-        seat = self._seat
-        if seat.is_first_of_node:
-            where = f"rank 0 at {seat.address} port {seat.port}"
-            say(f"node {seat.node} does not reach {where}: {error}", file=sys.stderr)
+        env = self._env
+        if env.is_first_of_node:
+            where = f"rank 0 at {env.address} port {env.port}"
+            say(f"node {env.node} does not reach {where}: {error}", file=sys.stderr)
             if (note := self._note()) is not None:
                 with suppress(OSError), note.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps([seat.node, time.time(), time.monotonic() - self._started_s]) + "\n")
+                    file.write(json.dumps([env.node, time.time(), time.monotonic() - self._started_s]) + "\n")
         time.sleep(self._patience_s)
-        if self._logs is not None and seat.is_first_of_node and seat.rank != 0 and _changed(self._logs) == before:
-            finding = Finding(seat.address, f"rank 0's node; {seat.node} does not reach its port {seat.port}")
+        if self._logs is not None and env.is_first_of_node and env.rank != 0 and _changed(self._logs) == before:
+            finding = Finding(env.address, f"rank 0's node; {env.node} does not reach its port {env.port}")
             with suppress(OSError):
                 _write(self._logs, record(Outcome(findings=[finding]), time.monotonic() - self._started_s))
         return NODE_BAD
 
     def _note(self) -> Path | None:
-        """The file of those who came to this meeting, and gave up before rank 0 did; nobody else knows its name."""
+        """The file of processes that joined this meeting and gave up before rank 0 did; nobody else knows its name."""
         if self._logs is None:
             return None
-        return self._logs / f"preflight.{Secret.of_job(self._seat).proof('node', 'gave up', b'').hex()[:16]}.early"
+        return self._logs / f"preflight.{Secret.of_job(self._env).proof('node', 'gave up', b'').hex()[:16]}.early"
 
     def _gave_up(self) -> dict[str, float]:
         """Seconds that nodes had waited for rank 0 when they gave up, all before it came; on rank 0."""
@@ -257,7 +257,7 @@ class Preflight:
 
 
 def _changed(logs: Path | None) -> int | None:
-    """When the file for programs was last written; None where there is none."""
+    """Time at which the file for programs was last written; None if there is none."""
     with suppress(OSError):
         return (logs / FILE).stat().st_mtime_ns if logs is not None else None
     return None

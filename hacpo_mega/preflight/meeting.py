@@ -1,7 +1,7 @@
-"""The meeting of a job's processes before anything is loaded: who is there, who reaches whom, how fast the groups are.
+"""The meeting of a job's processes before anything is loaded: presence, reachability, and speed of the groups.
 
-All words go through the store of rank 0, and every wait has an end, so that a process that never comes is named by
-those who did. A round:
+All messages go through the store of rank 0, and every wait has an end, so that those present name a process that never
+comes. A round:
 
     every rank    sets its word and adds one to a counter
     rank 0        reads them all, waiting until nobody new has come for `patience_s`, and sets the answer
@@ -28,11 +28,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import allow_connections, listen, listening_address, open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable
-from hacpo_mega.cluster.security.secret import Gate, Secret, introduce
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 
 POLL_S = 0.05
 PROBE_S = 5.0  # for one connection between two nodes
@@ -50,20 +50,20 @@ class Meeting:
     secret   of the job
     """
 
-    def __init__(self, seat: Seat, patience_s: float) -> None:
+    def __init__(self, env: LauncherEnv, patience_s: float) -> None:
         """Comes to the meeting; Unreachable when rank 0 has not opened it in time."""
-        self._seat, self._patience_s = seat, patience_s
-        allow_connections(seat.world_size)
-        self.secret = Secret.of_job(seat)
-        self.store: dist.Store = dist.PrefixStore("preflight", open_store(seat, self.secret, patience_s))
+        self._env, self._patience_s = env, patience_s
+        allow_connections(env.world_size)
+        self.secret = Secret.of_job(env)
+        self.store: dist.Store = dist.PrefixStore("preflight", open_store(env, self.secret, patience_s))
 
     def tell(self, round_name: str, word: Word) -> None:
-        """Says this rank's word of a round."""
-        self.store.set(f"{round_name}/{self._seat.rank}", json.dumps(word))
+        """Sends this rank's message of a round."""
+        self.store.set(f"{round_name}/{self._env.rank}", json.dumps(word))
         self.store.add(f"{round_name}/count", 1)
 
     def hear(self, round_name: str, ranks: Sequence[int]) -> Iterator[tuple[int, Word]]:
-        """The words of those of `ranks` who come before nobody new has come for `patience_s`; on rank 0."""
+        """Messages of those `ranks` that arrive before no new one has for `patience_s`; on rank 0."""
         heard, last = -1, time.monotonic()
         while heard < len(ranks) and time.monotonic() - last < self._patience_s:
             count = self.store.add(f"{round_name}/count", 0)
@@ -83,7 +83,7 @@ class Meeting:
         self.store.set(f"{round_name}/answer", json.dumps(word))
 
     def await_answer(self, round_name: str) -> Word:
-        """What rank 0 has answered. Unreachable when it has not in the time that it may wait for the others."""
+        """Waits for rank 0's answer; Unreachable after the time that rank 0 may wait for the others."""
         limit_s = 3 * self._patience_s + PROBE_S
         try:
             self.store.wait([f"{round_name}/answer"], timedelta(seconds=limit_s))
@@ -93,7 +93,7 @@ class Meeting:
 
     def token(self) -> str:
         """A name that no other meeting has."""
-        if self._seat.rank == 0:
+        if self._env.rank == 0:
             self.store.set("token", os.urandom(8).hex())
         try:
             self.store.wait(["token"], timedelta(seconds=self._patience_s))
@@ -102,17 +102,17 @@ class Meeting:
             raise Unreachable(f"rank 0 has opened no meeting: {_first_line(error)}") from error
 
     def leave(self, num_come: int) -> None:
-        """Rank 0, whose process may keep the store, leaves after all who have come, or after `patience_s`."""
+        """Rank 0, whose process may keep the store, leaves after all that arrived, or after `patience_s`."""
         with suppress(RuntimeError):
             self.store.add("left", 1)
             end = time.monotonic() + self._patience_s
-            while self._seat.rank == 0 and self.store.add("left", 0) < num_come and time.monotonic() < end:
+            while self._env.rank == 0 and self.store.add("left", 0) < num_come and time.monotonic() < end:
                 time.sleep(POLL_S)
 
     def second(self) -> "Meeting":
         """The same meeting over a connection of its own, while another thread waits on the first."""
         other = object.__new__(Meeting)
-        other._seat, other._patience_s, other.secret = self._seat, self._patience_s, self.secret
+        other._env, other._patience_s, other.secret = self._env, self._patience_s, self.secret
         other.store = self.store.clone()
         return other
 
@@ -123,19 +123,19 @@ class Door:
     def __init__(self, node: str, secret: Secret) -> None:
         server = listen(listening_address(), 0)
         self.port: int = server.getsockname()[1]
-        self._gate = Gate(server, secret, f"door of {node}")
+        self._listener = AuthListener(server, secret, f"door of {node}")
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def _answer(self) -> None:
-        with suppress(OSError, ValueError):  # the gate is closed below it
+        with suppress(OSError, ValueError):  # the listener is closed below it
             while True:
-                self._gate.admit().close()
+                self._listener.admit().close()
 
     def __enter__(self) -> "Door":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._gate.close()
+        self._listener.close()
 
 
 def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str | None:
@@ -144,7 +144,7 @@ def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str
     for address in dict.fromkeys(addresses):
         try:
             with socket.create_connection((address, port), timeout=PROBE_S / len(addresses)) as connection:
-                introduce(connection, secret, f"door of {node}", PROBE_S)
+                authenticate(connection, secret, f"door of {node}", PROBE_S)
             return None
         except OSError as error:
             errors.append(f"{address} port {port}: {error}")
@@ -152,7 +152,8 @@ def knock(node: str, secret: Secret, addresses: Sequence[str], port: int) -> str
 
 
 def leave_mark(folder: Path, token: str, node: str) -> str | None:
-    """Writes this node's name where all nodes of the run look, unless another was first; why not, or None."""
+    """Writes this node's name into the folder that all nodes of the run look at, unless another was first; why not, or
+    None."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError), (folder / f"preflight.{token}").open("x", encoding="utf-8") as file:
@@ -165,7 +166,7 @@ def leave_mark(folder: Path, token: str, node: str) -> str | None:
 
 
 def see_mark(folder: Path, token: str) -> str:
-    """Whose mark is seen from here. Nodes that see the same one share the folder."""
+    """The node whose mark is seen from here, in words. Nodes that see the same one share the folder."""
     try:
         return f"seen from here is what {(folder / f'preflight.{token}').read_text(encoding='utf-8')} wrote"
     except OSError as error:
@@ -174,7 +175,7 @@ def see_mark(folder: Path, token: str) -> str:
 
 @dataclass(frozen=True)
 class Link:
-    """A collective that is to be timed: of every member `num_bytes`; one member `tells`."""
+    """A collective to time: `num_bytes` of every member; one member `tells`."""
 
     kind: str
     group: str
@@ -222,7 +223,7 @@ class GroupTest:
     def run(self, rank_map: RankMap, store: dist.Store, timeout_s: float) -> None:
         """Collective over the job."""
         place = Place.join(rank_map, timeout_s, store=store)
-        place.leave_ring()  # it has met; from here on whoever dies is missed by his word
+        place.leave_ring()  # the meeting is over; from here on a dead process shows by its missing message
         my, shape, lane = place.coordinate, rank_map.agents[place.agent], place.lane_group
         num_bytes = CUDA_BYTES if place.device.type == "cuda" else CPU_BYTES
         if shape.cell_size > 1:
@@ -271,7 +272,7 @@ class GroupTest:
             self.measured.append(Measured.of(link, statistics.median(seconds[1:])))
 
     def word(self, error: str = "") -> Word:
-        """What this rank tells of it."""
+        """This rank's report of the group."""
         return {
             "passed": self.passed,
             "stage": self.stage,
@@ -298,8 +299,8 @@ def group_nodes(rank_map: RankMap, node_of: Mapping[int, str], kind: str, rank: 
 
 
 def not_in_ring(store: dist.Store, world_size: int) -> list[int]:
-    """The ranks that have not come to the roll call, for whom rank 0 waits with all else; where all have, those that
-    have not come to the last thing that making the groups does: their address in the ring."""
+    """Ranks missing at the roll call; if none is, those without an address in the ring, the last part of making
+    groups."""
     for key in ("here", "ring/watchdog"):
         if absent := [rank for rank in range(world_size) if not store.check([f"hacpo_mega/{key}/{rank}"])]:
             return absent

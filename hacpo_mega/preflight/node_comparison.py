@@ -1,4 +1,4 @@
-"""Which nodes differ from the others, and in what. Pure: from reports to findings. Imports no torch."""
+"""Comparison of node reports: nodes that differ from the others. Pure. Imports no torch."""
 
 import statistics
 from collections import Counter
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from hacpo_mega.preflight.node_report import NodeReport, size
 
 MAX_CLOCK_SKEW_S = 2.0  # files of a later step must not look older
-MIN_MEMORY_SHARE = 0.5  # of what the other nodes of the same agents have free
-MIN_CORES_SHARE = 0.5  # of what a process has on other nodes of the same agents with as many processes
+MIN_MEMORY_SHARE = 0.5  # of the free memory of other nodes of the same agents
+MIN_CORES_SHARE = 0.5  # of a process's cores on other nodes of the same agents with as many processes
 MOST_PACKAGES = 5  # that are named of one node
-PROBED_NEIGHBOURS = 2  # a node that nobody reaches is told from one that reaches nobody
+PROBED_NEIGHBOURS = 2  # tells a node that nobody reaches from one that reaches nobody
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a node."""
+    """A problem of a node."""
 
     node: str
     text: str
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Look:
-    """What a node found out about others.
+    """A node's findings about others.
 
     home         whose file it sees in the run folder; equal on all nodes if they share it
     unreached    the nodes that it could not connect to, of those that it was asked to, with the error
@@ -38,7 +38,7 @@ class Look:
 
 
 def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
-    """What the reports say: each node's own problems, and what differs from most others'.
+    """Findings of the reports: each node's own problems, and differences from most others.
 
     A node that could not read its configuration has no facts to compare.
     """
@@ -55,27 +55,27 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def warnings(reports: Sequence[NodeReport]) -> list[str]:
-    """What slows a run down wherever it runs, so that leaving nodes out would not mend it; the first node's words."""
-    said = {}
+    """Warnings that hold on every node, so that leaving some out would not help; in the first node's words."""
+    first = {}
     for report in reports:
         at = f"{report.node}: {report.cores} processor(s) of each process"
         if report.threads > report.cores > 0:
-            said.setdefault("threads", f"{at} for {report.threads} threads (OMP_NUM_THREADS)")
+            first.setdefault("threads", f"{at} for {report.threads} threads (OMP_NUM_THREADS)")
         if 0 < report.cores < report.wanted:
-            said.setdefault("wanted", f"{at} for a trainer, an engine and {report.wanted - 2} grading processes")
-    return [f"warning: {text}: see slurm.cpus_per_rank" for text in said.values()]
+            first.setdefault("wanted", f"{at} for a trainer, an engine and {report.wanted - 2} grading processes")
+    return [f"warning: {text}: see slurm.cpus_per_rank" for text in first.values()]
 
 
-def look_findings(looks: Mapping[str, Look], told_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
-    """What the nodes found out about each other: run folder, ways between them, clocks.
+def look_findings(looks: Mapping[str, Look], asked_s: float, heard_s: Mapping[str, float]) -> list[Finding]:
+    """Findings of nodes about each other: run folder, ways between them, clocks.
 
-    `told_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
+    `asked_s` is when rank 0 told them to look, `heard_s` when it heard of each, by its clock. A clock is off by less
     than heard - told from what it shows, so a node is named only if no delay can explain it.
     """
     found = _differing((node, {"the run folder": look.home}) for node, look in looks.items())
     found += list(_ways(looks))
     for node, look in looks.items():
-        ahead, behind = look.clock_s - heard_s[node], told_s - look.clock_s
+        ahead, behind = look.clock_s - heard_s[node], asked_s - look.clock_s
         if ahead > MAX_CLOCK_SKEW_S or behind > MAX_CLOCK_SKEW_S:
             found.append(Finding(node, f"its clock is {max(ahead, behind):.1f} s {'ahead' if ahead > 0 else 'behind'}"))
     return found
@@ -94,7 +94,7 @@ def suspects(failed: Iterable[frozenset[str]], passed: Iterable[frozenset[str]])
 
 
 def _differing(facts: Iterable[tuple[str, Mapping[str, str]]]) -> list[Finding]:
-    """A finding for every fact of a node that is not what most nodes have; of two halves, the first node's is right."""
+    """A finding for every fact of a node that differs from the majority; of two halves, the first node's is right."""
     facts = list(facts)
     found = []
     for name in dict.fromkeys(name for _, own in facts for name in own):
@@ -118,7 +118,7 @@ def _short_of_memory(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _short_of_cores(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Against nodes with as many processes: what nobody binds, all processes of a node share."""
+    """Compares with nodes of as many processes: unbound resources are shared by all processes of a node."""
     found = []
     for number in dict.fromkeys(report.num_ranks for report in reports):
         peers = [report for report in reports if report.num_ranks == number]
@@ -148,7 +148,8 @@ def _other_packages(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _ways(looks: Mapping[str, Look]) -> Iterator[Finding]:
-    """Whom nobody reaches, then who reaches nobody; a way that is closed for one of two is the asked node's fault."""
+    """Nodes that nobody reaches, then nodes that reach nobody; a way that is closed for one of two is the target's
+    fault."""
     asked_by: dict[str, list[str]] = {node: [] for node in looks}
     closed_to: dict[str, list[str]] = {node: [] for node in looks}
     for node, look in looks.items():

@@ -1,6 +1,6 @@
-"""What one node says of itself before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
+"""A node's report before a job starts: code, versions, devices, models, memory, disk. Imports no torch.
 
-Not here: what others make of it (node_comparison.py), and what takes two nodes to find out (preflight.py).
+Not here: the comparison with others (node_comparison.py), and facts that take two nodes to find (preflight.py).
 """
 
 import hashlib
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine.environment import (
     compiler_problems,
     cores_of_a_process,
@@ -20,11 +21,10 @@ from hacpo_mega.cluster.machine.environment import (
 from hacpo_mega.cluster.machine.machine_limits import free_memory_bytes
 from hacpo_mega.cluster.machine.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.config import Config
 from hacpo_mega.models.files.folder import dtype_name
 
-OUR_PACKAGES = ("hacpo_mega", "hacpo_kernels")
+OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
 # What NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
 SHM_BYTES_WITH_GPUS = 1 << 30
@@ -62,8 +62,8 @@ class NodeReport:
     problems: tuple[str, ...] = ()
 
 
-def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeReport:
-    """This node's report, made by its first process; `versions` are those of the installed packages."""
+def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> NodeReport:
+    """This node's report, by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
     problems += compiler_problems() if gpus else []
@@ -83,7 +83,7 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
     # one checkpoint is written before the oldest goes
     needed = model_bytes + (config.checkpoint.keep_last + 1) * checkpoint_bytes * bool(is_saved)
     shm = free_bytes(Path("/dev/shm"))
-    shm_needed = SHM_BYTES_WITH_GPUS if gpus else SHM_BYTES_PER_RANK * seat.num_local
+    shm_needed = SHM_BYTES_WITH_GPUS if gpus else SHM_BYTES_PER_RANK * env.num_local
     disk = free_bytes(config.run_dir)
     if disk < needed:
         problems.append(
@@ -92,19 +92,19 @@ def report_of(seat: Seat, config: Config, versions: Mapping[str, str]) -> NodeRe
         )
     if shm < shm_needed:
         problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
-    devices = min(seat.num_local, RankMap.of(config).num_devices)
+    devices = min(env.num_local, RankMap.of(config).num_devices)
     has_its_own = shown is not None and len(gpus) == 1  # Slurm may show each process one, another to each
     if 0 < len(gpus) < devices and not has_its_own:
         problems.append(f"{len(gpus)} GPUs, {devices} needed")
     return NodeReport(
-        node=seat.node,
-        first_rank=seat.rank,
-        num_ranks=seat.num_local,
-        agents=_agents_of(seat, config),
+        node=env.node,
+        first_rank=env.rank,
+        num_ranks=env.num_local,
+        agents=_agents_of(env, config),
         in_job=facts,
         in_agents=_device_facts(gpus),
         packages=_installed(),
-        cores=cores_of_a_process(seat.num_local),
+        cores=cores_of_a_process(env.num_local),
         threads=num_threads_set(),
         wanted=config.reward.num_workers + 2 if gpus else 1,
         memory_bytes=free_memory_bytes(),
@@ -144,7 +144,7 @@ def _digest(content: bytes) -> str:
 
 
 def _model(folder: Path) -> tuple[str, int, int]:
-    """(what must be equal elsewhere, bytes of the weights, parameters). OSError, ValueError if it cannot be read."""
+    """A model's (digests of its files, bytes of the weights, parameters). OSError, ValueError if unreadable."""
     config = (folder / "config.json").read_bytes()
     files = sorted(folder.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
@@ -156,9 +156,9 @@ def _model(folder: Path) -> tuple[str, int, int]:
     return text, sum(sizes), sum(sizes) // (4 if dtype_name(folder) == "float32" else 2)
 
 
-def _agents_of(seat: Seat, config: Config) -> str:
+def _agents_of(env: LauncherEnv, config: Config) -> str:
     ranks = RankMap.of(config)
-    on_node = range(seat.rank, min(seat.rank + seat.num_local, ranks.world_size))
+    on_node = range(env.rank, min(env.rank + env.num_local, ranks.world_size))
     return ", ".join(dict.fromkeys(ranks.coordinate(rank).agent_name for rank in on_node))
 
 

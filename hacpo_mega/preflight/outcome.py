@@ -1,4 +1,4 @@
-"""What a preflight has found: the exit code, the table for people, the record for programs. Pure.
+"""Result of a preflight: the exit code, the table for people, the record for programs. Pure.
 
 Not here: how it is found out (preflight.py).
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.preflight.meeting import Word
 from hacpo_mega.preflight.node_comparison import Finding, warnings
 from hacpo_mega.preflight.node_report import NodeReport, size
@@ -19,7 +19,7 @@ MOST_ROWS = 32  # of the table: beyond them, nodes without a finding are only co
 
 @dataclass
 class Outcome:
-    """What rank 0 finds out.
+    """Result on rank 0.
 
     words      of every rank that came      findings   in the order in which they were found
     measured   rows of preflight/meeting.py's Measured    failure    what went wrong where no node can be named
@@ -33,7 +33,7 @@ class Outcome:
 
     @property
     def reports(self) -> list[NodeReport]:
-        """Of the nodes that came, by their first rank."""
+        """Reports of the nodes that came, by their first rank."""
         return [NodeReport(**word["report"]) for _, word in sorted(self.words.items()) if "report" in word]
 
     @property
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """REFUSED where every node says the same of what the user gave."""
+        """REFUSED if every node has the same complaint about the user's input."""
         if self.is_good:
             return 0
         by_node = {tuple(report.problems) for report in self.reports}
@@ -55,11 +55,11 @@ class Outcome:
         return list(dict.fromkeys(finding.node for finding in self.findings))
 
 
-def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float]) -> list[Finding]:
-    """The nodes that have not come, or not with all their processes, as far as the launcher or the others name them.
+def missing_findings(outcome: Outcome, env: LauncherEnv, gave_up: Mapping[str, float]) -> list[Finding]:
+    """The nodes that are missing, or miss processes, as far as the launcher or the others name them.
 
-    Nodes that had waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late.
-    If nobody has come but rank 0's own node, of at least three, then it is that one which cannot be reached.
+    Nodes that waited for rank 0 for so many seconds and gave up (`gave_up`) were there: rank 0 is late. If only rank
+    0's own node arrived, of at least three, that one cannot be reached.
     """
     if not outcome.missing:
         return []
@@ -67,13 +67,13 @@ def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float])
     for word in outcome.words.values():
         counts[word["node"]] = counts.get(word["node"], 0) + 1
     early = {node: seconds for node, seconds in gave_up.items() if node not in counts}
-    absent = [node for node in seat.nodes if node not in counts and node not in early]
+    absent = [node for node in env.nodes if node not in counts and node not in early]
     if early:
         node, seconds = min(early.items())
-        late = [Finding(seat.node, f"rank 0 came when {node} had given up, after {seconds:.0f} s")]
+        late = [Finding(env.node, f"rank 0 came when {node} had given up, after {seconds:.0f} s")]
         return late + [Finding(node, "did not come") for node in absent]
-    if len(absent) > 1 and list(counts) == [seat.node]:
-        return [Finding(seat.node, f"rank 0 is here, and none of the {len(absent)} other nodes reaches it")]
+    if len(absent) > 1 and list(counts) == [env.node]:
+        return [Finding(env.node, f"rank 0 is here, and none of the {len(absent)} other nodes reaches it")]
     found = [Finding(node, "did not come") for node in absent]
     for report in outcome.reports:
         if (come := counts[report.node]) < report.num_ranks:
@@ -82,7 +82,7 @@ def missing_findings(outcome: Outcome, seat: Seat, gave_up: Mapping[str, float])
 
 
 def table(outcome: Outcome, seconds: float) -> str:
-    """The nodes, those with findings first; the groups by kind; what was found; the line for sbatch."""
+    """The nodes, those with findings first; the groups by kind; the findings; the line for sbatch."""
     reports = sorted(outcome.reports, key=lambda report: report.node not in outcome.bad_nodes)
     shown = reports[: max(MOST_ROWS, len(outcome.bad_nodes))]
     head = ("node", "ranks", "agents", "devices", "cores of a process", "memory free", "/dev/shm free", "disk free", "")
@@ -113,7 +113,7 @@ def table(outcome: Outcome, seconds: float) -> str:
 
 
 def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
-    """What programs read of it: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
+    """The record for programs: `exit_code`, `bad_nodes`, `exclude`, `findings`, `missing_ranks`, `groups`, `nodes`,
     `warnings`."""
     return {
         "time_unix_s": round(time.time(), 3),

@@ -31,7 +31,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """The run in short, ready for json.dumps; what is not known is None. Raises ValueError like `write_report`.
+    """The run in short, ready for json.dumps; unknown values are None. Raises ValueError like `write_report`.
 
     An agent's held-out scores are accuracy_start and accuracy_end, mean_reward_start and mean_reward_end of graded
     rewards. `phase_s` is the mean number of seconds per training step that has the phase: of an agent its slowest

@@ -197,7 +197,7 @@ def stack(
 
 
 def counts_below(axes: Sequence[Axes], counts: Sequence[Sequence[tuple[Mapping[int, float], str]]]) -> None:
-    """How many answers stand behind the points of panels with common limits: strips of bars below the points.
+    """Draws the number of answers behind the points of panels with common limits: strips of bars below the points.
 
     `counts` are, for each panel, answers by step with a colour; a strip each. A bar is full at the most of all panels.
     """

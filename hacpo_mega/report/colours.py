@@ -1,4 +1,4 @@
-"""Which colour means what on every figure and every page: agents, phases, the band."""
+"""Colours of every figure and page by meaning: agents, phases, the band."""
 
 from hacpo_mega.report.run import Run
 

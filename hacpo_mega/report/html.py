@@ -31,5 +31,5 @@ def table(head: list[str], rows: list[list[str]], **attributes: str) -> Html:
 
 
 def _text(text: str) -> str:
-    """Text as a browser shows it, without a sign that hides or turns round what stands beside it."""
+    """Text as a browser shows it, without characters that hide or reorder their neighbours."""
     return html.escape(visible(text))

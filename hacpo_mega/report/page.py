@@ -59,7 +59,7 @@ def _cards(run: Run) -> Html:
 
 
 def _unshared(run: Run) -> Html:
-    """What stands above everything: pairs of agents of which one has taught the other next to nothing."""
+    """The warning above everything: pairs of agents of which one has taught the other next to nothing."""
     lines = [
         tag("div", tag("b", f"{learner} learnt next to nothing from {source}"), f": {_reached(fates)} ({fates})")
         for learner, source in run.pairs
@@ -73,13 +73,13 @@ def _reached(fates: Fates) -> str:
 
 
 def _learnt_from_others(run: Run, agent: str) -> Fates | None:
-    """The fate of all others' answers on their way to an agent; None where none was offered, or nobody counted."""
+    """The fates of all others' answers for an agent; None if none was offered, or nobody counted."""
     found = [fates for source in run.agents if source != agent for fates in run.fates(agent, source).values()]
     return Fates.total(found) if found else None
 
 
 def _card(run: Run, agent: str) -> Html:
-    """What an agent gained: accuracy if it was evaluated, else the reward of its first and last steps."""
+    """An agent's gain: accuracy if it was evaluated, else the reward of its first and last steps."""
     found = accuracies(run, agent)
     rewards = run.series(f"agent/{agent}/reward_mean").values
     lines = []
@@ -103,7 +103,7 @@ def _card(run: Run, agent: str) -> Html:
 
 
 def _shared(run: Run, agent: str) -> list[Html]:
-    """Whether what it gained was learnt from others, too."""
+    """A line about the part of its gain that was learnt from others."""
     fates = _learnt_from_others(run, agent)
     if fates is None or fates.share is None:
         return []

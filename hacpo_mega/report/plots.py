@@ -1,4 +1,4 @@
-"""The curves of a run: what is drawn, one function per figure, nothing when the run has none of its numbers.
+"""The curves of a run, one function per figure; nothing if the run lacks its numbers.
 
 One colour per agent on every figure; FIGURES lists them with their titles. How things look is canvas.py.
 """
@@ -32,7 +32,7 @@ from hacpo_mega.report.colours import BAND_COLOURS, FATE_COLOURS, agent_colour, 
 from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
 from hacpo_mega.report.timeline import draw_timeline
 
-FEW = 8  # answers: what is drawn of fewer is pale
+FEW = 8  # answers: points of fewer are pale
 
 
 def draw_accuracy(run: Run) -> Figure | None:
@@ -72,7 +72,7 @@ def draw_reward(run: Run) -> Figure | None:
 
 
 def _judged(run: Run, agent: str) -> list[float]:
-    """How many answers of an agent a step's mean reward is over."""
+    """Number of an agent's answers behind a step's mean reward."""
     unjudged = dict(zip(*vars(run.series(f"agent/{agent}/num_unjudged")).values()))
     answers = run.series(f"agent/{agent}/num_answers")
     return [number - unjudged.get(step, 0.0) for step, number in zip(answers.steps, answers.values)]
@@ -114,13 +114,13 @@ def _draw_by_learner(
 
 
 def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> dict[int, float]:
-    """How many answers of a source stand behind the points of its curve, by step."""
+    """Number of a source's answers behind the points of its curve, by step."""
     numbers = run.series(f"agent/{learner}/from/{source}/view/num_trained")
     return {step: n for step, n in zip(numbers.steps, numbers.values) if step in curves[source].steps}
 
 
 def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
-    """How many answers stand behind the points of a panel, below its title; nothing where nobody counted them."""
+    """Draws the number of answers behind the points of a panel, below its title; nothing if nobody counted them."""
     numbers = [n for by_step, _ in counts for n in by_step.values()]
     return f"\n{span_of(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
 
@@ -152,13 +152,13 @@ def draw_cosine(run: Run) -> Figure | None:
 
 
 def draw_signs(run: Run) -> Figure | None:
-    """What share of the pull of cross answers makes answers likelier; the rest makes them less likely."""
+    """Draws the share of cross answers' pull that makes answers likelier; the rest makes them less likely."""
     name, label = "agent/{}/from/{}/positive_share", "share of the pull"
     return _draw_by_learner(run, name.format, label, 0.5, is_share=True)
 
 
 def draw_bands(run: Run) -> Figure | None:
-    """Where cross answers lie: below, inside or above the band, stacked to one, and how many they are."""
+    """Draws the position of cross answers, below, inside or above the band, stacked to one, and their number."""
     shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in BAND_COLOURS] for k, j in run.pairs}
     shares = {pair: sides for pair, sides in shares.items() if all(sides) and len({s.steps for s in sides}) == 1}
     if not shares:
@@ -186,7 +186,7 @@ def _pair_panels(run: Run, num: int) -> tuple[Figure, list[Axes]]:
 
 
 def draw_fates(run: Run) -> Figure | None:
-    """What became of others' answers on their way to a learner, counted; a panel per pair."""
+    """Draws the fate of others' answers on their way to a learner, counted; a panel per pair."""
     tables = {pair: found for pair in run.pairs if (found := run.fates(*pair))}
     if not tables:
         return None
@@ -249,7 +249,7 @@ HEALTH = {
 
 
 def draw_health(run: Run) -> Figure | None:
-    """What to look at first when a run goes wrong."""
+    """Draws the curves to look at first when a run goes wrong."""
     charts = {name: [(a, s) for a in run.agents if (s := run.series(f"agent/{a}/{name}"))] for name in HEALTH}
     charts = {name: curves for name, curves in charts.items() if curves}
     if not charts:
@@ -267,7 +267,7 @@ def draw_health(run: Run) -> Figure | None:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `stem` names its PNG file, `note` says how to read it; the SVG is for the page."""
+    """A figure of the report. `stem` names its PNG file, `note` explains it; the SVG is for the page."""
 
     stem: str
     title: str
@@ -276,7 +276,7 @@ class Picture:
     svg: str
 
 
-# The one without a name is called as what was measured on held-out prompts.
+# The one without a name has the name of the held-out measure.
 FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
     ("", "", draw_accuracy, "Greedy answers to held-out prompts; lines are 95 % intervals."),
     ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),

@@ -39,7 +39,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run. `config` is its resolved TOML, empty when the folder has none."""
+    """Data of a run. `config` is its resolved TOML, empty if the folder has none."""
 
     folder: Path
     config: dict[str, Any]
@@ -102,7 +102,7 @@ def load_run(folder: Path) -> Run:
 
 
 def _wrong_setting(config: dict[str, Any]) -> str | None:
-    """The first setting, of those that a report reads otherwise than as text, of another kind; None where all do."""
+    """The first setting of a wrong type, of those that a report needs as other than text; None if all are right."""
     if why := wrong_field(config, {"agents": list_of(TABLE).if_given}):
         return why
     agents = enumerate(config.get("agents", ()))
@@ -122,7 +122,7 @@ def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str,
 
 @dataclass(frozen=True)
 class PairedGain:
-    """What prompts earn more than in the run's first evaluation, over those judged in both: mean, and mean square."""
+    """Gain of prompts over the run's first evaluation, for those judged in both: mean, and mean square."""
 
     mean: float
     square: float
@@ -146,12 +146,12 @@ class Accuracy:
 
     @property
     def is_graded(self) -> bool:
-        """Whether some reward lay between 0 and 1: then the mean is no accuracy."""
+        """True if some reward lay between 0 and 1: then the mean is no accuracy."""
         return is_graded(self.value, self.square)
 
     @property
     def all_equal(self) -> bool:
-        """Whether all answers earned the same part of a reward: then they say nothing about its error."""
+        """True if all answers earned the same part of a reward: then they say nothing about its error."""
         return self.is_graded and self.square - self.value * self.value <= ROUNDING
 
     @property
@@ -173,7 +173,7 @@ class Accuracy:
         return max(0.0, middle - half), min(1.0, middle + half)
 
     def is_paired(self, later: "Accuracy") -> bool:
-        """Whether nearly all prompts of `later` were judged in this evaluation, too, the run's first."""
+        """True if nearly all prompts of `later` were judged in this evaluation, the run's first, too."""
         return self.step == 0 and later.gain is not None and later.gain.num_pairs >= 0.9 * (later.num_evaluated or 0)
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
@@ -219,7 +219,7 @@ def evaluated_skills(run: Run) -> list[str]:
 
 
 def measure_of(found: Iterable[Accuracy]) -> str:
-    """The word for the means of these evaluations."""
+    """The name for the means of these evaluations."""
     points = [HeldOut(point.value, point.num_evaluated, point.square) for point in found]
     return "accuracy" if are_accuracies(points) else "mean reward"
 

@@ -15,7 +15,7 @@ PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away
 LONGEST_ANSWER = 6000
 MOST_TOKENS = 400  # of a strip; the rest is counted
-ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may say what it is called
+ROW_NAMES = ("uid", "id", "name", "index")  # fields of a row that may hold its name
 # A token's ratio is marked from these distances of its logarithm on: barely, and clearly.
 MARKED, STRONG = 0.01, 0.2
 
@@ -62,7 +62,7 @@ def _render_prompt(run: Run, prompt: dict[str, Any]) -> Html:
 
 
 def _names(prompt: dict[str, Any]) -> list[str]:
-    """Its skill and what its row calls itself; its own id, a hash, only where both are missing."""
+    """Its skill and its row's own id; its hash only if both are missing."""
     row = prompt.get("row") or {}
     own = next((str(row[key]) for key in ROW_NAMES if isinstance(row.get(key), str | int) and row[key] != ""), "")
     return [name for name in (prompt["skill"], own) if name] or [prompt["id"]]
@@ -126,7 +126,7 @@ def _render_answer(answer: dict[str, Any], times: int) -> Html:
 
 
 def _learners(answer: dict[str, Any]) -> list[str]:
-    """Those who have to do with an answer: its own agent, and whoever trained on it or left it out for a reason."""
+    """Learners to do with an answer: its own agent, and all that trained on it or left it out for a reason."""
     reasons = answer.get("not_trained")
     others = answer["advantage"] if reasons is None else reasons  # an older run does not say why
     own = [answer["agent"]] if answer["agent"] in answer["advantage"] else []
@@ -135,7 +135,7 @@ def _learners(answer: dict[str, Any]) -> list[str]:
 
 
 def _render_learner(answer: dict[str, Any], learner: str) -> Html:
-    """In colour what trained the learner, with its advantage; else why it did not."""
+    """An answer that trained the learner in colour, with its advantage; else the reason why it did not."""
     advantage, ratio = answer["advantage"].get(learner), answer["ratio"].get(learner)
     reason = _why_not_trained(answer, learner)
     parts = [] if advantage is None or (reason and ratio is None) else [f" A {advantage:+.2f}"]
@@ -146,7 +146,7 @@ def _render_learner(answer: dict[str, Any], learner: str) -> Html:
 
 
 def _why_not_trained(answer: dict[str, Any], learner: str) -> str:
-    """The reason in words; empty where the learner was trained on the answer."""
+    """The reason as text; empty if the learner was trained on the answer."""
     reason = answer.get("not_trained", {}).get(learner)
     if reason is None:
         return "" if learner in answer["ratio"] or learner == answer["agent"] else "not trained"
@@ -155,7 +155,7 @@ def _why_not_trained(answer: dict[str, Any], learner: str) -> str:
 
 
 def _render_strips(answer: dict[str, Any], learners: list[str]) -> list[Html]:
-    """The answer's tokens as its own agent sees them and, folded away, as the others do; none where none are logged."""
+    """The answer's tokens as its own agent sees them and, folded, as the others do; nothing if none are logged."""
     if not answer.get("tokens"):
         return []
     own = answer["agent"]

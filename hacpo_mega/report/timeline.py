@@ -1,7 +1,7 @@
 """One step of all agents as bars on a common axis: from its trace where there is one, else from the phases' seconds.
 
-A trace says when each rank did what, and for whom it waited. Seconds alone say how long each agent took for a phase,
-not when: they are laid one after the other, and what an agent waits inside a phase is not seen.
+A trace shows when each rank did what, and for whom it waited. Seconds alone show how long each agent took for a phase,
+not when: phases are drawn one after the other, and waits inside a phase are not seen.
 """
 
 import gzip
@@ -26,7 +26,7 @@ THINNEST = 1 / 2000  # of the width: a bar that is thinner would not be seen, an
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row's rank does from `begin_s` on, `length_s` long. A wait lies on the phase that it is part of."""
+    """An activity of a row's rank from `begin_s` on, `length_s` long. A wait lies on the phase that it is part of."""
 
     phase: str
     begin_s: float

@@ -21,14 +21,14 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.named_function import require_named_functions, unfinished_import
-from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.template_time import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
-from hacpo_mega.jobs.attempts import record_told
+from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trace import StepTrace
@@ -166,7 +166,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
     """The lock of the run. Rank 0 gives it up also where it is ended at once, and notes before that a signal did so."""
     lock = stack.enter_context(RunLock(config.run_dir))
-    place.when_told(partial(record_told, config.run_dir))
+    place.on_termination(partial(record_termination, config.run_dir))
     place.at_end(lock.leave)
     return lock
 
@@ -203,7 +203,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
     steps = f"steps {first} to {config.num_steps}" if first <= config.num_steps else "no step left but the export"
     console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
-    for line in unsaid_success(config) if config.algorithm.success_readers else ():
+    for line in default_success_note(config) if config.algorithm.success_readers else ():
         console.say(line)
     for line in (line for agent in config.agents for line in steadiness_notes(agent)):
         console.say(line)
@@ -235,13 +235,13 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     first = json.loads(place.share_in_job(json.dumps(mine).encode()))
     apart = [f"{here} where rank 0 has {there}" for here, there in zip(mine, first) if here != there]
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
-    if said := place.first_said(found if apart else None):
+    if said := place.first_message(found if apart else None):
         raise ValueError(said)
 
 
 def _require_named_code(config: Config, place: Place) -> None:
     """Executes code of the user's own; before that, rank 0 sees whether its import ends. Collective over the job."""
-    if said := place.first_said(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
+    if said := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
         raise ValueError(said)
     require_named_functions(config)
 
@@ -268,7 +268,7 @@ def _judge(
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
             console.say(line)
-    if said := place.first_said(refusal):
+    if said := place.first_message(refusal):
         raise ValueError(said)
     beside = config.reward.while_sampling
     options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}

@@ -77,7 +77,7 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
         found = Checkpoint.parse(Path(answer[0]), answer[1])
         share = slice(place.coordinate.global_rank, None, place.rank_map.world_size)
         is_own = found.folder == folder_of(config.run_dir, found.step)
-        if (problem := place.first_said(next(found.altered(share), None))) is None:
+        if (problem := place.first_message(next(found.altered(share), None))) is None:
             break
         if not (is_own and last_whole):
             raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
@@ -121,7 +121,7 @@ class _Pending:
     files: "Future[Files]"
 
 
-class ToldToEnd(Exception):
+class TerminationRequested(Exception):
     """The run ends before its last step, by the signal of this number; it is on disk as it was after its last one."""
 
 
@@ -203,7 +203,7 @@ class JointCheckpoint:
 
         Where it is not, that is said; training goes on until training.max_skipped_updates end it.
         """
-        found = self._place.first_said(self._agent.not_finite())
+        found = self._place.first_message(self._agent.not_finite())
         if found:
             why = f"there is no checkpoint of step {self._state.steps_done}: {found}"
             self._disk.say(f"warning: {why}; {self._disk.outlook(self.safe_step)}")
@@ -331,7 +331,7 @@ class JointCheckpoint:
     def _set_safe(self, step: int) -> None:
         self.safe_step = step
         if self.is_on:
-            self._place.foretell(self.outlook)
+            self._place.set_exit_message(self.outlook)
 
     def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:
         return Checkpoint(

@@ -53,7 +53,7 @@ class JointDisk:
 
         RunStopped where it is another job's by now.
         """
-        found = self._place.first_said(self._logs.misplaced())
+        found = self._place.first_message(self._logs.misplaced())
         self.is_away = found is not None
         if found:
             raise disk_error(errno.ESTALE, found)
@@ -70,7 +70,7 @@ class JointDisk:
 
         `number` is the kernel's for it; without one it is of those that are waited for.
         """
-        if found := self._place.first_said(problem and f"{number or 0} {problem}"):
+        if found := self._place.first_message(problem and f"{number or 0} {problem}"):
             said, _, text = found.partition(" ")
             raise disk_error(int(said), text)
 

@@ -22,7 +22,7 @@ from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer
 from hacpo_mega.trainer.build import Handed, build
-from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, ToldToEnd
+from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.observers import Observer
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
@@ -31,7 +31,7 @@ class Trainer:
     """All agents of a configuration, trained together. One per process; use it as a context: leaving it ends the job.
 
     config       what was asked, nobody writes to it
-    place        this process's seat: agent, lane, cell, and the groups it speaks in
+    place        this process's place: agent, lane, cell, and the groups it belongs to
     phase        around what belongs to a phase of a step: timed, shown, named when it fails
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
     schedule     prompts of every step, a pure function of seed and step, when they are answered, and who scores that
@@ -85,11 +85,11 @@ class Trainer:
             if self.steps_done == 0:
                 self._show(self.report.write_metrics(0, self.phase))
             while self.steps_done < self.config.num_steps:
-                self._leave_if_told()
+                self._exit_if_preempted()
                 with self.trace.step(self.steps_done + 1):
                     self.step()
-            self._leave_if_told()
-        except ToldToEnd as told:
+            self._exit_if_preempted()
+        except TerminationRequested as told:
             self.console.say(f"told to end ({signal.Signals(*told.args).name}); {self.checkpoint.outlook}")
             return False
         with self.phase("export", "after the last step"):
@@ -105,7 +105,7 @@ class Trainer:
         prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
-        self._leave_if_told()
+        self._exit_if_preempted()
         with self.phase("judge"):
             judgements, judged = self.judge.judge(prompts[mine], rollouts), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
@@ -123,7 +123,7 @@ class Trainer:
                 pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
                 self.agent.codec, self.view_rules, scores_by_answer(rollouts, scores),
                 routing_by_answer(rollouts))  # fmt: skip
-        self._leave_if_told()  # what is learnt cannot be taken back: from here on the step is finished first
+        self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
         updates = self._learn(self.agent.plan(prompts[mine], samples))
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
@@ -137,8 +137,8 @@ class Trainer:
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
-            self._leave_if_told()  # before answers are judged
-            self._leave_if_told()  # before anything is learnt
+            self._exit_if_preempted()  # before answers are judged
+            self._exit_if_preempted()  # before anything is learnt
         self.schedule.finish(self.phase)
         with self.phase("publish"):
             self.agent.publish_weights(self.steps_done + 1)
@@ -196,12 +196,12 @@ class Trainer:
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
         return RunState(self.steps_done, accuracy, self.capability.state_dict(), *rest)
 
-    def _leave_if_told(self) -> None:
+    def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""
-        if self.checkpoint.is_on and (number := self.place.told_to_end()):
+        if self.checkpoint.is_on and (number := self.place.agreed_signal()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()
-            raise ToldToEnd(number)
+            raise TerminationRequested(number)
 
     def _show(self, reduced: StepMetrics) -> None:
         self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.checkpoint.is_on else None)

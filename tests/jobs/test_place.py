@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 
 import hacpo_mega.cluster.place
 from hacpo_mega.cluster.groups.spans import WatchedGroup
+from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
-from hacpo_mega.cluster.seat import Seat, Unreachable
 from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.parallel import initialize_parallel
@@ -300,7 +300,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path
     where = f"127.0.0.1 port {port}"
     assert first.startswith(f"rank 0 cannot listen on {where} (MASTER_PORT): Address already in use")
     assert first.endswith("set MASTER_PORT to a free port of the job's first node\n") and first.count("\n") == 1
-    assert f": no store of this job at {where} for 3 s: who listens there says nothing that a process" in second
+    assert f": no store of this job at {where} for 3 s: the listener there does not answer like a process" in second
     assert second.startswith("rank 1 on ")
     assert second.endswith("MASTER_PORT a port that no other program has?\n") and second.count("\n") == 1
 
@@ -315,9 +315,9 @@ def end_a_preflight(rank_map: RankMap) -> list[str]:
             self._group.shutdown()
 
     hacpo_mega.cluster.place.WatchedGroup = Recorder
-    seat = Seat.find()
+    env = LauncherEnv.find()
     test = GroupTest()
-    test.run(rank_map, open_store(seat, Secret.of_job(seat), TIMEOUT_S), TIMEOUT_S)
+    test.run(rank_map, open_store(env, Secret.of_job(env), TIMEOUT_S), TIMEOUT_S)
     assert test.stage is None
     return shut
 

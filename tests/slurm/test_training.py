@@ -18,7 +18,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import committed_steps
-from hacpo_mega.cluster.seat import expand_nodes
+from hacpo_mega.cluster.launcher_env import expand_nodes
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts

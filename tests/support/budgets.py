@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
-FAST, NIGHTLY = "fast", "nightly"  # the tiers: `make test`, and what `make test-all` has beyond it
+# The tiers: `make test`; and what `make test-all` has beyond it, of the product and of the lab.
+FAST, NIGHTLY, LAB = "fast", "nightly", "lab"
 HEADROOM = 1.5
 # Below these seconds a file is not worth a word, nor a measure of the machine.
 FEW_S = 5.0
@@ -50,8 +51,10 @@ def read_budgets() -> dict[Part, float]:
     return {Part(tier, file): float(seconds) for tier, files in tables.items() for file, seconds in files.items()}
 
 
-def tier_of(keywords: Container[str]) -> str:
-    """The tier of a test with these keywords, its marker among them."""
+def tier_of(keywords: Container[str], file: str) -> str:
+    """The tier of a file's test with these keywords, its marker among them."""
+    if file.startswith("lab/"):
+        return LAB
     return NIGHTLY if NIGHTLY in keywords else FAST
 
 
@@ -83,7 +86,7 @@ def order(parts: Iterable[Part], budgets: Mapping[Part, float]) -> list[str]:
         of_scope[scope_of(part.file)] = of_scope.get(scope_of(part.file), 0.0) + seconds
 
     def place(file: str) -> tuple:
-        starts_jobs = "/" in file and not file.startswith("unit/")
+        starts_jobs = "/" in file and not {"unit", "grading"} & set(PurePosixPath(file).parts)
         return starts_jobs, -of_scope[scope_of(file)], scope_of(file), -of_file[file]
 
     return sorted(of_file, key=place)

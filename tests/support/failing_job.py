@@ -24,7 +24,7 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
         place.keep_stack_in(ready.parent / "logs")
         if fate == "defer":
             place.defer_signals()
-            place.foretell("started again, it goes on")
+            place.set_exit_message("started again, it goes on")
         rank = place.coordinate.global_rank
         if rank == 0:  # as trainer/build.py
             place.at_end(RunLock(ready.parent / "run").leave)

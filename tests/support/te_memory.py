@@ -21,7 +21,7 @@ from hacpo_mega.memory.actor_bytes import ActorPlan
 
 def traces(plans: list[ActorPlan]) -> list[dict[str, int]]:
     """What the plans' models take with these layers; te_stand_in must be installed."""
-    from memory_benchmark import traced
+    from memory_cases import traced
 
     te_stand_in.LayerNormLinear.forward = _layernorm_linear
     te_stand_in.Linear.forward = _linear

@@ -55,9 +55,9 @@ def make_model(
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
-    kin = FAMILIES[family]
-    if kin.windows != "none":
-        config.sliding_window = window or (1024 if kin.windows == "some" else None)
+    traits = FAMILIES[family]
+    if traits.windows != "none":
+        config.sliding_window = window or (1024 if traits.windows == "some" else None)
     config.update(
         {
             "num_hidden_layers": num_layers,
@@ -73,15 +73,15 @@ def make_model(
             "pad_token_id": None,
         }
     )
-    if kin.experts is not None:
+    if traits.experts is not None:
         config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
-        config.update({kin.experts.width: ffn_size})
+        config.update({traits.experts.width: ffn_size})
     config.update(said or {})
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    _randomize(model, seed, 0.0 if kin.offset_norms else 1.0)
+    _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
 

@@ -19,7 +19,7 @@ def told_at_call(rank: int, number: int, name: str, nth: int, *arguments: str) -
         calls.append(name)
         if len(calls) == nth and os.environ["PLACE_IN_JOB"] == str(rank):
             os.kill(os.getpid(), number)
-            while not watchdogs[0].told:  # a thread notes it
+            while not watchdogs[0].signal_number:  # a thread notes it
                 time.sleep(0.001)
         return original(*args, **options)
 

@@ -100,7 +100,6 @@ def filled(text: str, here: Path) -> str:
 def run_here(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
     """The command line in this process: exit code, standard output, standard error."""
     monkeypatch.setattr(sys, "argv", ["hacpo-mega", *arguments])
-    monkeypatch.setattr(cli, "prepare_environment", lambda: None)  # it is not this process that will run a job
     with pytest.raises(SystemExit) as end:
         cli.main()
     return end.value.code or 0, *capsys.readouterr()

@@ -18,11 +18,11 @@ import pyarrow.parquet
 import pytest
 from bad_cases import GROUPS
 from dataset_rows import check_data
-from experiment_cases import grid_file
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.checkpoint.files import read_checkpoint
 from hacpo_mega.cli import app as cli
+from hacpo_mega.cluster.launcher_env import LauncherEnv, from_launcher
 from hacpo_mega.cluster.machine.environment import (
     from_slurm,
     is_first_of_its_node,
@@ -30,7 +30,6 @@ from hacpo_mega.cluster.machine.environment import (
     job_size,
     prepare_environment,
 )
-from hacpo_mega.cluster.seat import Seat, from_launcher
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.run import config_of_run
 from hacpo_mega.data.datasets import read_dataset
@@ -278,7 +277,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(value, monkeypatch):
     for name in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, value or "x")
         with pytest.raises(ValueError, match=f"{name} must be a number"):
-            Seat.find()
+            LauncherEnv.find()
         monkeypatch.setenv(name, "2")
     for find, name in ((job_size, "WORLD_SIZE"), (is_first_of_the_job, "RANK"), (is_first_of_its_node, "LOCAL_RANK")):
         monkeypatch.setenv(name, value or "x")
@@ -290,7 +289,7 @@ def test_a_rank_is_below_the_number_of_ranks(monkeypatch):
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape("RANK (2) must be below WORLD_SIZE (2)")):
-        Seat.find()
+        LauncherEnv.find()
 
 
 SLURM_TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_TASKS_PER_NODE": "2(x2)",
@@ -333,14 +332,3 @@ def test_a_level_and_a_language_that_libraries_do_not_know_are_refused(monkeypat
     monkeypatch.setattr("locale.getpreferredencoding", lambda do_setlocale: "ANSI_X3.4-1968")
     with pytest.raises(ValueError, match="Python reads files as ASCII here"):
         prepare_environment()
-
-
-def test_results_of_an_experiment_that_are_a_file_are_named(tmp_path, monkeypatch, capsys):
-    (tmp_path / "taken").write_text("")
-    grid = grid_file(tmp_path, results=str(tmp_path / "taken"))
-    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "experiment", str(grid)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert any("results" in line and str(tmp_path / "taken") in line for line in said), said

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
-from memory_benchmark import LLAMA, plan_of
+from memory_cases import LLAMA, plan_of
 
 from hacpo_mega.memory.actor_bytes import actor_memory, num_weights
 from hacpo_mega.models.sharding.layout import VIRTUAL, Layout, chunk_layers, chunks_in_flight, layout_problems

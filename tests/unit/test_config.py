@@ -16,7 +16,7 @@ from repository import ROOT
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.success import unsaid_success
+from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.tables.algorithm import PRESETS
 from hacpo_mega.config.tables.effects import NONE, ROUNDING, covers, effect_of, flat
 from hacpo_mega.config.tables.methods import METHODS
@@ -195,13 +195,13 @@ PARTS = "reward={parts={right={kind='arithmetic',weight=0.8},short={kind='x.py:b
 def test_a_run_says_what_a_success_is_where_nothing_else_does(overrides, readers, advice):
     """And what it says to set is no mistake."""
     config = load_unchecked(QUICKSTART, overrides)
-    lines = list(unsaid_success(config))
+    lines = list(default_success_note(config))
     assert len(lines) == (readers is not None)
     for line in lines:
         assert line.startswith("reward.success is not given: nothing says which answers are a success, so those with")
         assert f"count, for {readers}" in line and advice in line
         for said in re.findall(r'reward\.success = ("\w+"|[\d.]+)', line):
-            assert not list(unsaid_success(load_unchecked(QUICKSTART, (*overrides, f"reward.success={said}"))))
+            assert not list(default_success_note(load_unchecked(QUICKSTART, (*overrides, f"reward.success={said}"))))
 
 
 def test_check_says_it_before_anything_is_trained(capsys):

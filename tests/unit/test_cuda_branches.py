@@ -24,6 +24,6 @@ def test_every_cuda_branch_is_listed():
 
 
 def test_twins_and_cases_exist():
-    named = set(re.findall(r"`((?:unit|jobs|gpu)/test_\w+\.py)", PAGE))
+    named = set(re.findall(r"`((?:lab/)?(?:unit|jobs|gpu)/test_\w+\.py)", PAGE))
     assert len(named) > 10
     assert [name for name in named if not (ROOT / "tests" / name).is_file()] == []

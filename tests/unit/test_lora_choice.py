@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from memory_benchmark import EXPERTS
+from memory_cases import EXPERTS
 
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.tables.agents import AgentConfig, LoraConfig

@@ -301,7 +301,7 @@ def test_without_a_device_nothing_is_refused_and_nothing_recomputed(monkeypatch)
         assert (budget.capacity, budget.actor.device) == (expected, CPU if cpu_build else CUDA)
         assert budget.actor.recompute == ("none" if cpu_build else "mlp")
         table = memory_table({"a": budget})
-        assert ("of which nothing is refused" in table, "TransformerEngine" in table) == (cpu_build, not cpu_build)
+        assert ("where nothing is refused" in table, "TransformerEngine" in table) == (cpu_build, not cpu_build)
         # On the CPU the engine does not sleep, and learning has it beside itself.
         assert (budget.parts["engine asleep"] == budget.parts["engine awake"]) == cpu_build
 

@@ -1,14 +1,14 @@
 """The budget's formulas against the real Megatron model, counted on tensors without numbers.
 
 Every layer of a model takes the same, which one case shows; so the paper's models are traced with two layers and with
-three, and what the third took is taken for each of the others. tests/support/memory_benchmark.py traces all of them.
+three, and what the third took is taken for each of the others. memory_benchmark.py traces all of them.
 """
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from memory_benchmark import (
+from memory_cases import (
     EXPERTS,
     GEMMA3,
     GLM4,

@@ -47,7 +47,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         # One family has no head size of its own.
-        "hidden_size": num_heads * (head_dim if "head_dim" not in family.unsaid else rng.choice([8, 12, 20])),
+        "hidden_size": num_heads * (head_dim if "head_dim" not in family.defaults else rng.choice([8, 12, 20])),
         "ffn_size": rng.choice([40, 96, 160]),
         "vocab_size": rng.choice([97, 128, 131, 259]),
         "tied": rng.random() < 0.5,

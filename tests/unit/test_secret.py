@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from hacpo_lab.forked import changed_environment
-from hacpo_mega.cluster.seat import Seat
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.security import secret as secrets_of_jobs
 from hacpo_mega.cluster.security.private_folder import folder_on_node, job_folder, own_folder
 from hacpo_mega.cluster.security.secret import (
     MAX_CALLERS,
     SECRET,
-    AnotherSecret,
-    Gate,
+    AuthError,
+    AuthListener,
     Secret,
-    Stranger,
+    WrongSecret,
+    authenticate,
     forget_secret,
-    introduce,
     new_secret,
     share_secret,
 )
@@ -36,26 +36,26 @@ PURPOSE = "0 watches 1"
 
 
 @pytest.fixture
-def gate():
+def listener():
     server = socket.create_server(("127.0.0.1", 0))
-    with closing(Gate(server, RIGHT, PURPOSE)) as gate:
-        gate.address = server.getsockname()
-        yield gate
+    with closing(AuthListener(server, RIGHT, PURPOSE)) as listener:
+        listener.address = server.getsockname()
+        yield listener
 
 
-def call(gate: Gate) -> socket.socket:
-    connection = socket.create_connection(gate.address)
+def call(listener: AuthListener) -> socket.socket:
+    connection = socket.create_connection(listener.address)
     connection.settimeout(LIMIT_S)
     return connection
 
 
-def assert_lets_in(gate: Gate) -> None:
+def assert_lets_in(listener: AuthListener) -> None:
     """One who knows the secret, whatever else has happened there."""
     admitted = []
-    thread = threading.Thread(target=lambda: admitted.append(gate.admit(LIMIT_S)))
+    thread = threading.Thread(target=lambda: admitted.append(listener.admit(LIMIT_S)))
     thread.start()
-    with call(gate) as caller:
-        introduce(caller, RIGHT, PURPOSE, LIMIT_S)
+    with call(listener) as caller:
+        authenticate(caller, RIGHT, PURPOSE, LIMIT_S)
         thread.join()
         with admitted[0] as host:
             caller.sendall(b"phase load\n")
@@ -63,18 +63,18 @@ def assert_lets_in(gate: Gate) -> None:
             assert host.recv(64) == b"phase load\n"  # not a byte of it was taken for the handshake
 
 
-def gate_turns(gate: Gate) -> None:
-    """Lets the gate hear what has been said to it."""
-    with pytest.raises(TimeoutError, match="nobody who knows the job's secret"):
-        gate.admit(0.1)
+def listener_turns(listener: AuthListener) -> None:
+    """Lets the listener hear what has been said to it."""
+    with pytest.raises(TimeoutError, match="no process with the job's secret"):
+        listener.admit(0.1)
 
 
-def is_sent_away(gate: Gate, caller: socket.socket) -> bool:
+def is_sent_away(listener: AuthListener, caller: socket.socket) -> bool:
     """Nothing more comes than the 32 bytes with which everybody is met, and then the connection ends."""
     heard, end = b"", time.monotonic() + LIMIT_S
     caller.settimeout(0.1)
     while time.monotonic() < end:
-        gate_turns(gate)
+        listener_turns(listener)
         with suppress(TimeoutError):
             try:
                 more = caller.recv(64)
@@ -91,7 +91,7 @@ def garbage(caller: socket.socket) -> None:
 
 
 def a_megabyte_without_a_line(caller: socket.socket) -> None:
-    with suppress(ConnectionError):  # the gate does not read it
+    with suppress(ConnectionError):  # the listener does not read it
         caller.sendall(b"0" * (1 << 20))
 
 
@@ -102,7 +102,7 @@ def what_was_said_before(caller: socket.socket) -> None:
 
 
 def its_own_words(caller: socket.socket) -> None:
-    """What the gate says is said back to it."""
+    """What the listener says is said back to it."""
     caller.sendall(caller.recv(32, socket.MSG_WAITALL) * 3)
 
 
@@ -144,16 +144,16 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_who_does_not_show_the_secret_is_sent_away(gate, attack):
-    with call(gate) as stranger:
+def test_who_does_not_show_the_secret_is_sent_away(listener, attack):
+    with call(listener) as stranger:
         attacking = threading.Thread(target=attack, args=(stranger,))
         attacking.start()
-        assert_lets_in(gate)
+        assert_lets_in(listener)
         attacking.join()
-        assert is_sent_away(gate, stranger)
+        assert is_sent_away(listener, stranger)
 
 
-def test_a_recorded_handshake_opens_nothing(gate):
+def test_a_recorded_handshake_opens_nothing(listener):
     """Every word of a caller that was let in, said again to the same gate."""
     words = []
 
@@ -163,33 +163,33 @@ def test_a_recorded_handshake_opens_nothing(gate):
         words.append(bytes(32) + RIGHT.proof("caller", PURPOSE, challenges))
         connection.sendall(words[1])
 
-    with call(gate) as caller:
+    with call(listener) as caller:
         telling = threading.Thread(target=listen_in, args=(caller,))
         telling.start()
-        gate.admit(LIMIT_S).close()
+        listener.admit(LIMIT_S).close()
         telling.join()
-    with call(gate) as stranger:
+    with call(listener) as stranger:
         stranger.sendall(words[1])
-        assert is_sent_away(gate, stranger)
+        assert is_sent_away(listener, stranger)
 
 
 @pytest.mark.parametrize("num_silent", [100, MAX_CALLERS + 50])
-def test_silent_strangers_hold_up_nobody(gate, num_silent):
+def test_silent_strangers_hold_up_nobody(listener, num_silent):
     silent = []
     for start in range(0, num_silent, 100):  # as many as a backlog takes
-        silent += [call(gate) for _ in range(min(100, num_silent - start))]
-        gate_turns(gate)
-    assert_lets_in(gate)
+        silent += [call(listener) for _ in range(min(100, num_silent - start))]
+        listener_turns(listener)
+    assert_lets_in(listener)
     for stranger in silent:
         stranger.close()
 
 
-def test_strangers_that_hang_up_or_reset_hold_up_nobody(gate):
+def test_strangers_that_hang_up_or_reset_hold_up_nobody(listener):
     for _ in range(50):
-        stranger = call(gate)
+        stranger = call(listener)
         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         stranger.close()
-    assert_lets_in(gate)
+    assert_lets_in(listener)
 
 
 @pytest.mark.parametrize("speech", [b"", b"x" * 31, b"y" * 64], ids=["hangs up", "too little", "no proof"])
@@ -208,20 +208,20 @@ def test_a_host_that_does_not_know_the_secret_is_not_believed(speech):
         pretending.start()
         with (
             socket.create_connection(server.getsockname()) as caller,
-            pytest.raises(OSError, match="who listens there"),
+            pytest.raises(OSError, match="the listener there"),
         ):
-            introduce(caller, RIGHT, PURPOSE, LIMIT_S)
+            authenticate(caller, RIGHT, PURPOSE, LIMIT_S)
         pretending.join()
 
 
 def test_a_host_that_says_nothing_is_waited_for_no_longer_than_asked():
-    said = pytest.raises(Stranger, match="says nothing that a process of this job would")
+    said = pytest.raises(AuthError, match="does not answer like a process of this job")
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as caller,
         said,
     ):
-        introduce(caller, RIGHT, PURPOSE, 0.2)
+        authenticate(caller, RIGHT, PURPOSE, 0.2)
 
 
 def test_a_neighbours_door_is_known_by_name_and_secret():
@@ -232,26 +232,26 @@ def test_a_neighbours_door_is_known_by_name_and_secret():
         assert "hangs up" in knock("n1", WRONG, ["127.0.0.1"], door.port)
 
 
-def seat(num_local: int) -> Seat:
-    return Seat(0, 4, 0, num_local, "here", (), "127.0.0.1", 0, launcher_keeps_store=False)
+def env(num_local: int) -> LauncherEnv:
+    return LauncherEnv(0, 4, 0, num_local, "here", (), "127.0.0.1", 0, launcher_keeps_store=False)
 
 
 def test_a_job_on_several_machines_without_a_secret_is_refused_in_a_line_that_helps(monkeypatch):
     """The line, said to a shell, is what was missing."""
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(ValueError, match="HACPO_MEGA_SECRET is not set") as refused:
-        Secret.of_job(seat(num_local=2))
+        Secret.of_job(env(num_local=2))
     command = str(refused.value).split("`")[1]
     said = subprocess.run(["bash", "-c", f"{command}; echo ${SECRET}"], capture_output=True, text=True, check=True)
     monkeypatch.setenv(SECRET, said.stdout.strip())
-    assert Secret.of_job(seat(num_local=2)).key == bytes.fromhex(said.stdout.strip())
+    assert Secret.of_job(env(num_local=2)).key == bytes.fromhex(said.stdout.strip())
 
 
 @pytest.mark.parametrize("said", ["1234", "x" * 64, "0" * 62, "é" * 64])
 def test_a_secret_that_is_none_is_refused_and_not_shown(monkeypatch, said):
     monkeypatch.setenv(SECRET, said)
     with pytest.raises(ValueError, match="must be at least 64 hexadecimal digits") as refused:
-        Secret.of_job(seat(num_local=2))
+        Secret.of_job(env(num_local=2))
     assert said not in str(refused.value)
 
 
@@ -272,7 +272,7 @@ def places(tmp_path, monkeypatch):
 
 
 def test_ranks_that_are_started_by_hand_on_one_machine_agree_by_a_file_of_their_user(places):
-    assert Secret.of_job(seat(4)) == Secret.of_job(seat(4))
+    assert Secret.of_job(env(4)) == Secret.of_job(env(4))
     (folder,) = places[1].iterdir()
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -307,15 +307,15 @@ def test_a_user_without_a_home_has_his_folder_where_all_have_theirs(places, monk
     assert own_folder() == folder_on_node() == places[0] / f"hacpo_mega-{os.getuid()}"
 
 
-def test_both_sides_say_that_their_secrets_differ(gate):
+def test_both_sides_say_that_their_secrets_differ(listener):
     turned_away = []
-    gate._turned_away = turned_away.append
+    listener._turned_away = turned_away.append
     for _ in range(2):
-        with call(gate) as caller:
-            thread = threading.Thread(target=gate_turns, args=(gate,))
+        with call(listener) as caller:
+            thread = threading.Thread(target=listener_turns, args=(listener,))
             thread.start()
-            with pytest.raises(AnotherSecret, match="it has another secret"):
-                introduce(caller, WRONG, PURPOSE, LIMIT_S)
+            with pytest.raises(WrongSecret, match="it has another secret"):
+                authenticate(caller, WRONG, PURPOSE, LIMIT_S)
             thread.join()
     assert turned_away == ["127.0.0.1"]
 

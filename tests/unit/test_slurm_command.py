@@ -13,11 +13,11 @@ from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli.slurm import begin_attempt
+from hacpo_mega.cluster.launcher_env import expand_nodes
 from hacpo_mega.cluster.machine.environment import attempt_of_job, from_slurm
-from hacpo_mega.cluster.seat import expand_nodes
 from hacpo_mega.config import load_config
 from hacpo_mega.jobs import slurm_queue
-from hacpo_mega.jobs.attempts import goes_in_circles, read_attempts, record_attempt, record_told
+from hacpo_mega.jobs.attempts import goes_in_circles, read_attempts, record_attempt, record_termination
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import read_starts, record_start
 
@@ -261,7 +261,7 @@ def test_restarts_of_torchrun_are_attempts_too(tmp_path, monkeypatch, capsys):
         begin_attempt(tmp_path)
         assert f"attempt {restarts + 1} of job torchrun x begins after step 0" in capsys.readouterr().out
         if restarts == 1:
-            record_told(tmp_path)
+            record_termination(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     begin_attempt(tmp_path)  # one of three was told to end
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "4")

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from memory_benchmark import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
+from memory_cases import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
 from repository import ROOT, SOURCES
 from safetensors.torch import load_file
 from tiny_models import make_model

@@ -95,7 +95,6 @@ def test_a_table_of_scores_shows_it(capsys):
 def run(monkeypatch, capsys, *arguments: object) -> tuple[int, str, str]:
     """The command line in this process: exit code, standard output, standard error; neither of them acts."""
     monkeypatch.setattr(sys, "argv", ["hacpo-mega", *map(str, arguments)])
-    monkeypatch.setattr(cli, "prepare_environment", lambda: None)  # it is not this process that will run a job
     with pytest.raises(SystemExit) as end:
         cli.main()
     said = capsys.readouterr()

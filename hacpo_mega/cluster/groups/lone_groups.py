@@ -1,10 +1,9 @@
-"""Groups of gloo with one rank are one group: they talk to nobody, and each would have threads that keep waking.
+"""Replaces all gloo groups of one rank by one: they talk to nobody, and each would have threads that keep waking.
 
-Megatron makes some seventeen groups of one rank for an actor of one rank. A group of gloo has a device, which is a
-socket and a thread that polls it every 10 ms, and two threads for its work. Nothing waits for anybody in a group of one
-rank, so those that wait as long are one and the same. Groups with peers keep what they have: when several that share a
-device connect at the same time, they can wait for each other for ever (two processes, four threads, a group each, torch
-2.13: three of four tries hung).
+Megatron makes some seventeen groups of one rank for an actor of one rank. Each gloo group has a device (a socket and a
+thread that polls it every 10 ms) and two worker threads. A group of one rank never waits for a peer, so groups with the
+same timeout can be one. Groups with peers stay separate: when several that share a device connect at the same time,
+they can wait for each other for ever (two processes, four threads, a group each, torch 2.13: three of four tries hung).
 """
 
 from datetime import timedelta
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 
 class Gloo(ProcessGroupGloo):
-    """A group of gloo, which torch makes in place of its own class once it is told to."""
+    """A gloo group that torch makes instead of its own class once registered."""
 
     def __new__(cls, store: Store, rank: int, size: int, timeout: timedelta) -> Self:
         """A new group, or the one of this process alone."""

@@ -1,9 +1,9 @@
-"""What this process does when, and what it sends: named spans of its own clock, and bytes by phase and group.
+"""Trace of this process: named spans of its own clock, and bytes sent by phase and group.
 
-Spans are recorded while a step is traced and not otherwise. Bytes are always counted, where they are sent, from the
-sizes of tensors, which no device is asked for. A collective knows its group and its turn in it, so that the spans of
-all members can be laid side by side: who came last, and who waited for it (logbook/files/trace.py). clock.py says how
-far a process's clock is from that of rank 0.
+Spans are recorded only while a step is traced. Bytes are always counted where they are sent, from tensor sizes, without
+asking a device. A collective knows its group and its number in it, so that the spans of all members can be aligned to
+show who came last and who waited (logbook/files/trace.py). clock.py measures the offset of a process's clock to that of
+rank 0.
 """
 
 import time
@@ -56,13 +56,13 @@ class Spans:
         self.is_on, self._found, self._turns = True, [], Counter()
 
     def stop(self) -> list[Span]:
-        """What was recorded since `start`, in the order in which it ended."""
+        """Records since `start`, in the order in which they ended."""
         self.is_on = False
         return self._found
 
     @contextmanager
     def span(self, name: str, kind: str = "part", group: str = "") -> Iterator[None]:
-        """Records what happens inside, unless recording is off. A collective names its group."""
+        """Records its body as a span, unless recording is off. A collective names its group."""
         if kind == "phase":
             self._phase = name
         if not self.is_on:
@@ -78,17 +78,17 @@ class Spans:
             self._found.append(Span(name, kind, begin, self._clock(), group, turn))
 
     def sent(self, whom: str, num_bytes: int) -> None:
-        """Counts what this process has given away: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
+        """Counts bytes that this process has sent: to a kind of group (lane, cell, row, job, tp, pp), to the engine."""
         self._sent[self._phase, whom] += num_bytes
 
     def take_sent(self) -> dict[tuple[str, str], int]:
-        """Bytes by phase and by whom they went to, since the last call."""
+        """Bytes by phase and by receiver since the last call."""
         sent, self._sent = self._sent, Counter()
         return dict(sent)
 
 
 class WatchedGroup:
-    """A process group whose collectives are spans and whose bytes are counted; everything else is the group's own.
+    """A process group that records its collectives as spans and counts their bytes; everything else is the group's own.
 
     A recorded collective is over when it returns: nobody here starts one to do something else meanwhile.
     """
@@ -112,7 +112,7 @@ class WatchedGroup:
         return work
 
     def _sent_bytes(self, operation: str, arguments: Sequence[Any]) -> int:
-        """What this rank gives to others, whichever way the library takes: around a ring, along a tree.
+        """Bytes that this rank sends, whichever way the library takes: around a ring, along a tree.
 
         A broadcast's are all its root's, though a tree's inner nodes pass them on.
         """

@@ -1,4 +1,4 @@
-"""Bytes from all processes to the first and back, over groups of at most FANOUT: nobody speaks to everybody.
+"""Bytes from all processes to the first and back, over groups of at most FANOUT, so that no process talks to all.
 
 A gather that gives every process everything moves world^2 payloads, and around a ring takes world rounds. Here blocks
 of FANOUT neighbours hand what they have to their first member, these do the same among themselves, and so on:
@@ -22,7 +22,7 @@ class Tree:
     def __init__(
         self, rank: int, size: int, make_group: Callable[[Level], dist.ProcessGroup], fanout: int = FANOUT
     ) -> None:
-        """`make_group` makes the gloo group of a level; it is asked from the leaves up."""
+        """`make_group` makes the gloo group of a level; it is called from the leaves up."""
         self._groups = [make_group(level) for level in tree_levels(rank, size, fanout)]
 
     def gather(self, payload: bytes) -> list[bytes]:
@@ -36,19 +36,19 @@ class Tree:
         return payloads
 
     def share(self, payload: bytes | None) -> bytes:
-        """The root's payload on every member; what the others pass is not looked at."""
+        """The root's payload on every member; the payloads of others are ignored."""
         for group in reversed(self._groups):
             payload = share_bytes(group, payload)
         return payload
 
     def wait_for_all(self) -> None:
-        """Returns when everybody has come."""
+        """Returns when every process has arrived."""
         self.gather(b"")
         self.share(b"")
 
 
 def share_bytes(group: dist.ProcessGroup, payload: bytes | None) -> bytes:
-    """The payload of the group's rank 0 on every rank; what the others pass is not looked at."""
+    """The payload of the group's rank 0 on every rank; the payloads of others are ignored."""
     size = torch.tensor([len(payload) if payload is not None else 0])
     broadcast(group, size)
     content = torch.empty(int(size), dtype=torch.uint8)
@@ -91,7 +91,7 @@ def split(message: bytes) -> list[bytes]:
 
 
 def gather_at_head(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
-    """Everyone's message on rank 0 of the group; empty on the others. Nobody pads: all send what they have."""
+    """Everyone's message on rank 0 of the group; empty on the others. Messages are not padded."""
     options = dist.GatherOptions()
     options.rootRank = 0
     mine, is_head = torch.tensor([len(message)]), group.rank() == 0

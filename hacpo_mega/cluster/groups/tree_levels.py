@@ -1,4 +1,4 @@
-"""Who is in which group of a tree (tree.py), as arithmetic on ranks; imports no torch."""
+"""Groups of a tree (tree.py) as arithmetic on ranks; imports no torch."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ class Level(NamedTuple):
 def tree_levels(rank: int, size: int, fanout: int = FANOUT) -> list[Level]:
     """The levels that member `rank` of `size` takes part in, from the leaves up; rank 0 is the root.
 
-    Blocks are of neighbours, so what the levels hand up stays in the order of the ranks. A block of one is left out.
+    Blocks are of neighbours, so results that go up the levels stay in the order of the ranks. A block of one is left
+    out.
     """
     levels: list[Level] = []
     stride, height, index = 1, 0, 0

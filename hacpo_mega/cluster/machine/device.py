@@ -35,7 +35,7 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 def actor_dtype(device: torch.device) -> torch.dtype:
-    """Of an actor's weights, and of its engine's: bf16 on CUDA, fp32 on the CPU."""
+    """Number format of an actor's weights, and of its engine's: bf16 on CUDA, fp32 on the CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -57,7 +57,7 @@ def require_fitting_environment() -> None:
 
 
 def device_identity(device: torch.device) -> str:
-    """What tells GPUs of the whole job apart; empty for the CPU, which nobody counts.
+    """A GPU's identity in the whole job; empty for the CPU, which nobody counts.
 
     By UUID, since every task may call its own GPU number 0.
     """
@@ -65,7 +65,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def _why_no_gpu() -> str:
-    """torch's own words: no driver, one that is too old, none visible."""
+    """torch's own message: no driver, one that is too old, none visible."""
     try:
         torch.cuda.init()
     except RuntimeError as error:

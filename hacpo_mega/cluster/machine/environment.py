@@ -1,7 +1,7 @@
 """The environment of a job's processes, and whether this process is one of them.
 
 `hacpo-mega train|init|doctor CONFIG` outside a job starts one (jobs/local.py) and runs itself in every rank; inside one
-(torchrun or srun) it goes on. Imports nothing heavy: what it sets must be set before torch and vllm are imported.
+(torchrun or srun) it runs at once. Imports nothing heavy: its variables must be set before torch and vllm are imported.
 """
 
 import codecs
@@ -26,9 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from hacpo_mega.cluster.machine.machine_limits import num_cores
-from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
-from hacpo_mega.cluster.seat import (
+from hacpo_mega.cluster.launcher_env import (
     expand_nodes,
     is_on_one_machine,
     node_list,
@@ -36,6 +34,8 @@ from hacpo_mega.cluster.seat import (
     size_variable,
     tasks_of_nodes,
 )
+from hacpo_mega.cluster.machine.machine_limits import num_cores
+from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
 from hacpo_mega.cluster.security.private_folder import folder_on_node, own_folder
 from hacpo_mega.models.files.documents import short
 
@@ -51,7 +51,7 @@ EVERYWHERE = {
     "TOKENIZERS_PARALLELISM": "false",
     # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
     "PYTHONWARNINGS": "ignore:resource_tracker",
-    "TORCH_GLOO_LAZY_INIT": "1",  # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
+    "TORCH_GLOO_LAZY_INIT": "1",  # connect only pairs that talk: 1000 ranks would need a million sockets
 }
 ON_CPU = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # it warns of every CUDA feature that a CPU lacks
@@ -63,7 +63,7 @@ ON_CPU = {
 }
 ON_CUDA = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
-    "VLLM_LOGGING_LEVEL": "WARNING",  # what it says there explains a slow or a failed start
+    "VLLM_LOGGING_LEVEL": "WARNING",  # its warnings explain a slow or a failed start
     "FLASHINFER_LOGGING_LEVEL": "warning",
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -73,7 +73,7 @@ ON_CUDA = {
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
 
-# What a cluster may have to be told otherwise; rank 0 of a Slurm job prints those that are set.
+# Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
@@ -126,12 +126,12 @@ def _require_sound_variables() -> None:
 
 
 def library_settings(*, on_cuda: bool) -> dict[str, str]:
-    """What torch, vLLM and transformers are told on a machine with or without an NVIDIA driver."""
+    """Environment variables for torch, vLLM and transformers on a machine with or without an NVIDIA driver."""
     return EVERYWHERE | (ON_CUDA if on_cuda else ON_CPU)
 
 
 def _inductor_folder() -> str:
-    """What torch is told until own_caches says more; it stays empty where nothing is compiled."""
+    """Torch's cache folder until own_caches chooses one; it stays empty if nothing is compiled."""
     with suppress(ValueError, OSError):
         folder = own_folder() / CACHES[INDUCTOR]
         folder.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def _inductor_folder() -> str:
 
 
 def own_caches(agent: str) -> None:
-    """On CUDA, gives the processes of an agent on this node a folder of their own for what they compile.
+    """On CUDA, gives an agent's processes on this node a cache folder of their own for compiled code.
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
     because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
@@ -160,27 +160,27 @@ def own_caches(agent: str) -> None:
 def one_queue(tp: int) -> None:
     """On CUDA, gives this process one queue to its device where its agent has `tp` > 1. Before its first CUDA context.
 
-    Megatron starts a collective of tensor parallelism and then the product that hides it, and wants the device to take
-    them in that order (its layers say so): with one queue it does. All else of the process waits
-    there, too, so nobody else has it; nor has anybody from Blackwell on, where Megatron's own training does not ask for
-    it. A variable that is set stays.
+    Megatron issues a tensor-parallel collective and then the matrix product that hides it, and needs the device to
+    start them in that order (its layers say so): one queue ensures it. One queue also serialises everything else in the
+    process, so it is set for tensor parallelism alone, and not from Blackwell on, where Megatron's own training does
+    not ask for it. A variable that is already set stays.
     """
     if tp > 1 and _has_cuda() and not _is_blackwell():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _is_blackwell() -> bool:
-    """Whether a GPU of this machine has compute capability 10 or more; False where nvidia-smi does not tell."""
+    """True if a GPU of this machine has compute capability 10 or more; False if nvidia-smi does not tell."""
     asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):  # no such command in a container, or a driver that hangs
         return False
-    return any(int(line.partition(".")[0]) >= 10 for line in said.splitlines() if line[:1].isdigit())
+    return any(int(line.partition(".")[0]) >= 10 for line in output.splitlines() if line[:1].isdigit())
 
 
 def compiler_problems() -> list[str]:
-    """What Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
+    """Tools that Triton lacks here to compile the launcher of a kernel, which it does at run time on CUDA."""
     scheme = sysconfig.get_default_scheme()
     # As Triton: Debian's own scheme has a folder that nothing installs headers to.
     header = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"], "Python.h")
@@ -190,12 +190,12 @@ def compiler_problems() -> list[str]:
 
 
 def compiles() -> bool:
-    """Whether torch's compiler is at work in this process."""
+    """True if torch's compiler is at work in this process."""
     return os.environ.get("TORCHDYNAMO_DISABLE") != "1"
 
 
 def may_fork_ranks() -> bool:
-    """Whether ranks may be forked from a process that has imported what they need.
+    """True if ranks may be forked from a process that has imported all they need.
 
     Not with an NVIDIA driver: what a library asks CUDA for while it is imported no child could use.
     """
@@ -203,12 +203,12 @@ def may_fork_ranks() -> bool:
 
 
 def _has_cuda() -> bool:
-    """Whether this machine has an NVIDIA driver, asked without importing torch."""
+    """True if this machine has an NVIDIA driver; does not import torch."""
     return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
 
 
 def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
-    """What a launcher tells a process and srun does not, from a Slurm task's variables; it may use `allowed` cores.
+    """Variables that a launcher sets and srun does not, from those of a Slurm task; it may use `allowed` cores.
 
     Rank 0 is on the first node of component 0 of a heterogeneous job; the node list of its tasks is the sorted union.
     """
@@ -220,7 +220,7 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
             "unset SLURM_PROCID to start here"
         )
     job, step = (number_of(name, task.get(name, "0"), 2**32 - 1) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    # Below the ports that the kernel serves to whoever asks for any; another one for every step of a job.
+    # Below the kernel's ephemeral ports; another one for every step of a job.
     port = 10_000 + (job * 8 + step) % 20_000
     counts, node = tasks_of_nodes(task["SLURM_TASKS_PER_NODE"]), number_of("SLURM_NODEID", task["SLURM_NODEID"])
     if node >= len(counts):
@@ -245,7 +245,7 @@ def cores_of_a_process(num_local: int) -> int:
 
 
 def num_threads_set() -> int:
-    """Threads that this process was told to compute with; 0 where nobody has."""
+    """Number of threads that this process was given to compute with; 0 if none was set."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() else 0
 
@@ -278,7 +278,7 @@ def _interface_towards(host: str) -> str | None:
 
 
 def has_tracker_login() -> bool:
-    """Whether wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
+    """True if wandb would start without asking for a key: told not to go online, given one, or logged in by a netrc."""
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
@@ -295,7 +295,7 @@ def shown_environment() -> str:
 
 
 def attempt_of_job() -> tuple[str, int] | None:
-    """Which job this process is in, and the attempt of it, from 1 on; None where nobody starts a job again.
+    """The job of this process and its attempt, from 1 on; None if nobody starts a job again.
 
     The same before and after Place.join, which sets RANK.
     """
@@ -308,7 +308,7 @@ def attempt_of_job() -> tuple[str, int] | None:
 
 
 def _slurm_job() -> str | None:
-    """The number of the Slurm job whose script or step this process belongs to, whoever has started it there.
+    """The number of the Slurm job to which this process's script or step belongs, whoever started it there.
 
     The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
     """
@@ -316,7 +316,7 @@ def _slurm_job() -> str | None:
 
 
 def ends_are_noted() -> bool:
-    """Whether the job script that started this process notes how an attempt ends, unless Slurm ends it."""
+    """True if the job script that started this process notes how an attempt ends, unless Slurm ends it."""
     return ENDS_NOTED in os.environ
 
 
@@ -349,7 +349,7 @@ class Used(NamedTuple):
 
 
 def used_since_begin() -> Used:
-    """Since the command began that this process is of, and what it and its launcher here have used of processors."""
+    """Seconds since this process's command began, and processor seconds that it and its local launcher have used."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
     fields = Path(f"/proc/{launcher}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
@@ -358,38 +358,38 @@ def used_since_begin() -> Used:
 
 
 def _is_slurm_task() -> bool:
-    """Whether srun started this process, and nothing below it that says RANK itself."""
+    """True if srun started this process, with no other launcher below it that sets RANK."""
     return "SLURM_PROCID" in os.environ and "RANK" not in os.environ
 
 
 def is_first_of_the_job() -> bool:
-    """Whether this process is rank 0 of its job; outside a job it is."""
+    """True if this process is rank 0 of its job, or outside a job."""
     return _variable("RANK", "SLURM_PROCID") == 0
 
 
 def inside_a_job() -> bool:
-    """Whether this process is one rank of a job."""
+    """True if this process is one rank of a job."""
     return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def is_first_of_its_node() -> bool:
-    """Whether this process is the one of its node that says what all of them find; outside a job it is."""
+    """True if this process reports its node's shared findings, or is outside a job."""
     return _variable("LOCAL_RANK", "SLURM_LOCALID") == 0
 
 
 def _variable(*names: str) -> int:
-    """The number in the first of these variables that is set; 0 where none is. ValueError for what is no number."""
+    """The number in the first of these variables that is set; 0 if none is. ValueError if it is no number."""
     name = next((name for name in names if os.environ.get(name)), None)
     return 0 if name is None else number_of(name, os.environ[name])
 
 
 def reads_first() -> bool:
-    """Whether no process of this node has read what this one reads; local ranks begin after their launcher has."""
+    """True if no process of this node has read the same before; local ranks begin after their launcher has."""
     return is_first_of_its_node() and LAUNCHER_PID not in os.environ
 
 
 def job_size() -> int:
-    """Processes of the job that this process is in, as its launcher says; ValueError when it does not say."""
+    """Number of processes of this process's job, by its launcher; ValueError if the launcher does not say."""
     value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
     if value is None:
         raise ValueError(

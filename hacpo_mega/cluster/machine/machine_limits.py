@@ -1,8 +1,8 @@
-"""How many processes of a run one machine can hold: asked by `hacpo-mega train` before it starts them all here.
+"""Number of a run's processes that one machine can hold; asked by `hacpo-mega train` before it starts them all here.
 
-A typo in tp or lanes would start hundreds, and the machine would answer nobody any more. Who starts the ranks himself,
-by torchrun or srun, is not asked. The memory that is left is the least of what the kernel, the cgroups around this
-process and Slurm allow. Not here: who runs where (rank_map.py).
+A typo in tp or lanes would start hundreds, and the machine would no longer respond. Ranks started by torchrun or srun
+are not checked. The memory left is the least of that of the kernel, of the cgroups around this process and of Slurm.
+Not here: placement of ranks (rank_map.py).
 """
 
 import os
@@ -48,9 +48,10 @@ def free_memory_bytes(root: Path = Path("/"), task: Mapping[str, str] = os.envir
 
 
 def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """The least of what the kernel has, every cgroup of this process has left, and Slurm gave to the job's node.
+    """The least memory left: of the kernel, of every cgroup of this process, and of Slurm's limit for the job on the
+    node.
 
-    Beside it who says so: "" for the kernel. `root` holds /proc and /sys; `task` has the variables of a Slurm task.
+    With its origin: "" for the kernel. `root` holds /proc and /sys; `task` has the variables of a Slurm task.
     """
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -58,7 +59,7 @@ def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) ->
 
 
 def num_memory_kills(root: Path = Path("/")) -> int:
-    """How often the kernel has killed a process of this cgroup for want of memory; of the machine outside of one."""
+    """Number of out-of-memory kills in this process's cgroup, or on the machine outside of one."""
     files = [folder / name for folder in _memory_cgroups(root) for name in ("memory.events", "memory.oom_control")]
     for file in (*files, root / "proc/vmstat"):
         if "oom_kill" in (counts := _counts(file)):
@@ -67,7 +68,7 @@ def num_memory_kills(root: Path = Path("/")) -> int:
 
 
 def _memory_cgroups(root: Path) -> list[Path]:
-    """The folder of the cgroup that counts this process's memory, and those of all its parents."""
+    """The folders of the memory cgroup of this process and of all its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -83,7 +84,7 @@ def _memory_cgroups(root: Path) -> list[Path]:
 
 
 def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
-    """What each cgroup of this process has left; pages of files that nobody uses can be dropped."""
+    """Memory left in each cgroup of this process; unused file pages can be dropped."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -98,7 +99,7 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _given_by_slurm(task: Mapping[str, str]) -> Iterator[tuple[int, str]]:
-    """The job's memory on this node; a shell that only asked for nodes has the variables, too, and no task."""
+    """The job's memory on this node; a shell that only allocated nodes has the variables, too, but no task."""
     if "SLURM_PROCID" not in task:
         return
     for name, times in (("NODE", None), ("CPU", "SLURM_CPUS_ON_NODE"), ("GPU", "SLURM_GPUS_ON_NODE")):

@@ -1,4 +1,4 @@
-"""Which processors a process of a Slurm job may use, and those near its GPU. Before any thread is born; no torch.
+"""Processors that a process of a Slurm job may use, and those near its GPU. Runs before any thread starts; no torch.
 
 `srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
 node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hacpo_mega.cluster.seat import number_of
+from hacpo_mega.cluster.launcher_env import number_of
 
 MASK = re.compile(r"0x[0-9A-Fa-f]+")
 
 
 def num_threads(task: Mapping[str, str], num_local: int, allowed: int) -> int:
-    """Threads of one of `num_local` processes, of which this one may use `allowed` processors.
+    """Number of threads for one of `num_local` processes; this one may use `allowed` processors.
 
     Where nothing binds it, it sees those of all processes of its node.
     """
@@ -46,7 +46,7 @@ def stay_near_gpu(task: Mapping[str, str], root: Path = Path("/")) -> None:
 def near_shares(
     masks: Sequence[set[int]], homes: Sequence[set[int]], core_of: Callable[[int], int]
 ) -> list[set[int]] | None:
-    """The processors of every process: as many as its mask has, of those of all masks, out of its own `homes`.
+    """The processors of every process: as many as its mask has, taken from all masks, from its own `homes` first.
 
     Both threads of a core stay together (`core_of`). None where one would have too few.
     """
@@ -86,7 +86,7 @@ def _core(processor: int, root: Path) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):  # not told by this kernel
+    except (OSError, ValueError):  # this kernel does not tell
         return ""
 
 

@@ -1,4 +1,4 @@
-"""The GPUs that a job has on this node, asked of nvidia-smi, which also lists those of other jobs. Imports no torch.
+"""The GPUs of a job on this node, from nvidia-smi, which also lists those of other jobs. Imports no torch.
 
 CUDA_VISIBLE_DEVICES names them by number, by UUID (or the beginning of one), or by a slice of one (MIG); a slice counts
 as a device, and its card's memory, which others may use, says nothing of it.
@@ -19,7 +19,7 @@ SLICE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[\
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device of the job: a card, or a slice of one, whose `name` then says of what size."""
+    """A device of the job: a GPU, or a MIG slice, whose size `name` then tells."""
 
     index: str
     name: str
@@ -29,14 +29,14 @@ class Gpu:
 
 
 def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
-    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all where it is None, and what is wrong with them.
+    """The devices that `visible` (CUDA_VISIBLE_DEVICES) leaves, all if it is None, and its problems.
 
     Without NVIDIA's tool there are none.
     """
-    said = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
-    if isinstance(said, str):
-        return [], [said] if said else []
-    cards = [[cell.strip() for cell in line.split(",")] for line in said]
+    output = _ask(f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits")
+    if isinstance(output, str):
+        return [], [output] if output else []
+    cards = [[cell.strip() for cell in line.split(",")] for line in output]
     if visible is None:
         gpus = [_card(card) for card in cards]
     else:
@@ -50,7 +50,7 @@ def visible_gpus(visible: str | None) -> tuple[list[Gpu], list[str]]:
 
 
 def _named(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str, str, str]]) -> Gpu | None:
-    """The device that a word of CUDA_VISIBLE_DEVICES means; None for one that is not there."""
+    """The device of one entry of CUDA_VISIBLE_DEVICES; None if there is none."""
     if name.startswith("MIG-"):
         for uuid, profile, card in slices:
             # Older drivers name a slice by its card: MIG-GPU-<uuid>/instance/instance.
@@ -74,8 +74,8 @@ def _card(card: Sequence[str]) -> Gpu:
 def _slices() -> Iterator[tuple[str, str, str]]:
     """(UUID, profile, its card's UUID) of every slice."""
     card = ""
-    said = _ask("-L")
-    for line in said if isinstance(said, list) else ():
+    output = _ask("-L")
+    for line in output if isinstance(output, list) else ():
         if found := CARD.match(line):
             card = found["uuid"]
         elif found := SLICE.match(line):
@@ -83,7 +83,7 @@ def _slices() -> Iterator[tuple[str, str, str]]:
 
 
 def _ask(*options: str) -> list[str] | str:
-    """The lines that nvidia-smi prints; what is wrong with it, "" where there is none."""
+    """The lines that nvidia-smi prints; or its error, "" if there is no nvidia-smi."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=ANSWER_S)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a process of the job says to another in torch's object collectives: plain values and tensors, nothing that runs.
+"""Messages between processes in torch's object collectives: plain values and tensors, nothing that runs.
 
 This project sends bytes of a stated layout. Its libraries send objects by `all_gather_object` and the like: Megatron
 the keys of its parameter groups, vLLM names of shared memory and handles of it, numbers and settings it has measured.
@@ -24,13 +24,13 @@ TENSOR: Names = frozenset((REBUILD, LOAD, HOOKS))
 
 
 class PlainUnpickler:
-    """What torch calls in place of pickle.Unpickler."""
+    """The replacement that torch calls instead of pickle.Unpickler."""
 
     def __init__(self, file: io.BytesIO) -> None:
         self._data = file.read()
 
     def load(self) -> Any:
-        """The object. ValueError, which ends the job, for any other than is said above."""
+        """The object. ValueError, which ends the job, for any other type than those above."""
         parts: list[Record] = []
         try:
             value = read_plain(self._data, TENSOR, partial(_tensor, parts))
@@ -47,7 +47,7 @@ class PlainUnpickler:
 def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
     """A tensor on the CPU, as torch pickles one: its storage by torch.save, and where in it the numbers lie.
 
-    `parts` are those of tensors that are still to come.
+    `parts` are those of tensors that still follow.
     """
     if record.name != REBUILD:
         parts.append(record)

@@ -23,7 +23,7 @@ KEYS = (str, int, float, bytes)
 
 @dataclass(eq=False)
 class Record:
-    """What a pickle would have made: of a class or a function, with these arguments, and its state if it had one.
+    """A pickled object left unmade: its class or function, the arguments, and its state if it had one.
 
     Equal to itself alone, so that it can be the key of a dictionary. `is_made` is false for the class itself.
     """
@@ -42,8 +42,8 @@ def as_is(record: Record) -> Any:
 def read_plain(data: bytes, names: Names = NO_NAMES, meaning: Callable[[Record], Any] = as_is) -> Any:
     """The value of a pickle that names nothing but `names`, as pairs (module, name).
 
-    `meaning` is what stands for a Record in the value, from the moment on at which it would have been made. ValueError,
-    in a few words, for any other name, for what no plain value needs, and for bytes that are no pickle.
+    `meaning` gives the value that replaces a Record, at the moment at which it would have been made. ValueError, in a
+    few words, for any other name, for opcodes that no plain value needs, and for bytes that are no pickle.
     """
     reader = _Reader(names, meaning)
     try:

@@ -1,4 +1,4 @@
-"""Folders that nobody else on the machine can enter: a job's, gone with it, and the user's, which stays.
+"""Folders that nobody else on the machine can enter: a job's, removed with it, and the user's, which stays.
 
 A job's has the file by which its processes find each other, where a launcher of ours started them on one machine, and
 the sockets of engines that span processes. No torch.
@@ -25,14 +25,14 @@ PREFIX, OWNER = "hacpo_mega-", "launcher"  # of a job's folder, and the file tha
 def job_folder() -> Iterator[Path]:
     """A new folder of mode 700 under TMPDIR; under /tmp where that is too long a path for sockets.
 
-    Those that killed launchers have left go. Whose launcher lives is told by a lock, which ends with its process, also
-    in another container of the same machine, where a process has another number.
+    Removes folders that killed launchers have left. A lock tells whether a launcher lives: it ends with its process,
+    also in another container of the same machine, where the process has another number.
     """
     folder = _make()
     _remove_left(folder.parent)
     owner = (folder / f".{OWNER}").open("x")
     try:
-        with suppress(OSError):  # a file system without locks: then nobody removes what is left
+        with suppress(OSError):  # a file system without locks: then leftovers stay
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (folder / f".{OWNER}").rename(folder / OWNER)  # nobody sees it before it is locked
         yield folder
@@ -42,7 +42,7 @@ def job_folder() -> Iterator[Path]:
 
 
 def _remove_left(parent: Path) -> None:
-    """Removes the folders of this user's jobs whose launcher has gone. One without OWNER may be about to get it."""
+    """Removes the folders of this user's jobs without a living launcher. One without OWNER may be about to get it."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):  # another's, in use, or gone meanwhile
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -53,7 +53,7 @@ def _remove_left(parent: Path) -> None:
 
 
 class SocketFolder:
-    """Where this process's engine puts its sockets: the job's folder, the user's choice, or one of its own."""
+    """Folder of this process's engine sockets: the job's, the user's choice, or one of its own."""
 
     def __init__(self) -> None:
         self._own: Path | None = None
@@ -64,14 +64,14 @@ class SocketFolder:
             os.environ[SOCKETS] = str(self._own)
 
     def remove(self) -> None:
-        """Afterwards nothing is left of what is this process's own."""
+        """Removes all that is this process's own."""
         if self._own is not None:
             os.environ.pop(SOCKETS, None)
             shutil.rmtree(self._own, ignore_errors=True)  # it may be done already
 
 
 def own_folder() -> Path:
-    """A folder of the user's for what outlives a job: in the cache of his home, or under TMPDIR where that cannot be.
+    """A folder of the user's for files that outlive a job: in the home's cache, or under TMPDIR if that is impossible.
 
     Another user can take a name under TMPDIR, but none in a home. ValueError where both fail.
     """
@@ -96,7 +96,7 @@ def _home_cache() -> Path | None:
 
 
 def _first_of(*folders: Path | None) -> Path:
-    """The first folder that is there, or can be made, and that nobody else owns or may write."""
+    """The first folder that exists, or can be made, and that nobody else owns or may write."""
     for folder in filter(None, folders):
         with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)

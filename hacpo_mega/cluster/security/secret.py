@@ -1,13 +1,13 @@
-"""The secret of a job, and how two of its processes show each other that they know it before anything else is said.
+"""The secret of a job, and the handshake by which two of its processes prove that they know it.
 
     host -> caller     32 random bytes, as soon as the connection stands
     caller -> host     32 random bytes, and HMAC-SHA256 over both with the secret
     host -> caller     the same in the other role
 
-All lengths are fixed, so nothing that a stranger sends is parsed; what it is proved for (`purpose`) and the role are
-part of what is signed, so that no answer serves elsewhere, and the random bytes make every answer serve once.
-What follows on the connection is neither signed nor encrypted: docs/security.md says what that leaves open.
-Not here: which sockets there are (watchdog.py, preflight.py, rendezvous.py).
+All lengths are fixed, so nothing that an unauthenticated peer sends is parsed. The `purpose` and the role are part of
+what is signed, so no answer serves elsewhere, and the random bytes make every answer serve once. The connection itself
+is neither signed nor encrypted: docs/security.md says what that leaves open. Not here: which sockets there are
+(watchdog.py, preflight.py, rendezvous.py).
 """
 
 import atexit
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from hacpo_mega.cluster.seat import RANK_VARIABLES, Seat, from_launcher, num_local
+from hacpo_mega.cluster.launcher_env import RANK_VARIABLES, LauncherEnv, from_launcher, num_local
 from hacpo_mega.cluster.security.private_folder import own_folder
 from hacpo_mega.models.files.visible import say
 
@@ -38,12 +38,12 @@ SHARED_S, NOTICE_S, POLL_S = 300.0, 15.0, 0.5  # how long rank 0's file is waite
 MAX_CALLERS = 256  # who have connected and not shown anything yet; then the one that has been silent longest goes
 
 
-class Stranger(OSError):
-    """Who is at the other end does not know the job's secret, or does not speak like one of its processes."""
+class AuthError(OSError):
+    """Raised if the other end does not know the job's secret, or does not speak like one of its processes."""
 
 
-class AnotherSecret(Stranger):
-    """Who is at the other end speaks like a process of a job, and has another secret."""
+class WrongSecret(AuthError):
+    """Raised if the other end speaks like a process of a job, and has another secret."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class Secret:
     key: bytes = field(repr=False)
 
     @classmethod
-    def of_job(cls, seat: Seat) -> Self:
-        """What the launcher has given to all processes; on one machine also what a file of the user's says.
+    def of_job(cls, env: LauncherEnv) -> Self:
+        """The secret that the launcher has given to all processes; on one machine also that of a file of the user's.
 
         ValueError where processes on several machines were given none, or something else.
         """
-        if said := os.environ.get(SECRET):
-            return cls(_decoded(said))
-        if seat.num_local < seat.world_size:
+        if value := os.environ.get(SECRET):
+            return cls(_decoded(value))
+        if env.num_local < env.world_size:
             raise ValueError(
                 f"{SECRET} is not set, and the processes of this job are on several machines: say `{EXPORT}` once, "
                 "before srun (torchrun: the same value on every node)"
             )
-        return cls(_of_this_machine() if seat.world_size > 1 else os.urandom(NUM_BYTES))
+        return cls(_of_this_machine() if env.world_size > 1 else os.urandom(NUM_BYTES))
 
     def proof(self, role: str, purpose: str, challenges: bytes) -> bytes:
-        """Shows that whoever knows these random bytes knows the secret, too."""
+        """Proves that the holder of these random bytes knows the secret."""
         text = "\n".join(("hacpo_mega", role, purpose, ""))
         return hmac.digest(self.key, text.encode() + challenges, "sha256")
 
@@ -87,7 +87,7 @@ def forget_secret() -> None:
 
 
 def share_secret(run_dir: Path, patience_s: float) -> None:
-    """Gives the processes of a Slurm step on several nodes one secret, where nobody has exported any. Before `of_job`.
+    """Gives the processes of a Slurm step on several nodes one secret, if none is exported. Runs before `of_job`.
 
     By a file beside `run_dir`, which all nodes see: rank 0 makes it, for this step alone and readable by its user
     alone, and removes it by `forget_secret`. ValueError where it cannot be made, or does not appear.
@@ -114,7 +114,7 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Whole or not at all, in the place of whatever a killed process has left there."""
+    """Writes atomically, over a leftover of a killed process."""
     draft = path.with_name(f"{path.name}.{new_secret()[:16]}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -126,7 +126,7 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _await_private(path: Path, patience_s: float, advice: str) -> str:
-    """The text of a file that this user has made, and nobody else may read. ValueError where none comes in time."""
+    """The text of a file that this user has made and nobody else may read. ValueError if none appears in time."""
     begin, is_silent = time.monotonic(), True
     while True:
         with suppress(OSError):
@@ -148,15 +148,15 @@ def _await_private(path: Path, patience_s: float, advice: str) -> str:
         time.sleep(POLL_S)
 
 
-def _decoded(said: str) -> bytes:
+def _decoded(value: str) -> bytes:
     with suppress(ValueError):
-        if len(key := bytes.fromhex(said)) >= NUM_BYTES:
+        if len(key := bytes.fromhex(value)) >= NUM_BYTES:
             return key
-    raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(said)} characters)")
+    raise ValueError(f"{SECRET} must be at least {2 * NUM_BYTES} hexadecimal digits (found {len(value)} characters)")
 
 
 def _of_this_machine() -> bytes:
-    """Of all jobs that this user starts by hand on this machine; made by whichever process comes first."""
+    """The secret of all jobs that this user starts by hand on this machine; the first process makes it."""
     path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
     draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     with suppress(FileExistsError):
@@ -171,8 +171,9 @@ def _of_this_machine() -> bytes:
     return _decoded(path.read_text(encoding="ascii"))
 
 
-class Gate:
-    """A listening socket that lets in who knows the secret. Strangers are heard side by side and hold up nobody.
+class AuthListener:
+    """A listening socket that accepts peers that know the secret. Peers authenticate side by side, so none holds up
+    another.
 
     turned_away   is told once per address that it has shown another secret
     """
@@ -186,7 +187,7 @@ class Gate:
     ) -> None:
         self._server, self._secret, self._purpose = server, secret, purpose
         self._turned_away, self._known = turned_away, set[str]()
-        self._callers: dict[socket.socket, bytearray] = {}  # what was sent to each, and what each has said, in order
+        self._callers: dict[socket.socket, bytearray] = {}  # bytes sent to each and received from each, in order
         server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(server, selectors.EVENT_READ)
@@ -200,10 +201,10 @@ class Gate:
                     self._greet()
                 elif admitted := self._hear(key.fileobj):
                     return admitted
-        raise TimeoutError(f"nobody who knows the job's secret has come within {timeout_s:.0f} s")
+        raise TimeoutError(f"no process with the job's secret has connected within {timeout_s:.0f} s")
 
     def expect(self, timeout_s: float) -> Future[socket.socket]:
-        """The same beside what this thread does; the gate is closed when somebody has come, or the time is up."""
+        """The same in a thread of its own; the socket is closed when a peer has been accepted, or the time is up."""
         admitted: Future[socket.socket] = Future()
 
         def admit() -> None:
@@ -218,7 +219,7 @@ class Gate:
         return admitted
 
     def close(self) -> None:
-        """Sends away who has not been let in, and closes the door."""
+        """Disconnects peers that are not authenticated, and closes the socket."""
         for caller in list(self._callers):
             self._dismiss(caller)
         self._selector.close()
@@ -264,33 +265,34 @@ class Gate:
         caller.close()
 
 
-def introduce(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
-    """Shows the host of a connection the secret, and lets it show that it knows it. Stranger where it does not."""
+def authenticate(connection: socket.socket, secret: Secret, purpose: str, timeout_s: float) -> None:
+    """Proves knowledge of the secret to the host of a connection and checks the host's proof; else AuthError."""
     end = time.monotonic() + timeout_s
     challenges = _read(connection, NUM_BYTES, end) + os.urandom(NUM_BYTES)
     connection.sendall(challenges[NUM_BYTES:] + secret.proof("caller", purpose, challenges))
-    shown = _read(connection, NUM_BYTES, end, AnotherSecret)
+    shown = _read(connection, NUM_BYTES, end, WrongSecret)
     if not hmac.compare_digest(shown, secret.proof("host", purpose, challenges)):
-        raise Stranger("who listens there does not know this job's secret")
+        raise AuthError("the listener there does not know this job's secret")
     connection.settimeout(None)
 
 
 def _speak(connection: socket.socket, text: bytes) -> None:
-    """A few bytes on a fresh connection, whose buffer is empty."""
+    """Sends a few bytes on a fresh connection, whose buffer is empty."""
     if connection.send(text) < len(text):
-        raise Stranger("it does not take 32 bytes")
+        raise AuthError("it does not take 32 bytes")
 
 
-def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[Stranger] = Stranger) -> bytes:
-    """Exactly so many bytes before the time `end`. Stranger where they do not come, `hung_up` where nothing can."""
+def _read(connection: socket.socket, num_bytes: int, end: float, hung_up: type[AuthError] = AuthError) -> bytes:
+    """Reads exactly so many bytes before the time `end`. AuthError if they do not come, `hung_up` at the end of the
+    stream."""
     heard = b""
     while len(heard) < num_bytes:
         connection.settimeout(max(1e-3, end - time.monotonic()))
         try:
             more = connection.recv(num_bytes - len(heard))
         except TimeoutError:
-            raise Stranger("who listens there says nothing that a process of this job would") from None
+            raise AuthError("the listener there does not answer like a process of this job") from None
         if not more:
-            raise hung_up("who listens there hangs up: it has another secret, or is no process of this job")
+            raise hung_up("the listener there hangs up: it has another secret, or is no process of this job")
         heard += more
     return heard

@@ -1,4 +1,4 @@
-"""Every cross-check of a configuration: what one table alone cannot know. Arithmetic and the nearest valid value.
+"""Cross-checks of a configuration, over several tables: arithmetic and the nearest valid value.
 
 What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
 the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
@@ -58,19 +58,19 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
 
 
 def batch_problems(config: Config) -> list[str]:
-    """Those that no file, model or device decides: names, the method, and what a step, an update, a cell hold."""
+    """Problems that no file, model or device decides: names, the method, the sizes of step, update and cell."""
     rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers)
     return [problem for rule in rules for problem in rule(config)]
 
 
 def nearest_multiples(value: int, of: int, least: int = 1) -> str:
-    """The multiples of `of` on both sides of `value`, from `least` on, as a person would say them: '96 or 104'."""
+    """The multiples of `of` on both sides of `value`, from `least` on, as text: '96 or 104'."""
     below, above = value // of * of, -(-max(value, least) // of) * of
     return f"{above}" if below in (above, 0) or below < least else f"{below} or {above}"
 
 
 def update_unit(config: Config) -> int:
-    """The number that prompts_per_update is a multiple of: what every agent's cells, and the method, divide."""
+    """The divisor of prompts_per_update, from every agent's cells and the method."""
     cells = (config.lanes * agent.cells_per_lane for agent in config.agents)
     return math.lcm(*cells) * METHODS[config.algorithm.method].updates
 
@@ -96,7 +96,7 @@ def _names(config: Config) -> Iterator[str]:
 
 
 def _method(config: Config) -> Iterator[str]:
-    """Whether the method can do anything with this number of agents and answers."""
+    """Checks that the method fits this number of agents and answers."""
     name = config.algorithm.method
     if config.answers_compared == 1 and name != "sgt" and config.algorithm.advantages is None:
         yield (
@@ -108,13 +108,13 @@ def _method(config: Config) -> Iterator[str]:
 
 
 def _scoring(config: Config) -> Iterator[str]:
-    """Whether a score can wait for the first update."""
+    """Checks that scoring may wait for the first update."""
     if config.training.score_in_first_update is True:
         yield from (f"training.score_in_first_update: {reason}. Nearest: false" for reason in config.why_scored_before)
 
 
 def _one_step_off(config: Config) -> Iterator[str]:
-    """Whether an engine can answer while its actor learns."""
+    """Checks that an engine can answer while its actor learns."""
     if not config.rollout.one_step_off:
         return
     if config.placement == "shared":
@@ -141,7 +141,7 @@ def _one_step_off(config: Config) -> Iterator[str]:
         if agent.offload == "optimizer" and config.placement != "apart":
             yield (
                 f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
-                "so nothing is ever away. Nearest: 'none'"
+                "so nothing is ever offloaded. Nearest: 'none'"
             )
 
 
@@ -184,7 +184,7 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _answers(config: Config) -> Iterator[str]:
-    """Whether every process of a lane can hold the answers of a step."""
+    """Checks that every process of a lane can hold the answers of a step."""
     prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
     if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
         asked = config.rollout.rollouts_per_prompt
@@ -201,7 +201,7 @@ def _answers(config: Config) -> Iterator[str]:
 
 
 def _generator(config: Config) -> Iterator[str]:
-    """Whether the built-in task has the prompts that a step, an evaluation and a warm start ask for."""
+    """Checks that the built-in task has the prompts that a step, an evaluation and a warm start ask for."""
     if config.data.generator is not None:
         yield from _skills(config)
     for agent in config.agents:
@@ -215,7 +215,7 @@ def _generator(config: Config) -> Iterator[str]:
 
 
 def _logging(config: Config) -> Iterator[str]:
-    """Whether every tracker and traced step is named once, and each traced step comes."""
+    """Checks that every tracker and traced step is named once, and that each traced step is reached."""
     logging = config.logging
     for key, values in (
         ("trackers", logging.trackers),
@@ -233,7 +233,7 @@ def _logging(config: Config) -> Iterator[str]:
 
 
 def _named_once(config: Config) -> Iterator[str]:
-    """Whether every matrix with an adapter is named once, and every field of a row is read as one thing."""
+    """Checks that every matrix with an adapter is named once, and that every field of a row is used for one purpose."""
     for agent in config.agents:
         targets = () if agent.lora is None or isinstance(agent.lora.targets, str) else agent.lora.targets
         if len(set(targets)) < len(targets):
@@ -280,7 +280,7 @@ def _skills(config: Config) -> Iterator[str]:
 
 
 def _tables(config: Config, agent: AgentConfig) -> list[str]:
-    """What is wrong with the tables of an agent, whatever its model is."""
+    """Problems of an agent's tables that do not depend on its model."""
     lines = list(table_problems(agent.megatron, agent.vllm))
     try:
         agent.layout(config.lanes)
@@ -294,7 +294,7 @@ def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[s
     yield from _tables(config, agent)
     try:
         layout = agent.layout(config.lanes)
-    except ValueError:  # which is said above
+    except ValueError:  # reported above
         return
     try:
         architecture = architecture_of(agent)
@@ -338,7 +338,7 @@ def position_problems(config: Config, architecture: Architecture) -> Iterator[st
 
 
 def _adapters(agent: AgentConfig, architecture: Architecture) -> Iterator[str]:
-    """Whether the model can have the adapters that the agent asks for."""
+    """Checks that the model can have the adapters that the agent asks for."""
     try:
         lora = agent.adapters(architecture)
     except ValueError as problems:
@@ -363,7 +363,8 @@ def _folder(folder: Path, architecture: Architecture, *, reads_bytes: bool) -> I
 
 
 def architecture_of(agent: AgentConfig) -> Architecture:
-    """An agent's model: from its folder or, before `init` has made it, from the init table. ValueError in one line."""
+    """An agent's architecture: from its folder or, before `init` has made it, from the init table. ValueError in one
+    line."""
     if not _is_planned(agent):
         return Architecture.from_folder(agent.model)
     init = agent.init

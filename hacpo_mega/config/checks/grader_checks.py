@@ -1,4 +1,4 @@
-"""Whether reward.kind names a grader that has the options: one of ours, or the user's, found without running its file.
+"""Checks that reward.kind names a grader with these options: a built-in one, or the user's, found without running it.
 
 A module is looked for where Python would, but nothing is imported: the source is parsed for the name and its signature.
 """
@@ -23,7 +23,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({})) -> str | None:
-    """What is wrong with a reward kind, or None; `options` are given to it besides."""
+    """The problem of a reward kind, or None; `options` are passed to it as well."""
     place, colon, name = kind.rpartition(":")
     if kind in GRADERS:
         return None
@@ -39,7 +39,7 @@ def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({
 
 
 def _call_problem(kind: str, options: Mapping[str, object]) -> str | None:
-    """Why a grader cannot be called, by its source; a worker asks the function itself (grader_signature.py)."""
+    """The reason why a grader cannot be called, by its source; a worker asks the function (grader_signature.py)."""
     found = _definition(kind)
     if isinstance(found, ast.ClassDef):
         may_call = found.bases or found.decorator_list or "__call__" in _bound_names(ast.Module(found.body, []))
@@ -61,7 +61,7 @@ def _call_problem(kind: str, options: Mapping[str, object]) -> str | None:
 
 
 def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
-    """Why "module:function" or "file.py:function" cannot be called with so many arguments, or None."""
+    """The reason why "module:function" or "file.py:function" cannot be called with so many arguments, or None."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         file = Path(place)
@@ -80,7 +80,7 @@ def own_code_problem(name: str, num_arguments: int | None = None, what: str = "f
 
 
 def tracker_problem(name: str) -> str | None:
-    """Why a class of the user's is no tracker (logbook/files/trackers.py), as far as its source tells; or None."""
+    """The reason why a user's class is no tracker (logbook/files/trackers.py), as far as its source tells; or None."""
     problem = own_code_problem(name, num_arguments=1, what="class")
     found = None if problem else _definition(name)
     if not isinstance(found, ast.ClassDef) or found.bases or found.decorator_list:
@@ -99,8 +99,8 @@ def tracker_problem(name: str) -> str | None:
 
 
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
-    """Which of the options a grader that `grader_problem` has found does not have, as far as its source tells; or, of
-    one of ours, not with this value."""
+    """Options that a grader found by `grader_problem` lacks, as far as its source tells, or that a built-in one
+    refuses."""
     known = GRADERS[kind].options if kind in GRADERS else _parameters(_definition(kind))
     if known is None or not (unknown := sorted(set(options) - set(known))):
         return value_problem(kind, options) if kind in GRADERS else None
@@ -154,7 +154,7 @@ def _parameters(found: Definition | None) -> list[str] | None:
     """The parameters by which options can be given; None where the source does not tell them all."""
     if isinstance(found, ast.ClassDef):
         made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        if not made:  # a dataclass, or what a base class has
+        if not made:  # a dataclass, or an inherited one
             fields = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
             return None if found.bases else fields
         found = made[-1]
@@ -164,7 +164,7 @@ def _parameters(found: Definition | None) -> list[str] | None:
 
 
 def code_problem(module: str, name: str, what: str = "function") -> str | None:
-    """Why Python would not find `name`, a function or class, in a module of this name; None where it would."""
+    """The reason why Python would not find `name`, a function or class, in a module of this name; None if it would."""
     spec = _spec_of(module)
     if spec is None:
         or_file = f", or file.py:{name}" if what == "function" else ""
@@ -175,7 +175,7 @@ def code_problem(module: str, name: str, what: str = "function") -> str | None:
 
 
 def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
-    """Where Python would find a module; None where it would not.
+    """The place where Python would find a module; None if it would not.
 
     Its parents are walked by their folders: `find_spec` would import them.
     """
@@ -198,7 +198,7 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _source_problem(file: Path, name: str, what: str = "function") -> str | None:
-    """Whether a file's source binds `name` at its top, as far as that can be read from it."""
+    """Complains if a file's source does not bind `name` at top level, as far as that can be read from it."""
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
@@ -213,7 +213,7 @@ def _source_problem(file: Path, name: str, what: str = "function") -> str | None
 
 
 def _constant_problem(file: Path, tree: ast.Module, name: str, what: str) -> str | None:
-    """That a file binds `name` to a plain value, and to nothing else; None where it may be a function or class."""
+    """Complains if a file binds `name` to a plain value and to nothing else; None if it may be a function or class."""
     bound = [node for node in tree.body if name in _bound_names(ast.Module([node], []))]
     values = [node.value for node in bound if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
     if not values or len(values) < len(bound):

@@ -1,7 +1,7 @@
-"""What a configuration names outside itself: run folder, prompt files, grader, tokenizers. Looked at, not loaded.
+"""Checks of files that a configuration names: run folder, prompts, grader, tokenizers. They are looked at, not loaded.
 
 Every check is a `stat`, a small file, or the first bytes of a large one, so that `hacpo-mega check` answers at once.
-Not here: whether all rows of a data file are good (data/prompt_sets.py) and what a model's folder says of its layout.
+Not here: checks of all rows of a data file (data/prompt_sets.py) and of a model folder's layout.
 """
 
 import codecs
@@ -30,7 +30,7 @@ TABLES = (".csv", ".tsv", ".xlsx")
 
 
 def input_problems(config: Config) -> Iterator[str]:
-    """Every problem of what the configuration names, a line each."""
+    """Problems of the files that the configuration names, a line each."""
     yield from _run_folder(config)
     yield from _prompt_files(config)
     for key, grader in config.reward.graders.items():
@@ -59,7 +59,7 @@ def missing_models(config: Config) -> list[str]:
 
 
 def _own_code(config: Config) -> Iterator[str]:
-    """What is wrong with functions and trackers that are named, the user's or packages."""
+    """Problems of functions and trackers that are named, the user's or packages'."""
     algorithm = config.algorithm
     for key, name, num_arguments in (("advantages", algorithm.advantages, 3), ("objective", algorithm.objective, 4)):
         if name is not None and (problem := own_code_problem(name, num_arguments)):
@@ -76,7 +76,7 @@ def _own_code(config: Config) -> Iterator[str]:
 
 
 def _run_folder(config: Config) -> Iterator[str]:
-    """A run folder is renamed when another run comes: it must be the run's alone."""
+    """Problems of a run folder's place: another run would rename it, so it must be the run's alone."""
     given, folder = config.run_dir, _real(config.run_dir)
     if Path.cwd().is_relative_to(folder):
         yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
@@ -123,7 +123,7 @@ def _prompt_files(config: Config) -> Iterator[str]:
 
 
 def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None:
-    """What is wrong with a prompt file by its name and first bytes, or None."""
+    """The problem of a prompt file, by its name and first bytes, or None."""
     if str(file).startswith("hub:"):  # read where rows are (data/reading/hub_sets.py)
         missing = f"{file} needs the library datasets, which is not installed here; `pip install 'datasets>=4'`"
         return missing if importlib.util.find_spec("datasets") is None else None
@@ -170,7 +170,7 @@ def _parquet_problem(file: Path, start: bytes, end: bytes) -> str | None:
 
 
 def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], ...]) -> str | None:
-    """Whether the first row has the fields that are named; one that is no JSON is left to whoever reads all rows."""
+    """Checks that the first row has the named fields; a row that is not JSON is left to the reader of all rows."""
     try:
         row = parse_json(start.split(b"\n", 1)[0])
     except ValueError:
@@ -184,7 +184,7 @@ def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], 
 
 
 def _tokenizer_problem(agent: AgentConfig) -> str | None:
-    """What is wrong with an agent's tokenizer files, or None; before `init` there is only its table."""
+    """The problem of an agent's tokenizer files, or None; before `init` there is only its table."""
     if (agent.model / "config.json").is_file():
         return tokenizer_problem(agent.model, needs_template=agent.chat_template)
     if agent.init is not None and agent.chat_template:

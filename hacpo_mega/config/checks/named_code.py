@@ -1,9 +1,9 @@
-"""What a stored configuration would have executed: graders, Python in model folders, plug-ins of the engine.
+"""Code that a stored configuration would execute: graders, Python in model folders, plug-ins of the engine.
 
-`eval` and `export` read the configuration of whoever made the run, which lies beside the model and is not the user's
-own. Ordinary keys are taken from there; what leads to code is not, unless the user says --trust. Whether a key leads to
-code is said by a list of those that do not, so that a key which a later vLLM brings is not taken by mistake.
-Not here: the configuration that a user names to `train`, which is his.
+`eval` and `export` read a configuration that lies beside the model and may be another person's. Ordinary keys are taken
+from it; keys that lead to code are not, unless the user gives --trust. The list holds the keys that do not lead to
+code, so that a key of a later vLLM is not accepted by mistake. Not here: the configuration that a user gives to
+`train`, which is the user's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,8 +75,8 @@ def require_trust(named: Iterable[str], file: Path, *, trusted: bool, instead: s
     """ValueError, one line, for keys of `file` that lead to code, unless its maker is trusted."""
     if not trusted and (keys := ", ".join(named)):
         raise ValueError(
-            f"{file}: {keys}: what this leads to is not run, since it lies beside a model and is not your own "
-            f"configuration. {instead}--trust takes it as it is, if you trust whoever made this run"
+            f"{file}: {keys}: their code is not run, since the file lies beside a model and is not your own "
+            f"configuration. {instead}--trust takes it as it is, if you trust the maker of this run"
         )
 
 

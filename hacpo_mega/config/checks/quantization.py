@@ -1,4 +1,4 @@
-"""Engines that hold coarser numbers than are published: what cannot run, and what `hacpo-mega check` suggests."""
+"""Engines with quantized weights: the combinations that cannot run, and the suggestions of `hacpo-mega check`."""
 
 from collections.abc import Iterator
 
@@ -18,23 +18,23 @@ OF_QUANTIZED_FOLDERS = frozenset(
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
-    """A line where the engine would refuse what its `vllm.quantization` asks for."""
+    """A line for a `vllm.quantization` that the engine would refuse."""
     kind = agent.vllm.get("quantization")
     if kind is None:
         return
     if kind in OF_QUANTIZED_FOLDERS:
         yield (
-            f"vllm.quantization: {kind!r} is of folders that are quantized already, and an engine here is given the "
-            f"numbers that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
+            f"vllm.quantization: {kind!r} is for folders that are quantized already, and engines here get the "
+            f"weights that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
         )
     elif capacity(config) is None:
         yield (
-            f"vllm.quantization: {kind!r} is of bf16 weights, and engines on the CPU hold float32. Nearest: without it"
+            f"vllm.quantization: {kind!r} is for bf16 weights, and engines on the CPU hold float32. Nearest: without it"
         )
 
 
 def suggestions(config: Config) -> Iterator[str]:
-    """A line for each agent whose answers are drawn from another policy than the one that is trained.
+    """A line for each agent that samples from another policy than the trained one.
 
     Where answers are of one step before, the ratio is to the engine's own log-probs already.
     """

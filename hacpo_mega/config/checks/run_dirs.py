@@ -1,4 +1,4 @@
-"""What lies at a run's folder before the run: nothing, what its job has put there, a run of this program, or neither.
+"""State of a run's folder before the run: empty, only files of its job, a run of this program, or something else.
 
 Only the third is ever moved away, and a run is written into the first two alone. Told by names and first lines, so that
 `hacpo-mega check` answers at once. Not here: the moving itself (logbook/run/older_runs.py).
@@ -33,12 +33,12 @@ MODEL_FILE = 64  # characters of a file of a model folder, which may not be on t
 
 
 def contents(folder: Path) -> list[str]:
-    """The names in a folder that are somebody's work, sorted; empty where there is no folder. OSError if unreadable."""
+    """The names in a folder that are a person's work, sorted; empty if there is no folder. OSError if unreadable."""
     return sorted(set(os.listdir(folder)) - NO_CONTENT) if folder.exists() else []
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run of this program is in a folder: its configuration and a first line as we write it, or a checkpoint.
+    """True if a folder holds a run of this program: its configuration and a first line as we write it, or a checkpoint.
 
     One that was killed before it had written more than its first line is a run too.
     """
@@ -49,17 +49,17 @@ def is_run(folder: Path) -> bool:
 
 
 def may_hold_run(folder: Path) -> bool:
-    """Whether a run could go on in a folder: one that was told as ours, or has steps to go on from."""
+    """True if a run can go on in a folder: one recognised as ours, or one with steps to resume from."""
     return is_run(folder) or any((folder / "checkpoints").glob("step_*"))
 
 
 def shown(names: list[str]) -> str:
-    """Some names of a folder, as a line says them."""
+    """Some names of a folder, as text for a line."""
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" if names[NAMES_SHOWN:] else "")
 
 
 def require_displaceable(run_dir: Path) -> None:
-    """ValueError where a new run could not take the place of what lies at `run_dir`; nothing there is no hindrance."""
+    """ValueError if a new run could not replace the content of `run_dir`; an empty place is fine."""
     folder = Path(os.path.realpath(run_dir))
     if not (found := contents(folder)):
         return
@@ -71,13 +71,13 @@ def require_displaceable(run_dir: Path) -> None:
 
 
 def is_mount_point(folder: Path) -> bool:
-    """Whether something is mounted at a real path, also a folder of the same file system."""
+    """True if something is mounted at a real path, even a folder of the same file system."""
     lines = Path("/proc/self/mountinfo").read_bytes().strip(b"\n").split(b"\n")
     return any(OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder) for line in lines)
 
 
 def run_dir_problems(given: Path) -> Iterator[str]:
-    """What is wrong with a run's folder by what lies there, or by where it is; a line each."""
+    """Problems of a run's folder, by its content or its place; a line each."""
     folder = Path(os.path.realpath(given))
     above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if folder.is_symlink():  # although it is where all links lead to
@@ -148,7 +148,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the first line of a file has the keys of ours."""
+    """True if the first line of a file has the keys of ours."""
     try:
         with path.open("rb") as file:
             line = json.loads(file.readline(FIRST_BYTES))

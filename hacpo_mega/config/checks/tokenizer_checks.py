@@ -1,4 +1,4 @@
-"""Whether every agent's tokenizer fits its model and its chat template reads what it is given, by files alone.
+"""Checks that every agent's tokenizer fits its model and that its chat template shows all it is given, by files alone.
 
 Not here: the rules of the files (models/files/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
 """
@@ -19,8 +19,8 @@ from hacpo_mega.models.files.tokenizer_files import chat_template, special_token
 def tokenizer_problems(
     agent: AgentConfig, vocab_size: int, try_template: bool, tools_field: str | None
 ) -> Iterator[str]:
-    """What is wrong with the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
-    if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # which is said where inputs are checked
+    """Problems of the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
+    if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # reported by the checks of inputs
         return
     problems = token_problems(agent.model, vocab_size)
     yield from problems

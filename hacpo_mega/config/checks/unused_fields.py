@@ -1,4 +1,4 @@
-"""What a model's config.json asks for and no run does: lines for people. Imports no torch.
+"""Fields of a model's config.json that no run acts on, as lines for people. Imports no torch.
 
 Not here: what is refused (models/families/families.py).
 """
@@ -18,7 +18,7 @@ UNUSED = {
 def unused_fields(config: Config) -> Iterator[str]:
     """A line for each such field of an agent's folder, if it has one."""
     for agent in config.agents:
-        said = read_json(agent.model / "config.json")
-        for name in UNUSED.keys() & said.keys():
-            if said[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):
-                yield f"{agent.name}: config.json has {name} = {said[name]!r}, which is not used: {UNUSED[name]}"
+        fields = read_json(agent.model / "config.json")
+        for name in UNUSED.keys() & fields.keys():
+            if fields[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):
+                yield f"{agent.name}: config.json has {name} = {fields[name]!r}, which is not used: {UNUSED[name]}"

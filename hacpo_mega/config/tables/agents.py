@@ -35,37 +35,35 @@ class OptimizerConfig(Section):
     lr: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1e-6
     """Learning rate after the warm-up: about the change of a weight in one update."""
     betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
-    """Decay per update of Adam's means of the gradient and of its square."""
+    """Decay rates of Adam's running means of the gradient and of its square."""
     eps: Small = 1e-8
-    """Added to the root of Adam's second moment before the update is divided by it."""
+    """Added to the root of Adam's second moment, the update's denominator."""
     weight_decay: Factor = 0.0
     """Share of a weight that is subtracted from it in every update, times the learning rate."""
     clip_grad: Annotated[float, Field(strict=True, ge=1e-12, le=1e30)] = 1.0
-    """Largest norm of the whole model's gradient; a longer one is scaled down to it."""
+    """Largest norm of the whole model's gradient; a longer gradient is scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from lr, after the warm-up, to min_lr_ratio x lr at the end of the run."""
+    """Shape of the learning rate's fall from lr, after the warm-up, to min_lr_ratio x lr at the end of the run."""
     warmup_updates: CountOrZero = 0
     """Updates at the start of the run over which the learning rate rises linearly to lr."""
     min_lr_ratio: Share = 0.0
     """The learning rate at the end of a linear or cosine schedule, as a share of lr."""
     kernels: Literal["auto", "te", "apex", "torch"] = "auto"
-    """Whose Adam, norm of the gradient and clipping, on CUDA: TransformerEngine's (te), apex's, torch's, or the first
-    of these that is installed (auto), which on the CPU is torch's."""
+    """Implementation of Adam, gradient norm and clipping on CUDA: TransformerEngine (te), apex, torch, or the first of
+    these that is installed (auto). On the CPU, auto is torch."""
 
 
 class DataParallelConfig(Section):
-    """How the cells of an agent add up their gradients: options of Megatron's DistributedDataParallelConfig."""
+    """Gradient reduction over the cells of an agent: options of Megatron's DistributedDataParallelConfig."""
 
     overlap_grad_reduce: Flag = False
-    """Whether gradients are reduced in buckets while backward still computes, in updates in which every cell has
-    samples; in another they are reduced after it."""
+    """Reduce gradients while backward computes, or after it in updates in which a cell has no samples."""
     overlap_param_gather: Flag = False
-    """Whether the weights that an update has changed are gathered while the next forward already computes; needs
-    overlap_grad_reduce, whose buckets it gathers."""
+    """Gather updated weights while the next forward computes; needs overlap_grad_reduce, whose buckets it uses."""
     bucket_size: Count | None = None
-    """Numbers of one bucket; not given: 40 million, or a million per cell where that is more."""
+    """Parameters in one bucket; not given: 40 million, or a million per cell if that is more."""
     pad_buckets_for_high_nccl_busbw: Flag = False
-    """Whether buckets are filled up to multiples of 65,536 numbers, which NCCL reduces faster among many cells."""
+    """Pad buckets to multiples of 65,536 numbers, which NCCL reduces faster among many cells."""
 
     @model_validator(mode="after")
     def _there_are_buckets(self) -> Self:
@@ -76,24 +74,24 @@ class DataParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Adapters in place of the model's own weights, which stay as they are: LoRA, in peft's words."""
+    """LoRA adapters, trained instead of the model's own weights, which stay as they are. Names are peft's."""
 
     rank: Count = 16
-    """Rows of A and columns of B: W + alpha / rank x B A takes the place of a matrix W; peft calls it r."""
+    """Rank r of the adapters: W + alpha / rank x B A takes the place of a matrix W."""
     alpha: Positive = 32.0
-    """What the product is multiplied with, times rank; peft calls it lora_alpha."""
+    """Numerator of the adapters' scale alpha / rank; peft's lora_alpha."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Which matrices of every layer have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
-    "all-linear", every one but embedding, router and head."""
+    """Matrices of every layer that have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
+    "all-linear": all but embedding, router and head."""
 
 
 class SkillShare(Section):
-    """How much of the warm start is one skill."""
+    """Share of the warm start that is one skill."""
 
     share: Share
-    """Share of the examples that are of this skill; the shares of all skills add up to 1."""
+    """Share of the examples with this skill; the shares of all skills add up to 1."""
     num_examples: Count | None = None
-    """Different examples that are drawn from, a number of prompts; not given: all that are not held out."""
+    """Number of different prompts to draw examples from; not given: all that are not held out."""
 
 
 class WarmStartConfig(Section):
@@ -106,7 +104,7 @@ class WarmStartConfig(Section):
     batch_size: Count = 128
     """Worked examples of one update, over all cells."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
-    """Adam of the warm start; agents.optimizer is that of the training after it. Its lr is 0.003 unless it is given."""
+    """Adam of the warm start, with lr = 0.003 by default; agents.optimizer is that of the training after it."""
 
     @model_validator(mode="after")
     def _shares_add_up(self) -> Self:
@@ -134,13 +132,13 @@ class InitConfig(Section):
     ffn_size: Count
     """Width of the feed-forward layer between its two projections."""
     tied_embeddings: Flag
-    """Whether the output layer is the embedding itself instead of a matrix of its own."""
+    """Use the embedding as the output layer, instead of a matrix of its own."""
     max_positions: Count = 256
-    """Tokens of the longest sequence that the model is made for."""
+    """Longest sequence of the model, in tokens."""
     vocabulary: tuple[str, ...]
     """The tokenizer's tokens, matched longest first; an end and a padding token come on top."""
     warm_start: WarmStartConfig | None = None
-    """What the fresh model is taught; not given: its weights stay random."""
+    """Supervised training of the fresh model; not given: its weights stay random."""
 
 
 def _time(text: str) -> str:
@@ -155,65 +153,65 @@ class AgentConfig(Section):
     """One agent: its Hugging Face folder, its parallel layout, its prompts, its optimizer, two tables passed on."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    """What the agent is called in overrides, metrics and folders: letters, digits, - and _."""
+    """Name of the agent in overrides, metrics and folders: letters, digits, - and _."""
     model: ModelPath
-    """Where the agent starts: a Hugging Face folder with its tokenizer, relative to the current folder, or a name on
-    the Hub, Qwen/Qwen3-4B or Qwen/Qwen3-4B@REVISION, of which a run keeps the commit."""
+    """Initial model of the agent: a Hugging Face folder with its tokenizer, relative to the current folder, or a name
+    on the Hub, Qwen/Qwen3-4B or Qwen/Qwen3-4B@REVISION. A run keeps the commit."""
     tp: Count = 1
     """Tensor parallel size: processes that share every layer of the actor."""
     pp: Count = 1
-    """Pipeline parallel size: stages that the actor's layers are dealt to, tp x cp processes each."""
+    """Pipeline parallel size: stages of the actor's layers, tp x cp processes each."""
     cp: Count = 1
-    """Context parallel size, for long sequences: processes that share the tokens of a micro-batch, and in attention the
-    heads of each tensor rank, which tp x cp must divide; each keeps 1 / cp of the activations."""
+    """Context parallel size, for long sequences: processes that share the tokens of a micro-batch and, in attention,
+    the heads of each tensor rank. tp x cp must divide the heads; each process keeps 1 / cp of the activations."""
     ep: Count = 1
-    """Expert parallel size: processes that share a layer's experts, each of which is whole on one of them. A divisor of
-    tp x cp, or that times a divisor of the agent's cells; it must divide the experts, and costs no processes."""
+    """Expert parallel size: processes that share a layer's experts; each expert is whole on one of them. A divisor of
+    tp x cp, or tp x cp times a divisor of the agent's cells. It must divide the experts, and adds no processes."""
     cells_per_lane: Count = 1
-    """Replicas of the agent in each lane: tp x cp x pp processes each, and each its share of the lane's prompts."""
+    """Replicas of the agent in each lane, tp x cp x pp processes each; they split the lane's prompts."""
     engine_tp: Count | None = None
-    """Processes of one vLLM engine, a divisor of tp x cp x pp, or of rollout_gpus where that is given; not given: all
-    of them, one engine per cell."""
+    """Processes of one vLLM engine, a divisor of tp x cp x pp, or of rollout_gpus if that is given; not given: all of
+    them, one engine per cell."""
     rollout_gpus: Count | None = None
-    """With placement = "apart": processes of each cell that only answer, a multiple of engine_tp, beside the
-    tp x cp x pp that train; not given: none."""
+    """With placement = "apart": processes of each cell that only generate, beside the tp x cp x pp that train; a
+    multiple of engine_tp. Not given: none."""
     trust_remote_code: Flag = False
-    """Whether Python code that lies in the model folder may run, which some tokenizers need."""
+    """Allow Python code of the model folder to run, which some tokenizers need."""
     chat_template: Flag = False
-    """Whether a task becomes a user message of the tokenizer's chat template; else its text is the prompt."""
+    """Put the task into the tokenizer's chat template as a user message; else its text is the prompt."""
     chat_template_kwargs: PassedOn = Field(default_factory=dict)
     """Arguments of the chat template, such as enable_thinking = false."""
     chat_template_time: Annotated[str, AfterValidator(_time)] | None = None
-    """The time, in UTC, at which the clock of a chat template that reads one stands (strftime_now), such as
-    "2026-11-26T14:10:00"; not given: that of the run's first start."""
+    """Fixed time, in UTC, for a chat template that reads the clock (strftime_now), such as "2026-11-26T14:10:00"; not
+    given: that of the run's first start."""
     system_prompt: str | None = None
     """The system message before the user's, in a chat template."""
     prompt_template: str | None = None
     """Text with {prompt} where the task goes: an instruction, or worked examples for a base model."""
     recompute: Literal["auto", "none", "mlp", "full"] = "auto"
-    """What backward computes a second time instead of keeping it, for the same gradient: nothing, every feed-forward
-    (mlp), every layer (full), or the least of them with which a twentieth of device_memory_gib stays free (auto)."""
+    """Activation recomputation in backward, for the same gradient: none, every feed-forward (mlp), every layer (full),
+    or the least of these that leaves a twentieth of device_memory_gib free (auto)."""
     offload: Literal["none", "optimizer"] = "none"
-    """What is in pinned host memory while the engine generates, and on the device again before the agent learns, for
-    the same bits: nothing, or the float32 main weights and the moments of Adam (optimizer)."""
+    """State offloaded to pinned host memory while the engine generates: none, or the float32 main weights and Adam's
+    moments (optimizer). Results stay the same to the last bit."""
     transformer: Literal["auto", "local", "te"] = "auto"
-    """Whose layers the actor has: Megatron's own with torch's attention (local), TransformerEngine's, for bf16 on CUDA
-    (te), or the latter where it is installed and the actor is such a one (auto)."""
+    """Implementation of the actor's layers: Megatron's own with torch's attention (local), TransformerEngine's, for
+    bf16 on CUDA (te), or te if it is installed and the actor allows it (auto)."""
     router_replay: Flag = False
-    """Whether tokens of the agent's own answers go to the experts that its engine has sent them to, wherever it scores
-    and learns them (R3, arXiv 2510.11370); else its own router sends them, which rounds otherwise."""
+    """Router replay (R3, arXiv 2510.11370): scoring and learning reuse the engine's expert choices for the agent's own
+    answers. Otherwise the actor routes again and may choose other experts through rounding."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Adam and the learning rate of this agent."""
     lora: LoraConfig | None = None
-    """Adapters that are trained in place of the model's weights; not given: all weights are trained."""
+    """Adapters that are trained instead of the model's weights; not given: all weights are trained."""
     data_parallel: DataParallelConfig = DataParallelConfig()
-    """What of the communication between this agent's cells goes on while they compute."""
+    """Overlap of gradient and weight communication between this agent's cells with compute."""
     megatron: PassedOn = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig; those that hacpo-mega decides, or that would do nothing, are refused."""
+    """Fields of Megatron's TransformerConfig. Those that hacpo-mega decides, or that have no effect, are refused."""
     vllm: PassedOn = Field(default_factory=dict)
-    """Arguments of vLLM's engine, passed on as they are; those that hacpo-mega decides are refused."""
+    """Arguments of vLLM's engine, passed on unchanged. Those that hacpo-mega decides are refused."""
     init: InitConfig | None = None
-    """How `hacpo-mega init` makes the model where its folder does not exist; not given: the folder must exist."""
+    """Model that `hacpo-mega init` makes if the folder does not exist; not given: the folder must exist."""
 
     @model_validator(mode="after")
     def _prompting_is_sound(self) -> Self:
@@ -222,7 +220,7 @@ class AgentConfig(Section):
 
     @property
     def prompting(self) -> Prompting:
-        """How this agent is asked, in training and in evaluation. ValueError for wording that nobody would read."""
+        """The prompt format of this agent, in training and in evaluation. ValueError for wording that is never read."""
         words = self.system_prompt, self.prompt_template, self.chat_template_time
         return Prompting(self.chat_template, self.chat_template_kwargs, *words)
 
@@ -233,7 +231,7 @@ class AgentConfig(Section):
         return Lora(self.lora.rank, self.lora.alpha, chosen_targets(architecture, self.lora.targets))
 
     def layout(self, lanes: int) -> Layout:
-        """How the cells of this agent share its model. ValueError for numbers of layers that are none."""
+        """The parallel layout of this agent's cells. ValueError for impossible numbers of layers."""
         sizes = self.engine_tensor_parallel, self.cp, self.ep, self.rollout_gpus
         return Layout.of(self.tp, self.pp, self.megatron, *sizes, lanes * self.cells_per_lane)
 

@@ -46,84 +46,82 @@ class AlgorithmConfig(Section):
     """HACPO (arXiv 2603.02604), its rivals and its ablations, as options by name."""
 
     method: MethodName = "hacpo"
-    """How agents learn: alone (grpo, gspo, gspo_x2), or from everybody's answers; options it does not read are
-    refused."""
+    """Learning method: alone (grpo, gspo, gspo_x2), or from all answers. Options it does not read are refused."""
     preset: Literal["paper", "authors"] = "paper"
-    """Whose choices hold for the options of this table that are not given: the paper's text or its authors' code."""
+    """Source of the defaults of this table: the paper's text or its authors' code."""
     advantages: OwnFunction | None = None
-    """FILE.py:function or module:function of your own in place of the method's advantages: (rewards_PNG, capability_N,
-    learner) to a tensor [P, N, G]."""
+    """FILE.py:function or module:function of your own that replaces the method's advantages: (rewards_PNG,
+    capability_N, learner) to a tensor [P, N, G]."""
     objective: OwnFunction | None = None
-    """FILE.py:function or module:function of your own in place of the method's objective, of own and of others'
+    """FILE.py:function or module:function of your own that replaces the method's objective, for own and others'
     answers: (log_ratio_B, advantage_B, is_self_B, update_index) to the loss of each answer."""
 
     # Capability (eq. 9) and advantage (eq. 10)
     cross_baseline: Literal["source", "learner"] = "source"
-    """Whose baseline another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
+    """Baseline that another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
     capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """What an agent's capability P_hat averages: the rewards of its answers, or the share that are a success
-    (reward.success)."""
+    """Average that is an agent's capability P_hat: of rewards, or of successes (reward.success)."""
     capability_window: Count = 5
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True
-    """Whether the window of P_hat ends with the step that is being trained, or with the one before it."""
+    """Let the window of P_hat end with the step that is being trained, instead of the one before it."""
     capability_floor: Annotated[float, Field(strict=True, ge=1e-12, le=1.0)] = 1e-8
-    """Lower bound of P_hat, a mean reward: it keeps omega finite for an agent that has earned nothing."""
+    """Lower bound of P_hat, a mean reward; it keeps omega finite for an agent that has earned nothing."""
     capability_floor_per_step: Flag = False
-    """Whether the floor also holds for the mean of every single step, before the window is averaged."""
+    """Apply the floor also to the mean of every single step, before the window is averaged."""
     omega_clip: tuple[Positive, Positive] | None = None
     """Bounds [low, high] of every capability ratio omega, a factor; not given: omega is unbounded."""
     uniform_group_is_zero: Flag = True
-    """Whether answers to a prompt that all earned the same give advantage 0, and graded rewards that are nearly equal
-    nearly 0; else an omega other than 1 makes a signal without bound of them."""
+    """Give advantage 0 to answers of a prompt that all earned the same, and nearly 0 if graded rewards are nearly
+    equal. Otherwise an omega other than 1 makes an unbounded signal of them."""
     capability_baseline: Flag = True
-    """Whether rewards are weighed with omega in the baseline (eq. 10); off: the plain mean of the prompt's answers
-    (Table 2 of the paper, without capability-aware advantages)."""
+    """Weigh rewards with omega in the baseline (eq. 10); off: the plain mean of the prompt's answers (Table 2 of the
+    paper, without capability-aware advantages)."""
     omega_in_loss: Flag = True
-    """Whether the advantage of another agent's answer is multiplied by omega (eq. 10); off: Table 3 of the paper,
-    without the capability coefficient."""
+    """Multiply the advantage of another agent's answer by omega (eq. 10); off: Table 3 of the paper, without the
+    capability coefficient."""
     baseline_guard: Flag = False
-    """Whether a baseline above 1, which no reward can reach, is replaced by the agent's own mean on that prompt."""
+    """Replace a baseline above 1, which no reward can reach, by the agent's own mean on that prompt."""
     advantage_eps: PositiveOrZero = 1e-6
     """Added to the standard deviation of a prompt's rewards before the advantage is divided by it."""
 
     # Objective (eq. 47 own, eq. 50 cross)
     aggregation: Literal["sum", "mean"] = "sum"
-    """How own and cross losses add up: each divided by the answers per agent (`sum`), or both by all answers."""
+    """Sum of own and cross losses: each divided by the answers per agent (`sum`), or both by all answers (`mean`)."""
     eps_low: ShareBelowOne = 3e-4
     """Own answers: the sequence ratio is clipped from below at 1 - eps_low (eq. 47)."""
     eps_high: PositiveOrZero = 4e-4
     """Own answers: the sequence ratio is clipped from above at 1 + eps_high (eq. 47)."""
     delta: Share = 0.2
-    """Others' answers: only those with a ratio from 1 - delta to 1 train in the first update of a step (eq. 50)."""
+    """Others' answers: only ratios from 1 - delta to 1 train in the first update of a step (eq. 50)."""
     delta_step: Share = 0.025
-    """By how much that lower end rises with every further update of the same step; 0 keeps it where it is."""
+    """Rise of that lower end with every further update of the same step; 0 keeps it where it is."""
     cross_clip: Literal["band", "own", "none"] = "band"
-    """How others' answers are clipped: to the band of delta (eq. 50), as own answers are (eq. 47), or not at all
-    (Figure 4 of the paper)."""
+    """Clipping of others' answers: to the band of delta (eq. 50), as own answers (eq. 47), or none (Figure 4 of the
+    paper)."""
     alpha: Factor = 1.0
-    """Others' answers: exponent of the importance weight ratio^alpha; 0 weighs all of them alike."""
+    """Others' answers: exponent of the importance weight ratio^alpha; 0 gives all the same weight."""
     log_ratio_clamp: Annotated[float, Field(strict=True, gt=0.0, le=80.0)] = 20.0
-    """Bound of the absolute log of a sequence ratio, nats: exp overflows 32-bit numbers above 88."""
+    """Bound of the absolute log of a sequence ratio, in nats: exp overflows 32-bit numbers above 88."""
     ratio_length: Literal["own", "source"] = "own"
-    """By whose token count the learner's log-prob of another agent's answer is divided: its own, or the source's."""
+    """Token count that divides the learner's log-prob of another agent's answer: its own, or the source's."""
     eos_in_loss: Flag = True
-    """Whether the end-of-sequence token of an answer is one of the tokens that are scored and trained."""
+    """Score and train the end-of-sequence token of an answer."""
     kl_coef: Factor = 0.0
     """Weight of the KL divergence to the agent's initial weights, per nat; 0 keeps no copy of them."""
     kl_on: Literal["own", "all"] = "own"
-    """Which answers that KL divergence counts: the learner's own, or everybody's."""
+    """Answers in that KL divergence: the learner's own, or everybody's."""
 
     # The rivals
     transfer_weight: Annotated[float, Field(strict=True, ge=1e-12, le=1000.0)] = 1.0
-    """Of sgt: weight of a peer's success (reward.success), as the advantage of an own answer weighs."""
+    """Method sgt: weight of a peer's success (reward.success), relative to the advantage of an own answer."""
     ratio_cap: Positive = 2.0
-    """Of f_tis: upper end of the importance weight of another agent's answer (C of its equation)."""
+    """Method f_tis: upper bound of the importance weight of another agent's answer (C of its equation)."""
     divergence_limit: PositiveOrZero = 0.2
-    """Of f_tis: another agent's answer with a negative advantage is left out where its source finds it likelier than
-    the learner by more than this, nats per token (the text's g, a sum over tokens, is 50)."""
+    """Method f_tis: others' answers with a negative advantage are left out if the source finds them likelier than the
+    learner by more than this, nats per token (the text's sum over tokens, g, is 50)."""
     answer_group: Literal["author", "all"] = "author"
-    """Of f_tis: whose answers to a prompt an answer's advantage is measured against: its author's, or everybody's."""
+    """Method f_tis: answers that an answer's advantage is measured against: its author's, or everybody's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -166,17 +164,17 @@ class AlgorithmConfig(Section):
 
     @property
     def shares_answers(self) -> bool:
-        """Whether a learner trains on the answers of other agents."""
+        """True if a learner trains on the answers of other agents."""
         return METHODS[self.method].cross is not None
 
     @property
     def uses_capability(self) -> bool:
-        """Whether omega changes an advantage."""
+        """True if omega changes an advantage."""
         return self.method == "hacpo" and (self.capability_baseline or self.omega_in_loss)
 
     @property
     def success_readers(self) -> tuple[str, ...]:
-        """What of the method asks which answers are a success (reward.success), each as a name."""
+        """Parts of the method that need to know which answers are a success (reward.success), by name."""
         if self.method == "sgt":
             return ("sgt",)
         if self.uses_capability and self.capability_metric == "positive_rate":
@@ -185,19 +183,19 @@ class AlgorithmConfig(Section):
 
     @property
     def is_token_level(self) -> bool:
-        """Whether the ratio is one per token (grpo) instead of one per answer."""
+        """True if the ratio is one per token (grpo) instead of one per answer."""
         return self.method == "grpo"
 
     @property
     def cross_objective(self) -> str:
-        """Which objective others' answers have."""
+        """The objective of others' answers."""
         if self.cross_clip == "own":
             return "own"
         return METHODS[self.method].cross or "own"
 
 
 def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:
-    """ValueError for options that `method` does not read, unless they say what holds anyway (a resolved file does)."""
+    """ValueError for options that `method` does not read, unless they equal their defaults (as in a resolved file)."""
     known = AlgorithmConfig.model_fields
     for name in unread_options(method, frozenset(given) & frozenset(known)):
         anyway = chosen.get(name, known[name].default)

@@ -16,10 +16,10 @@ START = '[{"role":"'
 
 
 def messages_text(messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text that stands for messages and tools in which `messages_problem` and `tools_problem` found nothing."""
-    said = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
-    said += [{"role": message["role"], "content": message["content"]} for message in messages]
-    return _compact(said)
+    """The text for messages and tools that `messages_problem` and `tools_problem` have accepted."""
+    parts = [{"role": TOOLS, "content": _compact(tools)}] if tools else []
+    parts += [{"role": message["role"], "content": message["content"]} for message in messages]
+    return _compact(parts)
 
 
 def _compact(value: object) -> str:
@@ -51,14 +51,14 @@ def _chat_of(text: str) -> tuple[list[dict[str, str]], list[dict[str, Any]]] | N
 
 
 def contents(text: str) -> list[str]:
-    """The text itself, or of messages what each of them says, and the schemas of tools as text."""
+    """The text itself, or for messages the content of each, and the schemas of tools as text."""
     found, tools = messages_of(text), tools_of(text)
-    said = [text] if found is None else [message["content"] for message in found]
-    return [*said, _compact(tools)] if tools else said
+    parts = [text] if found is None else [message["content"] for message in found]
+    return [*parts, _compact(tools)] if tools else parts
 
 
 def tools_problem(found: object) -> str | None:
-    """What keeps a value from being the schemas of a prompt's tools, or None. Nothing here ever runs a tool."""
+    """The reason why a value is not the schemas of a prompt's tools, or None. Nothing here ever runs a tool."""
     if not isinstance(found, list):
         return f"is a {type(found).__name__}, needs a list of JSON schemas of functions, or its JSON text"
     names = [_tool_name(tool) for tool in found]
@@ -75,7 +75,7 @@ def _tool_name(tool: object) -> str | None:
 
 
 def lost_message(text: str, read: str) -> str | None:
-    """Which message or tool of `text` is not in what a template made of it; None when all are, the assistant's aside.
+    """The message or tool of `text` that a template's output lacks; None if all are there, the assistant's aside.
 
     Templates take the thinking out of earlier answers, and one that knows no tools ignores them in silence.
     """
@@ -89,7 +89,7 @@ def lost_message(text: str, read: str) -> str | None:
 
 
 def messages_problem(found: Sequence[object]) -> str | None:
-    """What keeps a list from being a prompt's messages, or None: a system message may come first, a user's is last."""
+    """The reason why a list is not a prompt's messages, or None: a system message may come first, a user's is last."""
     for number, message in enumerate(found, start=1):
         if problem := _message_problem(message, is_first=number == 1):
             return f"has a message {number} {problem}"

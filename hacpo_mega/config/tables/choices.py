@@ -1,4 +1,4 @@
-"""Names that a configuration may say and that other rooms give a meaning to, with what must be known of them here.
+"""Names that a configuration may use and other rooms give a meaning to, with the facts about them that are needed here.
 
 `data/tasks.py` makes the prompts of every skill; tests hold that it agrees with this list. Not here: the graders
 (hacpo_grading/registry.py).
@@ -15,7 +15,7 @@ Skill = Literal["add", "sub", "mul", "srt", "sum"]
 
 @dataclass(frozen=True)
 class SkillSize:
-    """How many different prompts of a skill there are to train on, and how many are held out for evaluation."""
+    """Number of different prompts of a skill to train on, and of those held out for evaluation."""
 
     num_training: int
     num_held_out: int

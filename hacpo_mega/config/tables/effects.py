@@ -1,7 +1,7 @@
-"""What each key of a configuration changes: nothing that is trained, its results by rounding, or the results.
+"""Effect of each key of a configuration: none on training, on results by rounding only, or on results.
 
-The one place that says so; whoever goes on with a run (changes.py) and whoever compares runs
-(hacpo_lab/experiments/identity.py) asks here. A key that no pattern names changes results.
+Decided here alone, for resuming a run (changes.py) and for comparing runs (hacpo_lab/experiments/identity.py). A key
+that no pattern names changes results.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ NONE = (
     *("training.diagnose_every", "training.verify_weights_every"),
     *("training.score_in_first_update", "reward.while_sampling", "agents.*.recompute", "agents.*.offload"),
     "data.repeated",  # it refuses files, or takes the same rows of them
-    # where a run gives up changes nothing of one that comes to its end
+    # limits at which a run gives up change nothing in one that finishes
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
 # Who computes what, and in which order it is added up.
@@ -31,7 +31,7 @@ ROUNDING = (
 
 
 def effect_of(key: str) -> Effect:
-    """Of a dotted key, an agent's under agents.NAME."""
+    """The effect of a dotted key; those of an agent are under agents.NAME."""
     for effect, patterns in (("none", NONE), ("rounding", ROUNDING)):
         if any(covers(pattern, key) for pattern in patterns):
             return effect
@@ -39,7 +39,7 @@ def effect_of(key: str) -> Effect:
 
 
 def covers(pattern: str, key: str) -> bool:
-    """Whether the pattern names the key, or a table that it is in."""
+    """True if the pattern names the key or a table around it."""
     return fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(key, f"{pattern}.*")
 
 

@@ -1,4 +1,4 @@
-"""The methods of `algorithm.method`: what each learns from, what it sets itself, and which options it reads.
+"""The methods of `algorithm.method`: the answers each learns from, the defaults it sets, and the options it reads.
 
 A method is a preset of the one loop, never a second one. `algorithm/` has what differs between them as pure functions.
 
@@ -34,7 +34,7 @@ MECHANISMS = frozenset(
 
 @dataclass(frozen=True)
 class Method:
-    """What a method is, beside its functions.
+    """Configuration of a method, beside its functions.
 
     sets                what it sets otherwise than a preset; a run's own options come last
     reads               the options that it reads beside COMMON; any other is refused
@@ -71,5 +71,5 @@ METHODS: Mapping[str, Method] = {
 
 
 def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:
-    """Which of the options `names` a method does not read, in alphabetical order."""
+    """Those of the options `names` that a method does not read, in alphabetical order."""
     return sorted(set(names) - COMMON - METHODS[method].reads)

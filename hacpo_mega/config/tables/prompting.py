@@ -1,4 +1,4 @@
-"""How the text of a task becomes what one agent reads: chat template, system prompt, few-shot text. Imports no torch.
+"""Prompt format: turns a task's text into an agent's prompt (chat template, system prompt, few-shot). Imports no torch.
 
 Training and evaluation share this record, so an agent is asked in one way in both. Not here: the rendering itself,
 which needs a tokenizer (samples/tokenizers.py).
@@ -15,7 +15,7 @@ from hacpo_mega.models.files.chat_template import names_in, utc_now
 PLACE = "{prompt}"
 # What a template is always given.
 OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
-# What a template is tried with: two tasks, of which one is long, since a template may cut.
+# Trial input of a template: two tasks, one of them long, since a template may truncate.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 
 
@@ -64,7 +64,7 @@ class Prompting:
         return text if self.prompt_template is None else self.prompt_template.replace(PLACE, text)
 
     def without_template(self, text: str) -> str:
-        """What a model without a chat template reads. ValueError for a task that is chat messages."""
+        """The prompt of a model without a chat template. ValueError for a task that is chat messages."""
         if messages_of(text) is not None:
             raise ValueError(
                 f"the prompt {text[:80]!r} is chat messages, which need chat_template = true of every agent"
@@ -83,7 +83,7 @@ class Prompting:
         return [*before, last | {"content": self.filled(last["content"])}]
 
     def opened_thinking(self, read: str, text: str) -> str:
-        """What a prompt has written of its answer: from the <think> on that it leaves open at its end; else nothing.
+        """Start of the answer that the prompt has written itself: from a <think> left open at its end; else empty.
 
         `read` is the task `text` as the model reads it. Behind the last message all is the template's; in plain text
         <think> may be a word of the task, but as its last one.
@@ -96,7 +96,7 @@ class Prompting:
         return ""
 
     def template_problem(self, template: str, texts: Sequence[str]) -> str | None:
-        """What a chat template loses, by the texts that it made of TRIALS; None when all is there.
+        """The texts of TRIALS that a chat template loses; None if all are there.
 
         A template ignores in silence what it does not know: a misspelled argument, a system prompt, the task itself.
         """

@@ -1,8 +1,8 @@
 """The configuration of a run as a whole, and its tables of data, reward, rollouts, batches and evaluation.
 
 `algorithm.py` and `agents.py` have the tables of those names, `load.py` reads the file, `checks.py` and
-`input_checks.py` hold what one table alone cannot know. Nothing in this package imports torch or a model library.
-Not here: anything that acts on a configuration. Functions elsewhere get the numbers they need, not this object.
+`input_checks.py` check across tables. Nothing in this package imports torch or a model library. Not here: anything that
+acts on a configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
 import difflib
@@ -48,13 +48,13 @@ PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 
 
 class DataConfig(Section):
-    """Where prompts come from: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
+    """Source of prompts: files (JSON Lines or Parquet) or a seeded generator of worked arithmetic."""
 
     files: tuple[FilePath, ...] = ()
-    """Files of training prompts, JSON Lines or Parquet, or folders that `datasets` has saved (one split), each once,
+    """Training prompts: files in JSON Lines or Parquet, or folders that `datasets` has saved (one split), each once,
     relative to the current folder; or hub:ORG/NAME@REVISION/CONFIG/SPLIT of the Hugging Face Hub."""
     generator: Literal["arithmetic"] | None = None
-    """The built-in task in place of files: worked arithmetic, one in five prompts held out for evaluation."""
+    """Built-in task instead of files: worked arithmetic, one in five prompts held out for evaluation."""
     skills: Annotated[tuple[Skill, ...], Field(min_length=1)] = ("add", "sub", "mul", "srt")
     """Skills of the generator, each once; every step has the same number of prompts of each."""
     prompt_field: str = "prompt"
@@ -62,8 +62,8 @@ class DataConfig(Section):
     gold_field: str = "answer"
     """Field of a row that holds the gold answer, in data.files and evaluation.files."""
     repeated: Literal["refuse", "keep_first"] = "refuse"
-    """What becomes of rows whose prompt and gold an earlier row of data.files, or of evaluation.files, has: refused, or
-    left out. The same prompt with another gold, and a prompt in both sets, is always refused."""
+    """Treatment of rows that repeat prompt and gold of an earlier row of data.files, or of evaluation.files: refuse
+    them, or keep the first. The same prompt with another gold, and a prompt in both sets, is always refused."""
     tools_field: str | None = None
     """Field of a row that holds the JSON schemas of tools for the agents' chat templates; nothing calls a tool."""
 
@@ -75,19 +75,19 @@ class DataConfig(Section):
 
 
 class RewardPartConfig(Section):
-    """One reward: its grader, and the range of what it returns."""
+    """One reward: its grader, and the range of its values."""
 
     kind: str = "math"
     """The grader: math (last boxed answer), math_any (an answer anywhere), another built-in one
     (docs/guide/data-and-rewards.md), or a function of yours as module:function or file.py:function."""
     options: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the grader lets you set, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
+    """Options of the grader, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
     range: RewardRange = (0.0, 1.0)
-    """Lowest and highest reward that the grader returns; they are taken as 0 and 1, and what lies between, linearly."""
+    """Lowest and highest reward that the grader returns; they are mapped linearly to 0 and 1."""
 
     @property
     def may_be_graded(self) -> bool:
-        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        """True if a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
         return gives_parts(self.kind, self.options) or self.range != (0.0, 1.0)
 
     @model_validator(mode="after")
@@ -101,31 +101,31 @@ class WeightedPartConfig(RewardPartConfig):
     """One of several rewards, and its weight in their mean."""
 
     weight: Positive = 1.0
-    """Weight in the mean of all parts, which is the reward; the parts are logged by name."""
+    """Weight in the reward, which is the weighted mean of all parts; the parts are logged by name."""
 
 
 class RewardConfig(RewardPartConfig):
-    """Who judges an answer, and how much one judgement may cost."""
+    """The judge of answers, and the most that one judgement may cost."""
 
     parts: dict[PartName, WeightedPartConfig] = Field(default_factory=dict)
-    """Several named rewards, [reward.parts.NAME] each, in place of kind, options and range."""
+    """Several named rewards, [reward.parts.NAME] each, instead of kind, options and range."""
     success: Success | None = None
-    """Which answers are a success, for pass@k, maj@k, sgt and the capability of the preset authors: those with the full
-    reward of the part of this name, or with a reward of at least this number; not given: with the full reward, 1."""
+    """Definition of a success, for pass@k, maj@k, sgt and the capability of the preset authors: full reward in the part
+    of this name, or a reward of at least this number; not given: the full reward, 1."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
-    """CPU seconds of one judgement; an answer that exceeds them is graded wrong, unless its gold does, too. A grader of
+    """CPU seconds of one judgement. An answer that exceeds them is graded wrong, unless its gold does too. A grader of
     yours may sleep twice as long over an answer."""
     start_timeout_s: Annotated[float, Field(strict=True, ge=1.0, le=86400.0)] = 120.0
-    """Seconds that a grader of yours has to load: its file is imported, and made where it is a class."""
+    """Seconds for a grader of yours to load: its file is imported and, for a class, an instance made."""
     num_workers: Count = 1
     """Grading processes of each cell."""
     require_stop: Flag = False
-    """Whether an answer that was cut at max_answer_tokens counts as no answer."""
+    """Count an answer that was cut at max_answer_tokens as no answer."""
     while_sampling: Flag = False
-    """Whether an answer is judged as soon as it has ended, while the engine still generates others, for the same
-    judgements; by graders in processes of their own (program, math, math_any, and yours)."""
+    """Judge an answer as soon as it has ended, while the engine still generates others, for the same judgements. Needs
+    graders in processes of their own (program, math, math_any, and yours)."""
     max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
-    """Share of a cell's answers that its grader may leave unjudged; above it in 3 steps in a row the run stops."""
+    """Largest share of a cell's answers that may stay unjudged; above it in 3 steps in a row the run stops."""
 
     @model_validator(mode="after")
     def _parts_or_one(self) -> Self:
@@ -146,7 +146,7 @@ class RewardConfig(RewardPartConfig):
 
     @property
     def may_be_graded(self) -> bool:
-        """Whether a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
+        """True if a reward may lie between 0 and 1, so that its mean need not be an accuracy."""
         if len(self.parts) > 1:
             return True
         return any(part.may_be_graded for part in self.parts.values()) if self.parts else super().may_be_graded
@@ -158,54 +158,54 @@ class RewardConfig(RewardPartConfig):
 
 
 class RolloutConfig(Section):
-    """How answers are sampled: by every agent, several to every prompt."""
+    """Sampling of answers: by every agent, several to every prompt."""
 
     rollouts_per_prompt: Count = 8
     """Answers of each agent to each prompt (G of the paper); the method gspo_x2 takes twice as many."""
     temperature: Annotated[float, Field(strict=True, ge=0.01, le=2.0)] = 1.0
-    """Divides the logits that answers are sampled from, and those that log-probs are of; vLLM takes 0.01 to 2."""
+    """Sampling temperature, which log-probs use too: divides the logits. vLLM takes 0.01 to 2."""
     max_prompt_tokens: Count = 1024
-    """Tokens of the longest prompt, template included; a prompt that is longer for any agent is left out, not cut."""
+    """Longest prompt in tokens, template included. A prompt that is longer for any agent is left out, not cut."""
     max_answer_tokens: Count = 4096
-    """Tokens at which an answer is cut in training."""
+    """Longest answer in training, in tokens; longer ones are cut."""
     one_step_off: Flag = False
-    """Whether the answers of the next step are generated while this one is judged, exchanged and learnt, by the weights
-    of before, and learnt with the ratio against the policy that wrote them; needs engine_tp = 1."""
+    """Generate the next step's answers, with the weights from before this step's update, while this step's are judged,
+    exchanged and learnt. Their ratio is to the policy that wrote them. Needs engine_tp = 1."""
     train_changed_reencodings: bool = False
-    """Train on another agent's answer although it reads differently in the learner's tokens; its verdict was given to
-    the original text, so by default it is left out and counted."""
+    """Train on another agent's answer even if it reads differently in the learner's tokens. Its verdict was on the
+    original text, so by default it is left out and counted."""
     engine_correction: Literal["none", "token", "sequence"] = "none"
     """Truncated importance sampling between engine and trainer: a weight on the gradient of each `token` of own answers
-    (others' keep weight 1), or one on the advantage of each `sequence` for all learners, or `none`."""
+    (others' keep weight 1), on the advantage of each `sequence` for all learners, or `none`."""
     engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0, le=1e12)] = 2.0
-    """Upper bound of that weight, the probability under the trainer over that under the engine."""
+    """Upper bound of that weight: the trainer's probability over the engine's."""
 
 
 class TrainingConfig(Section):
-    """Batch arithmetic: what a step, an optimizer update and a micro-batch hold."""
+    """Batch arithmetic: sizes of a step, an optimizer update and a micro-batch."""
 
     prompts_per_step: Count = 128
-    """Prompts that are answered in one step, over all lanes; a multiple of prompts_per_update."""
+    """Prompts of one step, over all lanes; a multiple of prompts_per_update."""
     prompts_per_update: Count = 64
     """Prompts whose answers train one optimizer update, over all lanes; a multiple of lanes x cells_per_lane. The
     method gspo_x2 takes half as many."""
     max_tokens_per_microbatch: Count = 8192
-    """Tokens that a process runs forward and backward at once; a multiple of every tp x cp."""
+    """Tokens of a process's micro-batch; a multiple of every tp x cp."""
     share_prompts: Flag = True
-    """Whether a prompt is read once for all its answers in a micro-batch, instead of once for each; changes results by
-    rounding. With cp or TransformerEngine's layers each answer reads it anyway."""
+    """Compute a prompt once for all its answers in a micro-batch, instead of once for each; changes results by
+    rounding. Has no effect with cp or TransformerEngine's layers."""
     score_in_first_update: FlagOrAuto = "auto"
-    """Whether own answers that a step's first update trains get their log-probs from that update instead of before it,
-    for the same results to the last bit; auto: where nothing waits for them (shared answers, engine_correction)."""
+    """Take log-probs of own answers in a step's first update from that update, instead of a pass before it; results are
+    the same to the last bit. auto: unless something needs them earlier (shared answers, engine_correction)."""
     max_skipped_updates: Count = 5
-    """Updates of an agent in a row that are skipped, because their loss or gradient is not finite, before the run stops
+    """Updates of an agent that may be skipped in a row, for a loss or gradient that is not finite. Then the run stops
     with the samples of these updates in logs/."""
     verify_weights_every: CountOrZero = 0
-    """Steps from one comparison of the weights that every engine holds with those of its trainer to the next, about the
-    work of a publish phase; 0: only before the first step of every start, where it always is."""
+    """Steps between comparisons of every engine's weights with its trainer's; one costs about a publish phase. 0: only
+    before the first step of every start, which always has one."""
     diagnose_every: CountOrZero = 0
-    """Steps from one measurement of own against cross gradients to the next, which costs about one more learn phase and
-    changes no weight; 0: never, and there is none where no answers are shared."""
+    """Steps between measurements of own against cross gradients; one costs about a learn phase and changes no weight.
+    0: never; there is none if no answers are shared."""
 
 
 class EvaluationConfig(Section):
@@ -216,34 +216,34 @@ class EvaluationConfig(Section):
     files: tuple[FilePath, ...] = ()
     """Files of evaluation prompts; not given: the generator's held-out prompts, and none with data.files."""
     num_prompts: Count = 600
-    """Most prompts of an evaluation: the first ones of the files, or the same number of each skill, rounded down."""
+    """Most prompts of an evaluation: the first of the files, or equally many of each skill, rounded down."""
     max_answer_tokens: Count | None = None
-    """Tokens at which an answer is cut in an evaluation; not given: rollout.max_answer_tokens."""
+    """Longest answer in an evaluation, in tokens; not given: rollout.max_answer_tokens."""
 
 
 class CheckpointConfig(Section):
-    """When the run is put on disk so that it can go on from there, and how many such steps are kept."""
+    """Checkpoints: when the run is stored to resume from, and the number of steps that are kept."""
 
     every_steps: CountOrZero = 10
-    """Steps from one checkpoint to the next; the last step has one too. With every_minutes, too, at 0: none ever."""
+    """Steps between checkpoints; the last step has one, too. Set this and every_minutes to 0 to disable checkpoints."""
     every_minutes: Annotated[float, Field(strict=True, ge=0.0, le=525_600.0)] = 30.0
-    """Minutes after which a step ends with a checkpoint although its number does not ask for one; 0: never."""
+    """Minutes after which the next step ends with a checkpoint, whatever its number; 0: never."""
     asynchronous: Flag = True
-    """Whether training goes on while a checkpoint is written, from a copy of the state in host memory (about 12 bytes a
-    parameter, over the ranks of an agent); it counts from the end of the step in which all have written."""
+    """Continue training while a checkpoint is written from a copy in host memory (about 12 bytes a parameter, over the
+    ranks of an agent). It counts from the end of the step in which all ranks have written."""
     keep_last: Count = 2
-    """Newest checkpoints that are kept; the one before the newest is there in case the newest is damaged."""
+    """Number of newest checkpoints to keep; the second newest is there in case the newest is damaged."""
     keep_every: CountOrZero = 0
-    """Steps whose checkpoints are never removed: the multiples of this number; 0: no such step."""
+    """Keep the checkpoints of steps that are multiples of this number; 0: no such step."""
     keep_best: Flag = False
-    """Whether the checkpoint with the highest held-out mean reward, over all agents, is kept as well, the newest of
-    equals; only steps that end with an evaluation have one."""
+    """Keep the checkpoint with the highest held-out mean reward over all agents as well, the newest of equals. Only
+    steps that end with an evaluation count."""
     wait_for_room_s: Seconds = 600.0
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 
     @property
     def is_on(self) -> bool:
-        """Whether a run is ever put on disk."""
+        """True if the run is ever stored."""
         return bool(self.every_steps or self.every_minutes)
 
 
@@ -254,22 +254,22 @@ def _tracker(name: str) -> str:
 
 
 class LoggingConfig(Section):
-    """Where a run's numbers go beside its own folder, and which of its steps are traced; changes no result."""
+    """Destinations of a run's numbers beside its own folder, and the steps that are traced; changes no result."""
 
     metrics: tuple[OwnFunction, ...] = ()
-    """Numbers of your own: FILE.py:function or module:function, called for every answer of a step with what its
-    parameters name; the mean is logged as agent/NAME/own/FUNCTION (docs/guide/monitoring.md)."""
+    """Metrics of your own: FILE.py:function or module:function, called for every answer of a step with the arguments
+    that its parameters name. The mean is logged as agent/NAME/own/FUNCTION (docs/guide/monitoring.md)."""
     trackers: tuple[Annotated[str, AfterValidator(_tracker)], ...] = ()
     """Experiment trackers that also get every number, tables of answers and histograms: installed packages, or a class
     of your own as FILE.py:CLASS or module:CLASS (docs/guide/monitoring.md)."""
     tracked_prompts: CountOrZero = 1
-    """Prompts of a step of which trackers get all agents' answers as a table; 0: none."""
+    """Prompts per step whose answers, by all agents, trackers get as a table; 0: none."""
     project: str = Field(default="hacpo_mega", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
-    """Project that the trackers file the run under: letters, digits, - and _."""
+    """Project of the run in trackers: letters, digits, - and _."""
     trace: Flag = False
     """Write a Chrome trace of the trace_steps, one track per rank, to trace/ of the run folder."""
     trace_steps: Annotated[tuple[Count, ...], Field(min_length=1)] = (2,)
-    """Steps that `trace` is about, each once; the first step of a run also warms up, and is the one of a run of one."""
+    """Steps that `trace` records, each once. The first also warms up; a run of one step records that."""
     rollout_tokens: Flag = False
     """Log every answer's tokens, their ids, log-probs and own ratios: rollouts/ is then several times larger."""
 
@@ -278,47 +278,47 @@ class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
     run_dir: FilePath
-    """Folder that the run writes, and nothing else: new, empty, or a run's, which goes on from its last checkpoint, and
-    without one is renamed to run_dir.1, run_dir.2, ..."""
+    """Folder that the run alone writes: new, empty, or a run's. That run resumes from its last checkpoint; without a
+    checkpoint its folder is renamed to run_dir.1, run_dir.2, ..."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 1
-    """Decides the order of prompts and every sampled answer, below 2^32; the same on one machine repeats a run."""
+    """Seed of the order of prompts and of every sampled answer, below 2^32; it repeats a run on one machine."""
     num_steps: Count
-    """Steps of the run; each answers, judges, exchanges and trains prompts_per_step prompts."""
+    """Steps of the run; each answers, judges, exchanges and trains on prompts_per_step prompts."""
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
-    by rounding alone."""
+    by rounding only."""
     placement: Literal["split", "shared", "apart"] = "split"
-    """Whether every agent has devices of its own (split), agents take turns on the devices of one node, in whose host
-    memory the others wait (shared), or engines have further devices, rollout_gpus a cell (apart), for the same bits."""
+    """Each agent on its own devices (split), all in turn on those of one node, offloaded to host memory in between
+    (shared), or engines on further devices, rollout_gpus a cell (apart). Same bits in each."""
     device_memory_gib: Annotated[float, Field(strict=True, gt=0.0, le=65536.0)] | None = None
-    """GiB of memory of one CUDA device, which every phase of every agent must fit into; not given: 79, for one of
-    80 GB, or no limit where the CPU build of vLLM is installed."""
+    """Memory of one CUDA device in GiB, which every phase of every agent must fit; not given: 79, for an 80 GB device,
+    or no limit with the CPU build of vLLM."""
     stall_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 600.0
-    """Seconds without a sign of life from a process, which is stopped or stuck then, after which the job names it,
-    writes all stacks to logs/ and ends; a long phase gives signs of life."""
+    """Heartbeat timeout in seconds. The job names a process that gives no sign of life for so long, writes all stacks
+    to logs/ and ends. Long phases give signs of life."""
     wait_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 1800.0
-    """Seconds that a process waits for the others, at the start and in each later exchange, before the job ends: more
-    than the fastest agent may be ahead of the slowest in a step."""
+    """Timeout in seconds of waits for other processes, at the start and in each later exchange, before the job ends.
+    Must exceed the fastest agent's lead over the slowest in a step."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """How agents learn from their own and from each other's answers."""
+    """Method: how agents learn from their own and from each other's answers."""
     data: DataConfig
-    """What the agents are asked."""
+    """Source of prompts."""
     reward: RewardConfig = RewardConfig()
-    """Who judges their answers."""
+    """Judges of answers."""
     rollout: RolloutConfig = RolloutConfig()
-    """How answers are sampled."""
+    """Sampling of answers."""
     training: TrainingConfig = TrainingConfig()
-    """How many prompts and tokens are trained at once."""
+    """Numbers of prompts and tokens that are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How often and on what the agents are measured."""
+    """Prompts and times of evaluations."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the run is put on disk, to go on from there."""
+    """Checkpoints, to resume from."""
     logging: LoggingConfig = LoggingConfig()
     """Trackers and traces."""
     slurm: SlurmConfig = SlurmConfig()
-    """What `hacpo-mega slurm` asks a cluster for; it changes no result, but on the CPU cpus_per_rank by rounding."""
+    """Resources asked of a Slurm cluster; only cpus_per_rank on the CPU changes results, by rounding."""
 
     @property
     def traced_steps(self) -> tuple[int, ...]:
@@ -329,7 +329,7 @@ class Config(Section):
 
     @property
     def colocated(self) -> Self:
-        """The same with every engine on the devices that train: for what looks at both in one process."""
+        """The same with every engine on the devices that train, for a comparison of both in one process."""
         if self.placement != "apart":
             return self
         agents = (agent.model_copy(update={"rollout_gpus": None, "engine_tp": None}) for agent in self.agents)
@@ -366,7 +366,7 @@ class Config(Section):
 
     @property
     def why_scored_before(self) -> tuple[str, ...]:
-        """What needs the scores of own answers before an update, each as the end of a complaint about the key."""
+        """Reasons why own answers must be scored before an update, each as the end of a complaint about the key."""
         reasons = []
         if self.algorithm.shares_answers and len(self.agents) > 1:
             reasons.append(

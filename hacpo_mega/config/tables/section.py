@@ -1,4 +1,4 @@
-"""What every table of the configuration has in common, and the kinds of values that their fields take.
+"""The base of every table of the configuration, and the types of values that fields take.
 
 A value is taken as it is written: `true` is no number, `3.0` and `"3"` are no count, and nan and inf are refused.
 """

@@ -1,4 +1,5 @@
-"""The [slurm] table: what `hacpo-mega slurm` asks a cluster for. It changes where and how a run starts, never the run.
+"""The [slurm] table: the resources that `hacpo-mega slurm` requests. It changes where and how a run starts, never the
+run.
 
 Not here: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
 """
@@ -24,7 +25,7 @@ def _limit(text: str) -> str:
 
 
 def time_note(limit: str | None) -> str | None:
-    """How Slurm reads a limit that is easily taken for hours; None for every other."""
+    """The meaning of a Slurm time limit that is easily taken for hours; None for every other."""
     found = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
     if found is None or (found[2] is None and int(found[1]) > LIKE_HOURS):
         return None
@@ -35,7 +36,7 @@ def time_note(limit: str | None) -> str | None:
 
 
 def _gres(text: str) -> str:
-    """The words for sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
+    """The value of sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
     found = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
     if found is None:
         raise ValueError(f"needs a type and a number of GPUs, such as 'h100:8', or 'none', found {text!r}")
@@ -48,7 +49,7 @@ def _memory(value: Any) -> Any:
 
 
 def _line(text: str) -> str:
-    """A value that stands in one line of the job script. ValueError for one that would begin another."""
+    """A value for one line of the job script. ValueError if it would begin another."""
     if not text or not text.isprintable():
         raise ValueError(f"needs one line of printable text, found {text!r}")
     return text
@@ -64,7 +65,7 @@ LIKE_HOURS = 72
 
 
 class SlurmAgentConfig(Section):
-    """Nodes of another kind for one agent; what is not given is as in [slurm]."""
+    """Nodes of another kind for one agent; missing keys are as in [slurm]."""
 
     partition: Line | None = None
     """Partition of this agent's nodes."""
@@ -77,7 +78,7 @@ class SlurmAgentConfig(Section):
 
 
 class SlurmConfig(Section):
-    """What the run asks a Slurm cluster for; read by `hacpo-mega slurm` alone."""
+    """Resources that the run asks a Slurm cluster for; read by `hacpo-mega slurm` alone."""
 
     partition: Line | None = None
     """Partition of the nodes; not given: the cluster's default."""
@@ -91,39 +92,38 @@ class SlurmConfig(Section):
     nodes: Count | None = None
     """Nodes of the job; not given: as many as the layout fills."""
     gpus_per_node: CountOrZero = 8
-    """GPUs of a node, one process each; 0: CPU nodes, of which ranks_per_node says how many processes they take."""
+    """GPUs of a node, one process each; 0: CPU nodes, with ranks_per_node processes each."""
     ranks_per_node: Count | None = None
-    """Processes of a node without GPUs; needed where gpus_per_node is 0."""
+    """Processes of a node without GPUs; needed if gpus_per_node is 0."""
     gres: Annotated[str, AfterValidator(_gres)] | None = None
-    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: nothing is asked, as Slurm counts none,
-    and whole nodes are taken; not given: gpus_per_node of any type, none where sinfo shows none."""
+    """GPUs of a node by type, such as h100:8, as many as gpus_per_node; none: request no GPUs but whole nodes, for a
+    Slurm that counts none; not given: gpus_per_node of any type, none if sinfo shows none."""
     cpus_per_rank: Count | None = None
     """Processors of each process, as Slurm counts them; not given: an equal share of a whole node (--exclusive), else
-    what belongs to one of the node's GPUs by sinfo, 8 where sinfo cannot be asked."""
+    sinfo's share of one GPU of the node, or 8 if sinfo cannot be asked."""
     mem: Memory | None = None
-    """Memory of each node, as sbatch's --mem reads it; 0: all that it has; not given: all of a node whose GPUs or
-    processors the job takes all (or --exclusive), else the share that belongs to them; all where sinfo cannot be
-    asked."""
+    """Memory of each node, as sbatch's --mem reads it; 0: all of it; not given: all of a node whose GPUs or processors
+    the job takes all (or --exclusive), else their share of it; all if sinfo cannot be asked."""
     constraint: Line | None = None
     """Features that the nodes must have, as sbatch's --constraint reads them."""
     nodelist: Line | None = None
     """Nodes that the job must have; not for a heterogeneous one."""
     exclude: Line | None = None
-    """Nodes that the job must not have; what a preflight finds bad is added to it."""
+    """Nodes that the job must not have; a preflight adds those that it finds bad."""
     agents: dict[str, SlurmAgentConfig] = Field(default_factory=dict)
-    """A table for each agent, by name, that runs on nodes of another kind: the job becomes a heterogeneous one."""
+    """A table for each agent, by name, on nodes of another kind; the job becomes a heterogeneous one."""
     tp_across_nodes: Flag = False
-    """Whether the ranks of tp x cp may be on several nodes, where every layer waits for the network."""
+    """Allow the ranks of tp x cp on several nodes, where every layer waits for the network."""
     setup: tuple[str, ...] = ()
     """Shell lines of the job before anything else, such as `module load cuda`."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(default_factory=dict)
     """Variables of all processes, such as NCCL_IB_HCA; they win over what hacpo-mega would set."""
     run_with: tuple[str, ...] = ()
-    """Words before the command of every process, such as those of a container: apptainer, exec, --nv, image.sif."""
+    """Command prefix of every process, such as a container's: apptainer, exec, --nv, image.sif."""
     container_image: Line | None = None
     """Image of a pyxis container that every process runs in, unpacked once a node and attempt."""
     container_mounts: tuple[Line, ...] = ()
-    """What is mounted there, such as /data:/data:ro, beside the repository, the current folder and those of the run,
+    """Mounts of the container, such as /data:/data:ro, beside the repository, the current folder and those of the run,
     the models and the data files."""
     python: str | None = None
     """Interpreter on the nodes, in the container if there is one; not given: the one that submits."""
@@ -135,12 +135,12 @@ class SlurmConfig(Section):
     template: FilePath | None = None
     """A job script of your own in place of launch/slurm.sbatch, with its placeholders."""
     signal_s: Annotated[int, Field(strict=True, ge=30, le=65535)] = 300
-    """Seconds before the time limit at which the run is told to take a checkpoint and to queue again; Slurm may tell it
+    """Seconds before the time limit at which the run is told to take a checkpoint and to queue again; Slurm may signal
     up to 60 seconds earlier."""
     preflight: Flag = True
-    """Whether all nodes are compared and the groups timed before an attempt begins, so that it leaves out a bad one."""
+    """Compare all nodes and time the groups before an attempt begins, and leave out bad nodes."""
     preflight_wait_s: Positive = 180.0
-    """Seconds without news after which the preflight gives up whoever has not come: Python may start late where many
-    nodes read one file system."""
+    """Seconds without news after which the preflight gives up on missing processes: Python may start late if many nodes
+    read one file system."""
     max_attempts: Count = 100
     """Attempts of one job, the first included, before it is no longer queued again."""

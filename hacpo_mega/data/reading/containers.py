@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Every row of a file, an archive or a folder. ValueError for what a link of a run leads to outside of it."""
+    """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
         for file in sorted(path.rglob("*")):
@@ -63,7 +63,7 @@ def _rows_of_file(file: Path, name: str) -> Iterator[Row]:
 
 
 def _rows_of_json(file: Path, name: str) -> Iterator[Row]:
-    """Of a .json file: rows of JSON Lines when its first line is an object and there is another, else one document."""
+    """Rows of a .json file: JSON Lines if its first line is an object and there is another, else one document."""
     try:
         with open_bytes(file) as lines:
             is_lines = _is_object(lines.readline(MAX_LINE_BYTES)) and bool(lines.readline(MAX_LINE_BYTES).strip())
@@ -84,7 +84,7 @@ def _is_object(raw: bytes) -> bool:
 
 
 class _Entry(tarfile.TarInfo):
-    """A file of an archive; TarError for one whose header fills the memory: tarfile reads it whole."""
+    """A file of an archive; TarError if its header fills the memory: tarfile reads it whole."""
 
     @classmethod
     def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":

@@ -1,4 +1,4 @@
-"""Digests of what data files hold, by contents and not by names: the first 16 hexadecimal digits of a SHA-256."""
+"""Digests of data files' contents, not names: the first 16 hexadecimal digits of a SHA-256."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ def file_digest(file: Path) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Digests a value that JSON can say."""
+    """Digests a value that JSON can express."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

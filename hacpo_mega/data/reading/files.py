@@ -39,7 +39,7 @@ NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 # Of a row, packed or not: a program's test cases take a few.
 MAX_LINE_BYTES = 16 * 2**20
-# Packed text takes a tenth of its size; what is hardly anything but its own repetition, a thousandth.
+# Packed text takes a tenth of its size; mere repetition, a thousandth.
 MAX_TIMES_UNPACKED = 200
 ALWAYS_UNPACKED_BYTES = 64 * 2**20
 TOO_LARGE = f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
@@ -47,7 +47,7 @@ MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
 TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"
 PARQUET_ROWS = 16  # that are unpacked at once
 ROW_BYTES = 64  # of a row of a table beside its values: a column without any costs a file nothing
-UNREADABLE = (OSError, EOFError, zlib.error)  # what a cut or damaged stream raises
+UNREADABLE = (OSError, EOFError, zlib.error)  # raised by a cut or damaged stream
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class DataProblem:
-    """What is wrong with a data file. `line` counts from 1 (a Parquet row likewise); None: the whole file."""
+    """A problem of a data file. `line` counts from 1 (a Parquet row likewise); None: the whole file."""
 
     file: Path
     line: int | None
@@ -84,8 +84,8 @@ def content_id(text: str) -> str:
 
 
 class PromptFiles(NamedTuple):
-    """The good rows of files and every problem of the others, both in file and line order, and how many rows were left
-    out because an earlier one has their prompt."""
+    """The good rows of files and every problem of the others, both in file and line order, and the number of rows left
+    out as repeated."""
 
     rows: list[PromptRow]
     problems: list[DataProblem]
@@ -123,8 +123,8 @@ def read_prompts(
     *,
     keep_first: bool = False,
 ) -> PromptFiles:
-    """Reads one set of files. A row whose prompt was met before is a problem; `keep_first` leaves it out where both
-    rows are of this set and have the same gold.
+    """Reads one set of files. A repeated prompt is a problem; `keep_first` leaves the row out if both are of this set
+    and have the same gold.
 
     `met` knows where each prompt was met; handed from one call to the next, it finds repetitions across sets.
     """
@@ -143,7 +143,7 @@ def read_prompts(
 
 
 class _FileReader:
-    """One file of prompts, row by row; what all repeated rows have in common is said in one line."""
+    """One file of prompts, row by row; the complaint that all repeated rows share is one line."""
 
     def __init__(
         self, file: Path, fields: tuple[str, str], tools_field: str | None, met: PromptsMet, *, keep_first: bool
@@ -173,7 +173,7 @@ class _FileReader:
             self._problems.append(DataProblem(self._file, None, None, "has no rows"))
         for kind, place in self._first_of.items():
             first = self._problems[place]
-            self._problems[place] = replace(first, what=f"{first.what} ({self._said_of(kind, first)})")
+            self._problems[place] = replace(first, what=f"{first.what} ({self._complaint_of(kind, first)})")
         return self._rows, self._problems
 
     def _take(self, line: int, row: PromptRow) -> None:
@@ -200,7 +200,7 @@ class _FileReader:
             self._first_of[kind] = len(self._problems)
             self._problems.append(again)
 
-    def _said_of(self, kind: str, first: DataProblem) -> str:
+    def _complaint_of(self, kind: str, first: DataProblem) -> str:
         number = self._num_of[kind]
         rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
         if kind == "in the other set":
@@ -221,7 +221,7 @@ class _FileReader:
         for field, problem_of in zip(self._fields, (prompt_problem, gold_problem)):
             value = record.get(field)
             what = absence(record, field) if value is None else problem_of(value)
-            if field not in record and not self._problems and not problems:  # told once
+            if field not in record and not self._problems and not problems:  # reported once
                 what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
             if what:
                 problems.append(DataProblem(self._file, line, field, what))
@@ -259,12 +259,12 @@ def field_names(record: dict[str, Any]) -> str:
 
 
 def absence(record: dict[str, Any], field: str) -> str:
-    """What a problem says of a field without a value: not there, or there and null."""
+    """The words for a field without a value: not there, or there and null."""
     return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of what cannot be read."""
+    """(line from 1, record) of a prompt file or a saved folder; a DataProblem in place of an unreadable one."""
     if is_saved(file) or str(file).startswith(HUB):
         yield from _read_batches(file)
     elif not file.is_file():
@@ -292,7 +292,7 @@ def most_unpacked(packed_bytes: int) -> int:
 def read_lines(
     file: Path, lines: BinaryIO, most_bytes: float = math.inf
 ) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """(line from 1, record) of a stream of JSON Lines; `file` is what problems are named after."""
+    """(line from 1, record) of a stream of JSON Lines; problems name `file`."""
     line = 0
     try:
         while raw := lines.readline(MAX_LINE_BYTES + 1):
@@ -360,7 +360,7 @@ def _saved(folder: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Iterator[pyarrow.RecordBatch]:
-    """The batches of a file of that size; ValueError where they come to more than `most_unpacked`.
+    """The batches of a file of that size; ValueError if they exceed `most_unpacked`.
 
     One text that two billion rows share, in a dictionary or a run, and a column of nulls take a file nothing.
     """
@@ -391,7 +391,7 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
 
 
 def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
-    """What is said of a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
+    """The complaint about a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
     groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
     sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
     largest = max(sizes, default=0)
@@ -403,7 +403,7 @@ def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str
 
 
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
-    """ValueError when writing `out` would destroy, or add to, what is read: the same file or inside a folder of it."""
+    """ValueError if writing `out` would destroy, or add to, an input: the same file, or one inside an input folder."""
     for given in inputs:
         is_same = out.exists() and given.exists() and out.samefile(given)
         if is_same or out.resolve().is_relative_to(given.resolve()):
@@ -412,11 +412,11 @@ def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[TextIO]:
-    """A text stream whose content takes the place of `file` when the block ends, and nothing does when it raises.
+    """A text stream that replaces `file` when the block ends, and leaves it alone if the block raises.
 
     ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """
-    target = file.resolve()  # a symbolic link stays one, and what it leads to is replaced
+    target = file.resolve()  # a symbolic link stays one, and its target is replaced
     is_other = target.exists() and not target.is_file()
     if is_other or not target.parent.is_dir():
         other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"

@@ -47,7 +47,8 @@ class HubSplit:
 
     @classmethod
     def parse(cls, path: Path) -> Self | None:
-        """What a path such as hub:openai/gsm8k/main/train names; None for one of a file. ValueError for half a name."""
+        """The data set that a path such as hub:openai/gsm8k/main/train names; None for a file. ValueError for half a
+        name."""
         if not str(path).startswith(HUB):
             return None
         found = NAME.fullmatch(str(path))
@@ -62,7 +63,7 @@ class HubSplit:
             raise ValueError("needs the library datasets, which is not installed here; `pip install 'datasets>=4'`")
 
     def batches(self, num_rows: int) -> Iterator[pyarrow.RecordBatch]:
-        """Its rows, at most `num_rows` at once, as they are stored. ValueError, one line, for what cannot be loaded."""
+        """Its rows as they are stored, at most `num_rows` at once. ValueError, one line, if they cannot be loaded."""
         self.require_library()
         library = importlib.import_module("datasets")
         library.disable_progress_bars()
@@ -74,14 +75,14 @@ class HubSplit:
             else:
                 tables = pyarrow.parquet.ParquetFile(self._first_rows(library, num_rows)).iter_batches(num_rows)
         except Exception as error:  # whatever the library, the network and its file formats raise
-            said = one_line(str(error).partition("\n")[0]) or type(error).__name__
+            reason = one_line(str(error).partition("\n")[0]) or type(error).__name__
             hint = "`hacpo-mega check CONFIG --data` downloads it, on a machine with network and the same HF_HOME"
-            raise ValueError(f"cannot be loaded ({said}); {hint}") from error
+            raise ValueError(f"cannot be loaded ({reason}); {hint}") from error
         for table in tables:
             yield from table.to_batches() if self.num_first is None else (table,)
 
     def _builder(self, library: Any) -> Any:
-        """What reads it: one of BUILDERS, or ValueError."""
+        """The reader of it: one of BUILDERS, or ValueError."""
         builder = library.load_dataset_builder(self.repo, self.config, revision=self.revision)
         # a data set with configurations derives its own
         if not {kind.__module__ for kind in type(builder).__mro__} & BUILDERS:
@@ -89,7 +90,7 @@ class HubSplit:
         return builder
 
     def _first_rows(self, library: Any, num_rows: int) -> Path:
-        """The file of its first rows in the library's cache, the newest without a network; made where it is not there.
+        """The file of its first rows in the library's cache, the newest without a network; made if missing.
 
         Every commit has its own, so that ranks which cannot ask for the newest read what their launcher has read.
         """
@@ -97,7 +98,7 @@ class HubSplit:
         kept = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
         try:
             builder = self._builder(library)
-        except Exception:  # as for a whole data set, what is kept serves
+        except Exception:  # as for a whole data set, the cached one serves
             if not kept:
                 raise
             return kept[-1]

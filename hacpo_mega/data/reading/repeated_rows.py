@@ -1,4 +1,4 @@
-"""Rows whose prompt an earlier one has: counted and refused in one line a file, or left out (`data.repeated`).
+"""Rows that repeat an earlier row's prompt: counted and refused in one line a file, or left out (`data.repeated`).
 
 Two rows of one prompt with different golds are refused in any case, and so is a prompt that is both trained on and
 evaluated on. Not here: copies whose text differs (dataset_checks.py).
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class FirstRow(NamedTuple):
-    """Where a prompt was met first: FILE:LINE, the gold there, and a number for the set of files that it is in."""
+    """First place of a prompt: FILE:LINE, the gold there, and the number of its set of files."""
 
     place: str
     gold: str
@@ -16,14 +16,14 @@ class FirstRow(NamedTuple):
 
 
 class PromptsMet:
-    """The first row of every prompt, over all files; every set of files (to train on, to evaluate on) is begun once."""
+    """The first row of every prompt, over all files; each set of files (training, evaluation) is begun once."""
 
     def __init__(self) -> None:
         self._first: dict[str, FirstRow] = {}
         self._number = 0
 
     def begin_set(self) -> None:
-        """What comes now belongs to another set."""
+        """Starts another set for the rows that come now."""
         self._number += 1
 
     def meet(self, prompt_id: str, place: str, gold: str) -> FirstRow | None:
@@ -33,5 +33,5 @@ class PromptsMet:
         return None if first is mine else first
 
     def is_of_this_set(self, row: FirstRow) -> bool:
-        """Whether it is in the set that was begun last."""
+        """True if it is in the set that was begun last."""
         return row.number == self._number

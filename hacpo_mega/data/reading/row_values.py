@@ -1,4 +1,4 @@
-"""What the values of a row may be: a prompt, as text or chat messages, and a gold answer.
+"""Values that a row may have: a prompt, as text or chat messages, and a gold answer.
 
 Not here: where rows are (files.py) and which of their fields are read (datasets.py).
 """
@@ -34,7 +34,7 @@ def gold_text(answer: str | int | float) -> str:
 
 
 def value_problem(value: object, types: tuple[type, ...]) -> str | None:
-    """What keeps a value from being a prompt (`types` is str) or a gold answer (GOLD_TYPES); None when nothing does."""
+    """The reason why a value is not a prompt (`types` is str) or a gold answer (GOLD_TYPES); None if it is."""
     if isinstance(value, bool) or not isinstance(value, types):
         needs = "a text or a number" if float in types else "a text"
         return f"is {WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
@@ -48,12 +48,12 @@ def value_problem(value: object, types: tuple[type, ...]) -> str | None:
 
 
 def gold_problem(value: object) -> str | None:
-    """What keeps a value from being a gold answer; None when nothing does."""
+    """The reason why a value is not a gold answer; None if it is."""
     return value_problem(value, GOLD_TYPES)
 
 
 def prompt_problem(value: object) -> str | None:
-    """What keeps a value from being a prompt, a text or chat messages; None when nothing does."""
+    """The reason why a value is not a prompt, a text or chat messages; None if it is."""
     if isinstance(value, list):
         return messages_problem(value) or value_problem(messages_text(value), (str,))
     is_read_as_other = isinstance(value, str) and messages_of(value) is not None
@@ -61,7 +61,7 @@ def prompt_problem(value: object) -> str | None:
 
 
 def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:
-    """What keeps a row's field from being schemas of tools; None when nothing does, and for a row without."""
+    """The reason why a row's field is not schemas of tools; None if it is, and for a row without."""
     try:
         tools = _tools(row, field)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _given(value: Any) -> Any:
 
 
 def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:
-    """A prompt and tools in which no problem was found as the text that stands for them everywhere."""
+    """The text that stands everywhere for a valid prompt and its tools."""
     tools = _tools(row, tools_field) or ()
     if isinstance(value, str) and not tools:
         return value

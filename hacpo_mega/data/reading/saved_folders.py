@@ -18,12 +18,12 @@ STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` has written this folder: one split, or a data set of them."""
+    """True if `save_to_disk` has written this folder: one split, or a data set of them."""
     return (folder / STATE).is_file() or (folder / SPLITS).is_file()
 
 
 def data_files(path: Path) -> list[Path]:
-    """The Arrow files of a saved split, in order; of a file itself. ValueError, one line, where they cannot be told."""
+    """The Arrow files of a saved split, or of a file itself, in order. ValueError, one line, if they are unclear."""
     if not is_saved(path):
         return [path]
     if (path / SPLITS).is_file():
@@ -52,7 +52,7 @@ def saved_batches(folder: Path, num_rows: int) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _require_plain(file: Path) -> None:
-    """ValueError for compressed buffers: `save_to_disk` writes none, and a few kilobytes may stand for the memory."""
+    """ValueError for compressed buffers: `save_to_disk` writes none, and a few kilobytes could fill the memory."""
     with pyarrow.memory_map(str(file)) as source:
         messages = pyarrow.ipc.MessageReader.open_stream(source)
         try:
@@ -64,7 +64,7 @@ def _require_plain(file: Path) -> None:
 
 
 def _is_compressed(message: bytes) -> bool:
-    """Whether a message of Arrow's stream format has a compressed body (Message.fbs: RecordBatch.compression)."""
+    """True if a message of Arrow's stream format has a compressed body (Message.fbs: RecordBatch.compression)."""
     (root,) = struct.unpack_from("<I", message, 0)
     kind, header = _field(message, root, 1), _field(message, root, 2)
     if kind is None or header is None or message[kind] not in (DICTIONARY_BATCH, RECORD_BATCH):
@@ -77,7 +77,7 @@ def _is_compressed(message: bytes) -> bool:
 
 
 def _field(message: bytes, table: int, number: int) -> int | None:
-    """Where a field of a flatbuffer's table is; None for one that is absent."""
+    """Offset of a field in a flatbuffer's table; None for one that is absent."""
     names = table - struct.unpack_from("<i", message, table)[0]
     (size,) = struct.unpack_from("<H", message, names)
     place = 4 + 2 * number

@@ -1,9 +1,9 @@
-"""What a process writes into a run folder that may be full, read-only or away for a while: now, or as soon as it can.
+"""Writes into a run folder that may be full, read-only or away for a while: now, or as soon as possible.
 
-A write that fails stays in memory and so do all after it, in order, until they fit; said once, and again when all is
-written. What was half written is written over, so nothing is doubled and nothing missing. A folder that is not the one
-that the run opened is waited for, and so is a file that is gone although it had lines.
-Not here: checkpoints, which are never put off (joint_checkpoint.py), and what the files hold.
+A failed write stays in memory, as do all after it, in order, until they fit; this is reported once, and again when all
+is written. A half-written record is overwritten, so nothing is doubled or missing. A folder that is not the one the run
+opened is waited for, and so is a missing file that had lines. Not here: checkpoints, which are never put off
+(joint_checkpoint.py), and the content of the files.
 """
 
 import errno
@@ -25,10 +25,10 @@ class _Write:
 
 
 class Backlog:
-    """The writes of one process. `say` is told when they begin to fail, and when none is left.
+    """The writes of one process. `say` is called when they begin to fail, and when none is left.
 
-    `misplaced` says, before every write, why what stands at the run's folder is not it, or None: its disk may be away,
-    and an empty mount point there.
+    `misplaced` gives, before every write, the reason why the run's folder is another one, or None: its disk may be
+    away, with an empty mount point there.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Backlog:
         self._add(_Write(path, content, is_whole=True))
 
     def flush(self) -> OSError | None:
-        """Writes what is waiting as far as it can be; why not all of it, None when nothing is left."""
+        """Writes as many waiting records as it can; returns why some are left, or None."""
         try:
             while self._waiting:
                 if why := self._misplaced():
@@ -92,7 +92,7 @@ class Backlog:
         length = self._lengths[write.path]
         with write.path.open("r+b" if length or write.path.exists() else "xb", buffering=0) as file:
             length = min(length, file.seek(0, os.SEEK_END))
-            file.truncate(length)  # what a write before this one left of its line
+            file.truncate(length)  # drops the rest of an earlier failed write
             file.seek(length)
             left = memoryview(write.content)
             while left:

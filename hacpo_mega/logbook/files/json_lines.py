@@ -13,7 +13,7 @@ MOST = 1e100  # of a number: its square is still one, and float32 ends long befo
 
 
 class Kind(NamedTuple):
-    """The values that a field of a line may have, in words and as a test; `is_needed` where it may not be absent."""
+    """The values that a field of a line may have, as text and as a test; `is_needed` if it may not be absent."""
 
     needs: str
     fits: Callable[[Any], bool]
@@ -31,17 +31,17 @@ class Kind(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that one can compute with: not NaN, not beyond MOST."""
+    """True if a value is a number that one can compute with: not NaN, not beyond MOST."""
     return type(value) in (int, float) and abs(value) <= MOST
 
 
 def list_of(kind: Kind) -> Kind:
-    """Of lists of a kind."""
+    """The check of lists of a kind."""
     return Kind(f"a list, each {kind.needs}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
 def table_of(kind: Kind) -> Kind:
-    """Of tables whose values are of a kind."""
+    """The check of tables whose values are of a kind."""
     return Kind(
         f"a table, each {kind.needs}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values()))
     )
@@ -54,7 +54,7 @@ TABLE = Kind("a table", lambda value: isinstance(value, dict))
 
 
 def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str = "") -> str | None:
-    """The first field of a line that is missing or of another kind, in words; None where all are right."""
+    """The first field of a line that is missing or of another kind, as text; None if all are right."""
     for name, kind in fields.items():
         if name not in line:
             if kind.is_needed:
@@ -65,7 +65,7 @@ def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str 
 
 
 def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Number, text and content of every line; `what` it should be is told of one that is none.
+    """Number, text and content of every line; a bad line's complaint names `what` it should be.
 
     `root` is the run's folder, by default the file's: a link out of it is refused (models/files/links.py). A last line
     without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with the file and

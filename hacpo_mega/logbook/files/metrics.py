@@ -1,4 +1,4 @@
-"""What a step measured: sums and counts kept by every rank, reduced once per step, divided once, written in one place.
+"""Metrics of a step: sums and counts kept by every rank, reduced once per step, divided once, written in one place.
 
 A metric that nobody added in a step is absent from it, not 0. Nothing here knows what a metric means; the names do:
 
@@ -39,10 +39,9 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     rate/learn_mfu, answer_tokens_per_gpu_s        the same of all agents; tokens of answers per second and GPU
     start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
 
-Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers, what the loss saw of its
-samples and what its updates came to; the first rank of an agent its skipped updates; the job's rank 0 capability and
-omega; and every rank its own phase seconds. What is known to be equal everywhere is a gauge, of which the lowest
-rank's is taken.
+Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers and the results of its
+samples and updates; the first rank of an agent its skipped updates; the job's rank 0 capability and omega; and every
+rank its own phase seconds. A value that is equal everywhere is a gauge, taken from the lowest rank.
 """
 
 import io
@@ -118,7 +117,7 @@ class Metrics:
         self._accumulate("weights", name, float(sum), float(sum_of_squares), float(count))
 
     def shares(self, name: str, numbers: Mapping[str, int]) -> None:
-        """How a total divides: `<name>/<part>` is the part's share of everything added under `name` in the job.
+        """Shares of a total: `<name>/<part>` is the part's share of everything added under `name` in the job.
 
         A part that one rank has not seen still counts in its total: shares of a name add up to 1.
         """
@@ -173,7 +172,8 @@ class Metrics:
 
 
 def reduce_payloads(payloads: list[bytes]) -> StepMetrics:
-    """Merges what every rank sent. math.fsum rounds once, so the result does not depend on the order of the ranks."""
+    """Merges the numbers of all ranks. math.fsum rounds once, so the result does not depend on the order of the
+    ranks."""
     merged: dict[str, dict[str, Parts]] = {kind: {} for kind in _KINDS}
     for payload in payloads:
         for kind, entries in json.loads(payload).items():
@@ -247,7 +247,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, steps_done: int = 0, backlog: Backlog | None = None) -> None:
-        """`backlog` keeps what cannot be written at present; by default one of this writer's own."""
+        """`backlog` keeps records that cannot be written at present; by default one of this writer's own."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         _drop_lines_after(self._path, steps_done)
@@ -266,7 +266,7 @@ class MetricsWriter:
         self._events.scalars(step, metrics.values | metrics.timing)
 
     def close(self) -> None:
-        """Writes what is waiting. OSError when the disk still takes nothing."""
+        """Writes the waiting records. OSError if the disk still refuses."""
         if error := self._backlog.flush():
             raise error
 
@@ -325,19 +325,19 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
 
 def require_readable_metrics(run_dir: Path) -> None:
     """ValueError, with its number, for a line of a run that it could not go on after."""
-    with suppress(FileNotFoundError):  # which is said when the run goes on
+    with suppress(FileNotFoundError):  # reported when the run resumes
         read_metrics(run_dir / "metrics.jsonl")
 
 
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
-    """The numbers of a line. ValueError, with the name, for what is none, and for a count that cannot be one."""
+    """The numbers of a line. ValueError, with the name, for no number, and for an impossible count."""
     found = {}
     for name, value in table.items():
         is_whole = type(value) is int and abs(value) < 1 << 1000  # beyond, it is no float
         if not is_whole and type(value) is not float and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"{name} is {short(value)}, needs a number")
         found[name] = float(value)
-        is_ours = not {"own", "reward"} & set(name.split("/"))  # whoever has written those calls them as he likes
+        is_ours = not {"own", "reward"} & set(name.split("/"))  # the user names those
         if is_ours and "/num_" in name and not 0.0 <= found[name] <= LARGEST:
             raise ValueError(f"{name} is {short(value)}, needs a number, 0 or more")
     return found

@@ -44,7 +44,7 @@ from hacpo_mega.logbook.files.json_lines import (
 )
 from hacpo_mega.logbook.files.metrics import json_number
 
-if TYPE_CHECKING:  # a report reads what is written here, without torch
+if TYPE_CHECKING:  # a report reads these files without torch
     from torch import Tensor
 
     from hacpo_mega.records import Pool, Trajectory
@@ -78,7 +78,7 @@ ANSWER_FIELDS = {
 
 @dataclass(frozen=True)
 class AnswerTokens:
-    """The tokens of a rollout, ids and texts, with what its agent said of them; the last two cover the trained tokens.
+    """The tokens of a rollout, ids and texts, with its agent's numbers for them; the last two cover the trained tokens.
 
     logprobs   before the step's first update, nats; None where the answer was not scored
     ratios     in the update that trained it over `logprobs`; None where it trained none
@@ -94,7 +94,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True)
 class AnswerNotes:
-    """What one learner adds to the log of a lane's answers.
+    """Notes of one learner on the answers in a lane's log.
 
     ratios         of every answer it was trained on here, by (prompt index, source agent, rollout index)
     prompts_seen   what its model reads for each prompt of the lane
@@ -266,7 +266,7 @@ def _advantages(views: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str
 
 
 def _by_answer(views: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
-    """By learner, what those that know it say of an answer."""
+    """Notes on an answer by learner, from those that have some."""
     found: dict[AnswerPlace, dict[str, Any]] = {}
     for view in views:
         for *place, value in view[kind]:

@@ -1,10 +1,10 @@
 """A step as a Chrome trace: `trace/step_000012.json.gz`, one track per rank, for ui.perfetto.dev or chrome://tracing.
 
-On a track lie the phases, inside them the parts of an update and the collectives, and inside a collective its wait:
-from when this rank came until the one came that it could not go on without. That needs one clock for all ranks: every
-rank's is measured against rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the two clocks
-are known to is left out. The file's `otherData` says how well they are known.
-Not here: the recording (cluster/groups/spans.py) and the picture (report/timeline.py).
+A track shows the phases, inside them the parts of an update and the collectives, and inside a collective its wait: from
+this rank's arrival until the arrival of the last rank it needs. That needs one clock: every rank's is measured against
+rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the clocks' uncertainty is left out. The
+file's `otherData` gives that uncertainty. Not here: the recording (cluster/groups/spans.py) and the picture
+(report/timeline.py).
 """
 
 import gzip
@@ -51,7 +51,7 @@ class Track:
 
 
 class StepTrace:
-    """Records the chosen steps, on every rank; the job's rank 0 writes them, and tells `say` where it could not."""
+    """Records the chosen steps on every rank; the job's rank 0 writes them, and reports a failure through `say`."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class StepTrace:
         say: Callable[[str], None],
         misplaced: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`steps` are recorded; `misplaced` says why what is at `run_dir` is not the run's folder, None when it is."""
+        """`steps` are recorded; `misplaced` gives the reason why `run_dir` is not the run's folder, None if it is."""
         self._steps = frozenset(steps)
         self._place, self._run_dir, self._say, self._misplaced = place, run_dir, say, misplaced
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Records what happens inside and writes it, if this step was chosen. Collective over the job then."""
+        """Records its body and writes the trace, if this step was chosen. Collective over the job then."""
         if step not in self._steps:
             yield
             return
@@ -97,7 +97,7 @@ class StepTrace:
 
 
 def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
-    """Writes a trace, whole or not at all; what was in the way where it could not."""
+    """Writes a trace atomically; returns the error if it could not."""
     path = run_dir / TRACES / f"step_{step:06d}.json.gz"
     content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
     try:
@@ -164,7 +164,7 @@ def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
 
 
 def _awaited(members: dict[int, Span], rank: int) -> int:
-    """The member that `rank` cannot go on without: the last, or who sends (the first member) or receives alone."""
+    """The member that `rank` waits for: the last, or the sender (the first member) or receiver alone."""
     first = min(members)
     last = max(members, key=lambda member: members[member].begin_s)
     one_way = {"broadcast": first, "gather": last if rank == first else rank}

@@ -1,4 +1,4 @@
-"""Experiment trackers: what `metrics.jsonl` says of a step is also told to packages that show it elsewhere.
+"""Experiment trackers: send the numbers of `metrics.jsonl` also to packages that show them elsewhere.
 
 Write-only: nothing is read back, `metrics.jsonl` stays the truth. wandb, trackio and swanlab speak nearly the same
 calls; mlflow and comet_ml have adapters of their own; a class of the user's is named as module:CLASS or FILE.py:CLASS.
@@ -24,7 +24,7 @@ IDENTITY = "tracked_as"  # the file of a run folder that names the run for its t
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when a run begins, or goes on.
+    """Data for a tracker when a run begins or goes on.
 
     name       of this run and of no other, the same when it goes on
     settings   the whole configuration as plain values
@@ -47,7 +47,7 @@ class Tracker(Protocol):
         """A table of sampled answers, and lists of numbers for histograms, by name."""
 
     def finish(self) -> None:
-        """Waits until it has all it was told."""
+        """Waits until it has sent all of its data."""
 
 
 class _LikeWandb:
@@ -142,9 +142,9 @@ class Trackers:
     """The trackers of a run, on the job's rank 0; the other ranks have quiet ones."""
 
     def __init__(self, config: Config, say: Callable[[str], None], *, goes_on: bool, quiet: bool = False) -> None:
-        """Begins the run at every tracker of [logging], or goes on with it; the run folder exists.
+        """Starts the run at every tracker of [logging], or resumes it; the run folder exists.
 
-        `say` is told of a tracker's first error, of which there is never an exception. A `quiet` one has no tracker.
+        `say` gets a tracker's first error; none is ever raised. A `quiet` one has no tracker.
         """
         self._say = say
         self._complained: set[str] = set()
@@ -174,7 +174,7 @@ class Trackers:
                     tracker.show(step, columns, rows, spread)
 
     def close(self) -> None:
-        """Waits until the trackers have what they were told."""
+        """Waits until the trackers have all they were sent."""
         for name, tracker in self._open.items():
             with self._tolerated(name):
                 tracker.finish()
@@ -205,7 +205,7 @@ def identifier(name: str, signs: str = "._-") -> str:
 
 
 def identity(run_dir: Path, goes_on: bool) -> str:
-    """Eight characters that tell this run from others of the same folder name; those it began with if it `goes_on`."""
+    """Eight characters that tell this run from others of the same folder name; those of its start if it `goes_on`."""
     path = run_dir / IDENTITY
     if goes_on and path.is_file():
         return path.read_text(encoding="utf-8")

@@ -1,20 +1,20 @@
-"""What lies at a run's folder from before, and how it gets out of the way. Imports no torch."""
+"""Older content of a run's folder, and moving it out of the way. Imports no torch."""
 
 import os
 from pathlib import Path
 
 from hacpo_mega.config.checks.run_dirs import contents, require_displaceable
 
-# What a job writes there before its ranks begin, and goes on writing: no run by itself.
+# Files that a job writes there before and while its ranks run: no run by themselves.
 OF_THE_JOB = ("slurm", "logs/attempt*")
 
 
 def move_aside(path: Path) -> Path | None:
     """Renames an older run's folder to the first free of `path.1`, `path.2`, ...; the job's own files come back.
 
-    Where `path` is a link, what it leads to is renamed, and the link leads to what is made there next. Gives the new
-    name, None where nothing lay there. ValueError for a folder that is no run of this program, or cannot be moved.
-    Whoever calls it holds the folder's RunLock.
+    If `path` is a link, its target is renamed, and the link leads to the folder that is made there next. Returns the
+    new name, None if nothing was there. ValueError for a folder that is no run of this program, or cannot be moved. The
+    caller holds the folder's RunLock.
     """
     path = Path(os.path.realpath(path))
     require_displaceable(path)

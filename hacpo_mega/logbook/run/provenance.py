@@ -1,4 +1,4 @@
-"""Which code made a run, and whether it is over, in its folder, so that numbers can be traced.
+"""Provenance in a run's folder: the code that made the run, and whether it is over, so that numbers can be traced.
 
 starts.jsonl    one line per start       finished.json   the number of steps after which all agents were exported
 """
@@ -62,9 +62,9 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_threads(run_dir: Path) -> Iterator[str]:
-    """A line where rank 0 of the last start of this run had another number of threads than this process has."""
+    """A line if rank 0 of the run's last start had another number of threads than this process."""
     starts, now = [], num_threads_set()
-    with suppress(ValueError, OSError):  # whoever goes on in that folder says what its files lack
+    with suppress(ValueError, OSError):  # a resumed run reports what its files lack
         starts = read_starts(run_dir)
     before = starts[-1].get("threads") if starts else None
     if now and before and type(before) is int and before != now:
@@ -84,7 +84,7 @@ def exported_steps(run_dir: Path) -> int | None:
 
 
 def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) -> str | None:
-    """What to say of a run that has nothing left to do, by the steps it has on disk; None for another."""
+    """The line for a run that has nothing left to do, by the steps it has on disk; None for another."""
     if not committed or committed[-1] != num_steps or exported_steps(run_dir) != num_steps:
         return None
     return (

@@ -1,4 +1,4 @@
-"""The folder of a run, and what its processes write into it.
+"""The folder of a run and the files in it.
 
     config.toml   resolved        starts.jsonl   commit and versions of every start
     checkpoints/step_*/           hacpo_mega/checkpoint/files.py
@@ -42,8 +42,8 @@ class RunFolder:
     ) -> None:
         """Makes the folder, moving an older one aside, or `goes_on` with it. Collective over the job.
 
-        `lock` is that of `run_dir`, None on all ranks but the first. Comes last: what can be refused or fail to load
-        must have been, so that no mistake displaces an older run.
+        `lock` is that of `run_dir`, None on all ranks but the first. Runs last, after everything that can be refused or
+        fail to load, so that no mistake displaces an older run.
         """
         self._place, self._lock = place, lock
         self._path = config.run_dir
@@ -59,7 +59,7 @@ class RunFolder:
         self._rollouts = self._rollout_log(config, steps_done) if place.is_leader else None
 
     def _open(self, config: Config, lock: RunLock, steps_done: int, goes_on: bool) -> None:
-        """Makes the folder what it is when a run begins or goes on."""
+        """Prepares the folder for a run that begins or resumes."""
         if goes_on:
             if why := self.misplaced():
                 raise ValueError(f"{why}: put it back, and start the run again")
@@ -94,12 +94,12 @@ class RunFolder:
             self._metrics.write(step, metrics)
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
-        """Logs a lane's answers with this learner's advantages and what it notes. Collective over the leaders."""
+        """Logs a lane's answers with this learner's advantages and notes. Collective over the leaders."""
         if self._rollouts is not None:
             self._rollouts.write(step, pool, advantages_PNG, notes)
 
     def misplaced(self) -> str | None:
-        """Why what this process finds at `run_dir` is not the folder that the run opened; None when it is.
+        """The reason why the content of `run_dir` is not the folder that the run opened; None if it is.
 
         RunStopped, on rank 0, where it is that folder and another job's by now.
         """
@@ -112,7 +112,7 @@ class RunFolder:
         return why
 
     def unwritten(self) -> str | None:
-        """Why logs of this process are still not on disk; None when all of them are."""
+        """The reason why logs of this process are still not on disk; None if all of them are."""
         error = self._backlog.flush()
         return None if error is None else f"logs of {self._path} wait to be written ({error.strerror})"
 

@@ -1,4 +1,4 @@
-"""Digests of what a run reads beside its configuration: a run that goes on is refused where that has changed.
+"""Digests of a run's inputs beside its configuration: a resumed run is refused if they have changed.
 
     data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
     agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a
@@ -28,7 +28,7 @@ WEIGHTS = "the weights"
 def start_with_same_inputs(
     config: Config, *, but: Collection[int] = frozenset(), **how: Unpack[StartOptions]
 ) -> Checkpoint | None:
-    """`find_start`. ValueError, a line per key, also for inputs that are not those of the step, unless accepted."""
+    """`find_start`. ValueError, a line per key, also for inputs that differ from the step's, unless accepted."""
     found = find_start(config, but=but, **how)
     changed = [] if found is None else input_changes(found, config)
     if lines := list(refusals(changed, how.get("accept", ()))):
@@ -37,8 +37,8 @@ def start_with_same_inputs(
 
 
 def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
-    """What a run would read otherwise than the one that `start` is of; files that only one of them names are left to
-    whoever compares the keys."""
+    """Inputs that a run would read otherwise than the run of `start`. Files that only one of the two names are left to
+    the comparison of keys."""
     if not start.inputs:  # of an older version
         return []
     now, found = run_inputs(config), []
@@ -54,7 +54,7 @@ def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
 
 
 def run_inputs(config: Config) -> Inputs:
-    """What is there of it; who reads a file says why it cannot be read."""
+    """Inputs that exist; the reader of a file says why it cannot be read."""
     found: Inputs = {
         "data.files": _of_files(config.data.files),
         "evaluation.files": _of_files(config.evaluation.files),
@@ -67,7 +67,7 @@ def run_inputs(config: Config) -> Inputs:
 
 
 def _own_files(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, file) of what the user has written to judge and to weigh answers."""
+    """(key, file) of the user's own code for rewards and advantages."""
     named = [("algorithm.advantages", config.algorithm.advantages), ("algorithm.objective", config.algorithm.objective)]
     for key, grader in config.reward.graders.items():
         named.append((f"{key}.kind", grader.kind))

@@ -30,12 +30,12 @@ class HeldOut(NamedTuple):
 
 
 def is_graded(mean: float, square: float | None) -> bool:
-    """Whether a reward lay between 0 and 1, by the means of rewards and of their squares: the mean is no accuracy."""
+    """True if a reward lay between 0 and 1, by the means of rewards and of their squares: the mean is no accuracy."""
     return square is not None and mean - square > ROUNDING
 
 
 def are_accuracies(found: Iterable[HeldOut]) -> bool:
-    """Whether the means of all these evaluations are accuracies: every reward was 0 or 1.
+    """True if the means of all these evaluations are accuracies: every reward was 0 or 1.
 
     Where a part of a reward may be given and no answer earned anything, nothing says so.
     """

@@ -1,7 +1,7 @@
 """The fate of others' answers on their way to a learner, read from a step's metrics: does any of them teach it?
 
-Every answer of a source is counted once: it gives the learner a gradient, it lies outside the band, or it was left out
-for the one reason that samples/learner_view.py found. Not here: the warning (alarms.py).
+Every answer of a source is counted once: it gives the learner a gradient, lies outside the band, or was left out for
+one reason of samples/learner_view.py. Not here: the warning (alarms.py).
 """
 
 import math
@@ -29,7 +29,7 @@ TEACH_NOBODY = ("zero_advantage", "unjudged")
 
 @dataclass(frozen=True)
 class Fates:
-    """How many answers of a source came to which end: `reached` gave a gradient, `lost` says why the others did not."""
+    """Outcome counts of a source's answers: `reached` gave a gradient, `lost` says why the others did not."""
 
     reached: int
     lost: Mapping[str, int]
@@ -41,7 +41,7 @@ class Fates:
 
     @property
     def usable(self) -> int:
-        """Those that would teach: judged, with an advantage other than 0."""
+        """Answers that would teach: judged, with an advantage other than 0."""
         return self.answers - sum(self.lost.get(reason, 0) for reason in TEACH_NOBODY)
 
     @property
@@ -51,12 +51,12 @@ class Fates:
 
     @property
     def is_lost(self) -> bool:
-        """True where next to none of them did, and they are enough to say so."""
+        """True if next to none reached it, and there are enough to say so."""
         return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
 
     @property
     def reasons(self) -> list[tuple[str, int]]:
-        """Why usable answers were lost, the most frequent reason first."""
+        """Reasons why usable answers were lost, the most frequent first."""
         return sorted(
             ((reason, n) for reason, n in self.lost.items() if n and reason not in TEACH_NOBODY),
             key=lambda pair: (-pair[1], pair[0]),
@@ -80,7 +80,7 @@ class Fates:
 
 
 def fates_of(values: Mapping[str, float], learner: str, source: str) -> Fates | None:
-    """A step's answers of `source` on their way to `learner`; None where none was offered, or nobody counted them."""
+    """The fates of a step's answers of `source` for `learner`; None if none was offered, or nobody counted."""
     pair = f"agent/{learner}/from/{source}"
     view = f"{pair}/view/num_"
     if not {f"{view}answers", f"{view}trained"} <= values.keys():

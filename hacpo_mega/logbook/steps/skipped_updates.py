@@ -51,11 +51,11 @@ class SkippedUpdates:
 
     @property
     def num_in_row(self) -> int:
-        """Of the agent's last updates, how many in a row were skipped."""
+        """Number of the agent's latest updates that were skipped in a row."""
         return self._num_before + len(self._row)
 
     def go_on(self, num_in_row: int) -> None:
-        """Counts on from what `num_in_row` was when the run was put on disk; the samples of these are not known."""
+        """Continues from the stored `num_in_row`; the samples of these updates are not known."""
         self._num_before = num_in_row
 
     def see(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> None:
@@ -72,7 +72,7 @@ class SkippedUpdates:
             return
         if self._cell is not None:
             self._write()
-        self._gather(b"written")  # whoever raises ends the others soon
+        self._gather(b"written")  # a rank that raises ends the others soon
         raise RunStopped(
             f"{self._agent}: the last {self._most} updates in a row were skipped (training.max_skipped_updates), up to "
             f"update {update + 1} of step {step}: loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Their "
@@ -80,13 +80,13 @@ class SkippedUpdates:
         )
 
     def _write(self) -> None:
-        """The samples into the run's folder of logs; where that has gone, nothing takes its place."""
+        """Writes the samples into the run's folder of logs, unless that has gone."""
         record = {"agent": self._agent, "cell": self._cell, "updates": self._row}
         file = self._folder / f"{self._agent}.cell_{self._cell}.skipped_updates.json"
         try:
             self._folder.mkdir(exist_ok=True)
             file.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:  # that the run stops, and why, is said all the same
+        except OSError as error:  # the end of the run and its reason are reported all the same
             say(f"warning: {file} is not written: {error.strerror}", file=sys.stderr)
 
     def _record(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SkippedUpdates:
             for report in stats.reports
             for key, ratio in zip(report.key_B3.tolist(), report.terms.ratio_B.tolist(), strict=True)
         }
-        # An answer without a trained token is in no micro-batch (samples/packing.py), so nothing was said of it.
+        # An answer without a trained token is in no micro-batch (samples/packing.py), so it has no numbers.
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
         shown = [(sample, ratios[key]) for sample, key in zip(samples, keys, strict=True) if key in ratios]
         broken = [

@@ -1,4 +1,4 @@
-"""Where the seconds of a start went: said once, and written with the metrics of the first step that is.
+"""Seconds of a start by part: printed once, and written with the metrics of the first step.
 
     imports   from the command to here: interpreter, configuration, libraries     groups   this rank's place in the job
     data      tokenizers, prompts, judge                   actor, engine, weights   Megatron, vLLM, its first weights

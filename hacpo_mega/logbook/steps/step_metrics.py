@@ -1,4 +1,4 @@
-"""What a step's answers, updates and evaluations add to the metrics, by the names that metrics.py lists.
+"""Metrics of a step's answers, updates and evaluations, by the names that metrics.py lists.
 
 Each function is called by the one rank that owns what it adds, usually the leader of a cell; `add_host` by every rank.
 """
@@ -32,7 +32,7 @@ from hacpo_mega.records import (
 
 
 def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory]) -> None:
-    """Fresh answers of an agent: reward over judged ones, lengths, how they ended, what the judge said."""
+    """Fresh answers of an agent: reward over judged ones, lengths, stop reasons, verdicts."""
     prefix = f"agent/{name}"
     for trajectory in trajectories:
         if trajectory.is_judged:
@@ -53,7 +53,7 @@ def add_advantages(metrics: Metrics, name: str, advantages_PNG: Tensor) -> None:
 
 
 def add_engine_gap(metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, Score]]) -> None:
-    """How far engine and trainer are apart on the trained tokens of fresh answers, both before the step's first update.
+    """Adds |engine - trainer| of log-probs on trained tokens of fresh answers, before the first update.
 
     With d = trainer - engine in nats: mean and maximum of |d|, and the mean of exp(d) - d - 1, which estimates
     KL(engine || trainer) from tokens that the engine drew (k3 of Schulman 2020, never negative).
@@ -92,10 +92,10 @@ def add_capability(metrics: Metrics, names: Sequence[str], capability_N: Tensor,
 
 
 def add_host(metrics: Metrics, name: str, waits: Mapping[str, float], asleep_bytes: int | None) -> None:
-    """What a rank says of its process: memory, and seconds in which it waited for others, by phase (mean over ranks).
+    """Adds a rank's host numbers: memory, and seconds of waiting for others, by phase (mean over ranks).
 
-    Host memory is what the process has in RAM now, device memory the most that torch had since the last step;
-    `asleep_bytes` is what `held_bytes` said as the engine had fallen asleep, None where it never does.
+    Host memory is the process's RAM now; device memory is torch's peak since the last step. `asleep_bytes` is
+    `held_bytes` as the engine had fallen asleep, None if it never does.
     """
     if asleep_bytes is not None:
         metrics.highest(f"agent/{name}/asleep_bytes", asleep_bytes)
@@ -113,7 +113,7 @@ def resident_bytes() -> int:
 
 
 def held_bytes() -> int:
-    """Memory of this rank's device that is not free, whoever has it; on the CPU what the process has in RAM."""
+    """Used memory of this rank's device, by any process; on the CPU the process's RAM."""
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -146,7 +146,7 @@ def add_held_out(
 
 
 class FirstRewards:
-    """What an agent's held-out answers on this rank earned in the run's first evaluation, to pair later ones with.
+    """Rewards of an agent's held-out answers on this rank in the run's first evaluation, to pair later ones with.
 
     Held-out prompts are the same in all evaluations of a run, so that the gain of each prompt is known: metrics
     held_out_gain and its mean square over num_held_out_pairs prompts that were judged both times.
@@ -166,7 +166,7 @@ class FirstRewards:
     def compare(
         self, metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], step: int
     ) -> None:
-        """Keeps what was judged before step 1, and adds the gains of later steps."""
+        """Keeps the rewards before step 1, and adds the gains of later steps."""
         judged = [(p, j.reward) for p, j in zip(prompts, judgements, strict=True) if j.is_judged]
         if step == 0:
             self._rewards = {prompt.id: reward for prompt, reward in judged}
@@ -181,7 +181,7 @@ class FirstRewards:
 
 
 def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:
-    """What became of all answers on their way into this learner's samples (samples/learner_view.py).
+    """Adds what became of all answers on their way into this learner's samples (samples/learner_view.py).
 
     `views` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
     again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
@@ -214,7 +214,7 @@ def add_update(
     config: AlgorithmConfig,
     is_on_policy: bool = True,
 ) -> None:
-    """Adds what one update did to the metrics: own answers together, others' answers per source.
+    """Adds an update's numbers to the metrics: own answers together, others' answers per source.
 
     Per ordered pair of agents: mean, lowest and highest ratio, shares below, inside and above the band, and mean,
     maximum and effective sample size of the weights s c^alpha. `positive_share`, of own answers and of each source's,
@@ -260,17 +260,17 @@ def add_update(
 
 
 def add_skips(metrics: Metrics, name: str, updates: Sequence[UpdateStats]) -> None:
-    """How many updates of a step were skipped. All cells of an agent skip together: called by its first rank alone."""
+    """Adds the skipped updates of a step. All cells of an agent skip together: called by its first rank alone."""
     metrics.count(f"agent/{name}/num_skipped_updates", sum(update.skipped for update in updates))
 
 
 def _error_of_one(stats: ObjectiveStats) -> float:
-    """How far the own ratios of a first update are from exactly 1: not 0 means scoring and learning disagree."""
+    """Largest distance of a first update's own ratios from exactly 1: not 0 means scoring and learning disagree."""
     return max(abs(stats.ratio_self_max.item() - 1.0), abs(stats.ratio_self_min.item() - 1.0))
 
 
 def _add_cross(metrics: Metrics, prefix: str, stats: ObjectiveStats) -> None:
-    """What one source's answers did: there is at least one."""
+    """Adds the effect of one source's answers, of which there is at least one."""
     metrics.add(f"{prefix}/ratio_mean", *stats.ratio_cross.tolist())
     metrics.lowest(f"{prefix}/ratio_min", stats.ratio_cross_min.item())
     metrics.highest(f"{prefix}/ratio_max", stats.ratio_cross_max.item())

@@ -192,22 +192,22 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: 
 
 
 def _norm(architecture: Architecture) -> type[RMSNorm]:
-    return OffsetRMSNorm if architecture.kin.offset_norms else RMSNorm
+    return OffsetRMSNorm if architecture.traits.offset_norms else RMSNorm
 
 
 def _layer_spec(
     architecture: Architecture, config: TransformerConfig, window: int | None, has_experts: bool
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
-    kin, norm = architecture.kin, _norm(architecture)
+    traits, norm = architecture.traits, _norm(architecture)
     for name in ("input_layernorm", "pre_mlp_layernorm"):
-        setattr(layer.submodules, name, norm if name in kin.norms else IdentityOp)
+        setattr(layer.submodules, name, norm if name in traits.norms else IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
-        if f"{name}.norm" in kin.norms:
+        if f"{name}.norm" in traits.norms:
             added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm})
             setattr(layer.submodules, name, added)
     attention = layer.submodules.self_attention
-    if kin.two_ropes:
+    if traits.two_ropes:
         attention.module = TwoRopes
         attention.params = {**attention.params, "has_window": window is not None}
     attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
@@ -219,13 +219,13 @@ def _layer_spec(
     if has_experts:
         layer.submodules.mlp = expert_layer(architecture)
     else:
-        activation = ModuleSpec(module=GatedActivation, params={"name": kin.activation})
+        activation = ModuleSpec(module=GatedActivation, params={"name": traits.activation})
         layer.submodules.mlp.submodules.activation_func = activation
     return layer
 
 
 def _qk_norms(architecture: Architecture, tp: int) -> tuple[ModuleSpec, ModuleSpec]:
-    if not architecture.kin.whole_qk_norm:
+    if not architecture.traits.whole_qk_norm:
         return ModuleSpec(module=_norm(architecture)), ModuleSpec(module=_norm(architecture))
     query, key = (
         ModuleSpec(module=WholeRMSNorm, params={"num_heads": heads // tp})

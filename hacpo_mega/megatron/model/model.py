@@ -90,7 +90,7 @@ class HiddenStateModel(GPTModel):
         `padding_mask` goes to every feed-forward as it is (moe.py).
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        if hidden is not None and self.architecture.kin.scaled_embedding:
+        if hidden is not None and self.architecture.traits.scaled_embedding:
             # Rounded as the weights are, as transformers and vLLM do.
             hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()
         if hidden is not None and self.lora is not None and torch.is_grad_enabled():

@@ -82,7 +82,7 @@ def _shared_experts(architecture: Architecture, config: TransformerConfig) -> ML
     """Megatron's feed-forward, which asks its configuration for the width."""
     config = copy(config)
     config.ffn_hidden_size = architecture.shared_ffn
-    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+    activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
     parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=activation)
     group = parallel_state.get_tensor_model_parallel_group()
     return MLP(config, parts, ffn_hidden_size=architecture.shared_ffn, tp_group=group)
@@ -94,7 +94,7 @@ class Experts(torch.nn.Module):
     def __init__(self, architecture: Architecture, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
-        self.activation = GatedActivation(architecture.kin.activation)
+        self.activation = GatedActivation(architecture.traits.activation)
         self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden)
         self.down = ExpertMatrix(config, num_experts, hidden, width)
 

@@ -42,7 +42,7 @@ class Router(torch.nn.Module):
         # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
         self.weight.sequence_parallel = config.sequence_parallel
         self.bias: torch.nn.Parameter | None = None
-        if architecture.kin.experts.shared is not None:
+        if architecture.traits.experts.shared is not None:
             zeros_E = torch.zeros(architecture.num_experts, device=self.weight.device)
             self.bias = torch.nn.Parameter(zeros_E, requires_grad=False)
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.

@@ -102,6 +102,6 @@ def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layer
         layer.submodules.pre_mlp_layernorm = gpt_layer_specs.TENorm
         layer.submodules.mlp = expert_layer(architecture)
     else:
-        activation = ModuleSpec(module=GatedActivation, params={"name": architecture.kin.activation})
+        activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
         layer.submodules.mlp.submodules.activation_func = activation
     return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=gpt_layer_specs.TENorm)

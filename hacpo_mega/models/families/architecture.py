@@ -1,4 +1,4 @@
-"""What a Hugging Face folder's config.json says about a model, as one frozen record. No weights, no Megatron.
+"""A model's architecture as its Hugging Face config.json describes it, one frozen record. No weights, no Megatron.
 
 Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
@@ -94,46 +94,46 @@ class Architecture:
             )
 
     @property
-    def kin(self) -> Family:
-        """What all models of its family have in common."""
+    def traits(self) -> Family:
+        """Properties that all models of its family share."""
         return FAMILIES[self.family]
 
     @property
     def angle_size(self) -> int:
-        """How many angles a token has, of all layers together."""
+        """Number of rotary angles per token, all layers together."""
         return self.rotary_dim * (1 if self.window_theta is None else 2)
 
     @property
     def fits_te(self) -> bool:
-        """Whether it can have TransformerEngine's layers."""
-        return self.kin.fits_te and not self.windows
+        """True if it can have TransformerEngine's layers."""
+        return self.traits.fits_te and not self.windows
 
     @property
     def softmax_scale(self) -> float | None:
-        """What scores are multiplied with; None: one over the root of the head size."""
+        """Factor on attention scores; None: one over the root of the head size."""
         return None if self.query_scalar is None else self.query_scalar**-0.5
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens a layer sees, the token itself among them; None: all."""
+        """Number of tokens that a layer attends to, the token itself included; None: all."""
         return self.windows[layer] if self.windows else None
 
     @property
     def copies_qk_norm(self) -> bool:
-        """Whether it has a norm of queries and one of keys that every tensor-parallel rank has whole."""
-        return self.qk_norm and not self.kin.whole_qk_norm
+        """True if every tensor-parallel rank holds the whole norm of queries and of keys."""
+        return self.qk_norm and not self.traits.whole_qk_norm
 
     @property
     def has_experts(self) -> bool:
-        """Whether some of its layers have experts in the place of a feed-forward."""
+        """True if some of its layers have experts in place of a feed-forward."""
         return self.num_experts > 0
 
     @property
     def expert_layers(self) -> int:
-        """How many have."""
+        """Number of layers with experts."""
         return self.num_layers - self.dense_layers if self.has_experts else 0
 
     def has_experts_in(self, layer: int) -> bool:
-        """Whether this layer has."""
+        """True if this layer has experts."""
         return self.has_experts and layer >= self.dense_layers
 
     def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
@@ -148,12 +148,12 @@ class Architecture:
 
     @property
     def interleaved(self) -> bool:
-        """Whether neighbouring numbers of a head turn together."""
-        return self.kin.interleaved
+        """True if rotary pairs are interleaved (GPT-J style) instead of half-split (NeoX style)."""
+        return self.traits.interleaved
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head, its first ones, rotary positions turn."""
+        """Number of a head's leading dimensions that rotary positions turn."""
         return int(self.head_dim * self.rotary_share)
 
     @classmethod
@@ -178,7 +178,7 @@ class Architecture:
         _refuse_variants(path, fields.given, family)
         hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
         num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
-        unsaid = family.unsaid
+        defaults = family.defaults
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
         try:
@@ -189,27 +189,27 @@ class Architecture:
                 num_heads=num_heads,
                 num_kv_heads=fields.count(
                     "num_key_value_heads",
-                    default=unsaid.get("num_key_value_heads", num_heads),
+                    default=defaults.get("num_key_value_heads", num_heads),
                     most=MOST["num_kv_heads"],
                 ),
                 head_dim=fields.count(
-                    "head_dim", default=unsaid.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
+                    "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
                 ),
-                **read_feed_forward(fields, family.experts, unsaid),
+                **read_feed_forward(fields, family.experts, defaults),
                 vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
                 max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
-                norm_eps=fields.positive("rms_norm_eps", default=unsaid.get("rms_norm_eps", 1e-6)),
+                norm_eps=fields.positive("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
                 rope_theta=angles.theta,
                 rope=angles.rope,
                 rotary_share=angles.share,
                 windows=read_windows(path, fields, family, num_layers),
                 window_theta=angles.window_theta,
-                query_scalar=fields.count("query_pre_attn_scalar", default=unsaid["query_pre_attn_scalar"])
+                query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
                 if family.query_scalar
                 else None,
-                tied=fields.flag("tie_word_embeddings", default=unsaid.get("tie_word_embeddings", False)),
-                attention_bias=fields.flag("attention_bias", default=unsaid.get("attention_bias", False)),
-                use_qk_norm=fields.flag("use_qk_norm", default=unsaid.get("use_qk_norm", False)),
+                tied=fields.flag("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)),
+                attention_bias=fields.flag("attention_bias", default=defaults.get("attention_bias", False)),
+                use_qk_norm=fields.flag("use_qk_norm", default=defaults.get("use_qk_norm", False)),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"

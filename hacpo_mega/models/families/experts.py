@@ -1,4 +1,4 @@
-"""What a config.json says of a layer's feed-forward, or of the experts in its place. Imports no torch.
+"""The feed-forward of a layer, or the experts in its place, as config.json describes them. Imports no torch.
 
 Not here: what a family decides by itself (families.py), how a token's experts are chosen (megatron/model/router.py),
 and how experts are shared by ranks (layout.py, segments.py).
@@ -13,7 +13,7 @@ from hacpo_mega.models.files.fields import MOST, Fields
 
 @dataclass(frozen=True)
 class Experts:
-    """What a family has in the place of a feed-forward: a router, and experts of which a token goes to a few.
+    """The experts of a family: a router that sends each token to a few of them.
 
     block           what its folders call this, next to the attention of a layer
     gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
@@ -36,61 +36,61 @@ class Experts:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What config.json may say of them."""
-        said = {*self.counts, "num_experts_per_tok", self.width}
-        said |= {"norm_topk_prob"} if self.may_normalise else set()
-        return frozenset(said | SHARED_FIELDS if self.shared is not None else said)
+        """Fields of config.json about experts."""
+        named = {*self.counts, "num_experts_per_tok", self.width}
+        named |= {"norm_topk_prob"} if self.may_normalise else set()
+        return frozenset(named | SHARED_FIELDS if self.shared is not None else named)
 
 
 SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
 
 
-def read_feed_forward(fields: Fields, experts: Experts | None, unsaid: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an Architecture that say it, by name. ValueError for what no such model has."""
+def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an Architecture about experts, by name. ValueError for values that no such model has."""
     if experts is None:
         return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
-    width = fields.count(experts.width, default=unsaid.get(experts.width), most=MOST["expert_ffn"])
+    width = fields.count(experts.width, default=defaults.get(experts.width), most=MOST["expert_ffn"])
     found = {
         "ffn_size": 0,
-        "num_experts": _num_experts(fields, experts, unsaid),
-        "experts_per_token": fields.count("num_experts_per_tok", default=unsaid["num_experts_per_tok"]),
+        "num_experts": _num_experts(fields, experts, defaults),
+        "experts_per_token": fields.count("num_experts_per_tok", default=defaults["num_experts_per_tok"]),
         "expert_ffn": width,
         "normalises_experts": not experts.may_normalise
-        or fields.flag("norm_topk_prob", default=unsaid["norm_topk_prob"]),
+        or fields.flag("norm_topk_prob", default=defaults["norm_topk_prob"]),
     }
     if experts.shared is None:
         return found
     counts = {"num_groups": "n_group", "groups_per_token": "topk_group"}
-    dense_layers = fields.count("first_k_dense_replace", default=unsaid["first_k_dense_replace"], least=0)
+    dense_layers = fields.count("first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0)
     return {
         **found,
-        **{name: fields.count(key, default=unsaid[key]) for name, key in counts.items()},
-        "routed_scale": fields.positive("routed_scaling_factor", default=unsaid["routed_scaling_factor"]),
-        "shared_ffn": width * fields.count("n_shared_experts", default=unsaid["n_shared_experts"]),
+        **{name: fields.count(key, default=defaults[key]) for name, key in counts.items()},
+        "routed_scale": fields.positive("routed_scaling_factor", default=defaults["routed_scaling_factor"]),
+        "shared_ffn": width * fields.count("n_shared_experts", default=defaults["n_shared_experts"]),
         "dense_layers": dense_layers,
         "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
     }
 
 
 def expert_number_bytes(num_experts: int) -> int:
-    """Of the unsigned number that says which expert, and has one more, its highest, for none (samples/routing.py)."""
+    """Bytes of an unsigned expert number, whose highest value stands for no expert (samples/routing.py)."""
     return 1 if num_experts < 2**8 else 2
 
 
-def _num_experts(fields: Fields, experts: Experts, unsaid: Mapping[str, Any]) -> int:
+def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
     found = {
         name: fields.count(name, most=MOST["num_experts"])
         for name in experts.counts
         if fields.given.get(name) is not None
     }
     if len(set(found.values())) > 1:
-        said = " and ".join(f"{name} = {count}" for name, count in found.items())
-        raise ValueError(f"{fields.path}: {said} both say how many experts there are; take the wrong one out")
-    return next(iter(found.values()), unsaid["num_experts"])
+        named = " and ".join(f"{name} = {count}" for name, count in found.items())
+        raise ValueError(f"{fields.path}: {named} both say how many experts there are; take the wrong one out")
+    return next(iter(found.values()), defaults["num_experts"])
 
 
 def routing_problem(num_experts: int, per_token: int, num_groups: int, groups_per_token: int) -> str | None:
-    """Why no token can have so many experts, of so many groups; None where it can."""
+    """The reason why no token can have so many experts of so many groups; None if it can."""
     if per_token > num_experts:
         return (
             f"num_experts_per_tok is {per_token}, and there are {num_experts} experts; a token goes to each of its "

@@ -1,9 +1,9 @@
 """The families of models that can be trained: one record each, and nothing about a family anywhere else.
 
-A record says which fields a config.json of the family may have, and what the family decides by itself. A field that it
-does not know is a refusal, since another field is how another computation is asked for (Mistral's `sliding_window`).
-Sources: the configuration classes of transformers, whose defaults tests/unit/test_families.py compares, and
-vllm/model_executor/models. Not here: public sizes (public.py), names of tensors (segments.py).
+A record lists the fields that a config.json of the family may have, and what the family decides by itself. An unknown
+field is refused, since it may ask for another computation (Mistral's `sliding_window`). Sources: the configuration
+classes of transformers, whose defaults tests/unit/test_families.py compares, and vllm/model_executor/models. Not here:
+public sizes (public.py), names of tensors (segments.py).
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ DESCRIBES = frozenset(
     | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
     | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
 )
-# What may be said of every family with this value alone: with another the model computes something else.
+# Fields that every family may have with this value alone: with another the model computes something else.
 ONLY: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -48,7 +48,7 @@ ONLY: Mapping[str, Any] = {
 }
 
 # Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
-# What comes after is a part of the sum with the residual (megatron/model/norms.py, AddNormed).
+# A norm behind a block is part of the sum with the residual (megatron/model/norms.py, AddNormed).
 BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 AROUND = {
@@ -91,7 +91,7 @@ class Family:
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
-    unsaid          what a config.json means where it does not say a field; head_dim else is the hidden size over heads,
+    defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
     only            fields of the family, with the one value that is supported
@@ -121,7 +121,7 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
-    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
@@ -137,12 +137,12 @@ class Family:
 
     @property
     def fits_te(self) -> bool:
-        """Whether TransformerEngine's layers are its own: a plain norm before each block, a part of what follows."""
+        """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
-        """Whether a config.json of the family may have this field."""
+        """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
@@ -159,7 +159,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     "Qwen2, Qwen2.5",
     qkv_bias=True,
-    unsaid={"num_key_value_heads": 32},
+    defaults={"num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
 )
@@ -168,7 +168,7 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "Qwen3",
     qk_norm=True,
-    unsaid={"head_dim": 128, "num_key_value_heads": 32},
+    defaults={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
     why={
@@ -185,7 +185,7 @@ QWEN3_MOE = replace(
     architecture="Qwen3MoeForCausalLM",
     models="Qwen3-30B-A3B, 235B-A22B",
     experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
-    unsaid={
+    defaults={
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
@@ -197,7 +197,7 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     "Mixtral 8x7B, 8x22B",
     experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
-    unsaid={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     only={"sliding_window": None, "router_jitter_noise": 0.0},
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
@@ -209,7 +209,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     "Mistral 7B, Nemo, Small",
     windows="all",
-    unsaid={"num_key_value_heads": 8, "sliding_window": 4096},
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
     norm_eps=1e-5,
 )
@@ -222,7 +222,7 @@ PHI3 = Family(
     windows="all",
     rope_kinds=("default",),
     may_turn_a_part=True,
-    unsaid={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     norm_eps=1e-5,
@@ -234,7 +234,7 @@ OLMO2 = Family(
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
-    unsaid={"rms_norm_eps": 1e-5},
+    defaults={"rms_norm_eps": 1e-5},
     rope_theta=500_000.0,
 )
 OLMO3 = replace(
@@ -244,7 +244,7 @@ OLMO3 = replace(
     models="OLMo 3",
     windows="some",
     two_ropes=True,
-    unsaid={
+    defaults={
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
@@ -261,7 +261,7 @@ GLM4 = Family(
     interleaved=True,
     rotary_share=0.5,
     may_turn_a_part=True,
-    unsaid={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
+    defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     norm_eps=1e-5,
     rope_theta=10_000.0,
 )
@@ -279,7 +279,7 @@ GLM4_MOE = Family(
     ),
     rotary_share=0.5,
     may_turn_a_part=True,
-    unsaid={
+    defaults={
         "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
         "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
@@ -302,7 +302,7 @@ GEMMA3 = Family(
     scaled_embedding=True,
     query_scalar=True,
     rope_kinds=("default", "linear"),
-    unsaid={
+    defaults={
         "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "rope_theta": 1e6, "window_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
     },

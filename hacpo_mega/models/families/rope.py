@@ -1,4 +1,4 @@
-"""How positions become angles: the kinds of rotary scaling, a record each, as config.json asks for them.
+"""Rotary positions: the kinds of scaling, a record each, as config.json asks for them.
 
 A kind is here only where transformers (modeling_rope_utils) and vLLM (layers.rotary_embedding) compute the same with
 it. They do not with "dynamic" (vLLM scales by the longest sequence that may come, transformers by the one at hand) and
@@ -64,7 +64,7 @@ Rope = LinearRope | Llama3Rope | YarnRope
 
 @dataclass(frozen=True)
 class Angles:
-    """What config.json says of a model's angles.
+    """Rotary angles of a model as config.json describes them.
 
     theta, rope    of all layers, but those with a window where window_theta is given, which have no scaling
     share          how much of a head turns
@@ -86,7 +86,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
         table = table.table(FULL)
-    usual = family.unsaid.get("rope_theta", 10_000.0)
+    usual = family.defaults.get("rope_theta", 10_000.0)
     theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
     share = _holder(table, fields, "partial_rotary_factor").positive(
         "partial_rotary_factor", default=family.rotary_share
@@ -109,14 +109,14 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
 
 
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
-    """Of layers with a window, which have a table of their own or, in older folders, a field."""
+    """The base of layers with a window: in a table of their own or, in older folders, in a field."""
     own = table.table(WINDOWED)
     if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
         raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")
     kind = own.given.get("rope_type") or own.given.get("type") or "default"
     if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
-    local = fields.positive("rope_local_base_freq", default=family.unsaid["window_theta"])
+    local = fields.positive("rope_local_base_freq", default=family.defaults["window_theta"])
     return own.positive("rope_theta", default=local)
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a model see the last tokens alone, and how many of them, as config.json says. Imports no torch.
+"""Sliding windows: the layers that have one, and its length, as config.json says. Imports no torch.
 
 A window of w is the token itself and the w - 1 before it, in transformers as in vLLM.
 """
@@ -13,7 +13,8 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The window of every layer, None where it sees all; empty where no layer has one. ValueError for what is none."""
+    """The window of every layer, None for full attention; empty if no layer has one. ValueError for an invalid
+    window."""
     kinds = fields.given.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
@@ -24,7 +25,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if family.windows == "none":
         return ()
     # An explicit null is no window; no word is the family's own.
-    window = fields.given.get("sliding_window", family.unsaid.get("sliding_window"))
+    window = fields.given.get("sliding_window", family.defaults.get("sliding_window"))
     if window is None and (family.windows == "all" or WINDOWED not in kinds):
         return ()
     if type(window) is not int or window < 1:
@@ -32,7 +33,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if family.windows == "all":
         return (window,) * num_layers
     if not kinds:
-        period = fields.count("sliding_window_pattern", default=family.unsaid["sliding_window_pattern"])
+        period = fields.count("sliding_window_pattern", default=family.defaults["sliding_window_pattern"])
         kinds = [WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"{path}: layer_types has {len(kinds)} entries; num_hidden_layers is {num_layers}")

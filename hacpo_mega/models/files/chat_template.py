@@ -1,4 +1,4 @@
-"""The chat template of a model folder: which one it is, and what it makes of messages. Imports no torch.
+"""The chat template of a model folder: finds it, and renders messages with it. Imports no torch.
 
 A template is a program of whoever made the folder. It is rendered in a process of its own, for which this file is the
 script: bounded in CPU seconds, memory and output, whatever the template does. The environment is that of
@@ -66,7 +66,7 @@ def render_closed(
 def _asked(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None
 ) -> dict[str, Any]:
-    """What the process answers. ValueError where it comes to no end."""
+    """The answer of the process. ValueError if it never ends."""
     given = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
     asked = json.dumps(given)
     command = [sys.executable, "-P", __file__]
@@ -83,7 +83,7 @@ def _asked(
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's tokens for whoever asks; here only its content counts."""
+    """`{% generation %}`, which marks the assistant's tokens; here only its content counts."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -98,7 +98,7 @@ def utc_now() -> str:
 
 
 def clock_at(time: str) -> Callable[[str], str]:
-    """`strftime_now` of a template whose clock stands at `time`."""
+    """`strftime_now` of a template with its clock fixed at `time`."""
     at = datetime.datetime.fromisoformat(time)
     seconds = str(int(at.replace(tzinfo=datetime.UTC).timestamp()))
     return lambda form: at.strftime(EPOCH.sub(lambda sign: seconds if sign[1] == "s" else sign[0], form))
@@ -106,8 +106,8 @@ def clock_at(time: str) -> Callable[[str], str]:
 
 @contextmanager
 def same_draws(template: str, messages: Messages) -> Iterator[None]:
-    """Around the rendering of messages: what the template draws follows from them."""
-    if not draws(template) and "map" not in names_in(template):  # which may be told a filter by any text
+    """Around the rendering of messages: seeds the template's random draws from them."""
+    if not draws(template) and "map" not in names_in(template):  # `map` may get a filter's name from any text
         yield
         return
     with _drawing:
@@ -120,20 +120,19 @@ def same_draws(template: str, messages: Messages) -> Iterator[None]:
 
 
 def reads_clock(template: str) -> bool:
-    """Whether a template asks for the time anywhere. For one that can be rendered."""
+    """True if a template that can be rendered asks for the time anywhere."""
     return CLOCK in names_in(template)
 
 
 @functools.lru_cache(maxsize=64)
 def draws(template: str) -> bool:
-    """Whether a template draws at random anywhere, also by the name of a filter in quotes. For one that can be
-    rendered."""
+    """True if a template that can be rendered draws at random anywhere, also by the name of a filter in quotes."""
     quoted = {value[1:-1] for _, kind, value in environment().lex(template) if kind == "string"}
     return not DRAWS.isdisjoint(names_in(template) | quoted)
 
 
 def environment(time: str | None = None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Where a template runs: the sandbox, filters and functions that transformers gives it; the clock stands."""
+    """The Jinja sandbox of templates, with the filters and functions of transformers and a fixed clock."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -153,12 +152,12 @@ def environment(time: str | None = None) -> jinja2.sandbox.ImmutableSandboxedEnv
 
 @functools.lru_cache(maxsize=64)
 def names_in(template: str) -> frozenset[str]:
-    """Every name that a template could read by, text and quoted words aside. For one that has been rendered."""
+    """Every name that a template could read, text and quoted words aside. For one that has been rendered."""
     return frozenset(value for _, kind, value in environment().lex(template) if kind == "name")
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What the process says of a request: of each conversation its text, or None and in one line what went wrong."""
+    """The process's reply to a request: the text of each conversation, or None and one line about the failure."""
     given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
     texts: list[str | None] = []
     errors = []
@@ -187,7 +186,7 @@ def _rendered(template: str, messages: Messages, given: Mapping[str, Any], time:
 
 
 def _limit(kind: int, most: int) -> None:
-    """Bounds this process; a login node may have bound it more, which nobody can take back."""
+    """Limits this process; a login node may have set a lower limit, which cannot be raised."""
     _, allowed = resource.getrlimit(kind)
     bound = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     resource.setrlimit(kind, (bound, bound))

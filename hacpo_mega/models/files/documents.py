@@ -1,6 +1,7 @@
-"""JSON and TOML as they are read everywhere, whoever wrote them: bounded, and every fault is one line. No torch.
+"""JSON and TOML documents of any origin: reading is bounded, and every fault is one line. No torch.
 
-Not here: what a document means (its reader knows), and JSON Lines, whose lines are bounded too (data/reading/files.py).
+Not here: the meaning of a document (its reader knows), and JSON Lines, whose lines are bounded too
+(data/reading/files.py).
 """
 
 import codecs
@@ -39,7 +40,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML document. ValueError, one line, for no TOML, and for a document that nobody writes."""
+    """The table of a TOML document. ValueError, one line, for invalid TOML, and for an absurdly large document."""
     if len(text) > MAX_TOML_BYTES:
         raise ValueError(f"has more than {MAX_TOML_BYTES:,} characters")
     for pattern, what in ((LONG_KEY, f"a key of more than {MAX_DEPTH} parts"), (LONG_NUMBER, "a number too long")):
@@ -92,13 +93,13 @@ def _another_language(file: Path) -> str:
 
 
 def one_line(text: str) -> str:
-    """A name out of a document as it may stand in a line: without control characters, of at most 80 characters."""
+    """A name from a document for a line of text: without control characters, of at most 80 characters."""
     cut = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     return cut if cut.isprintable() else repr(cut)[1:-1]
 
 
 def short(value: Any) -> str:
-    """A value as it may stand in a line: as Python writes it, at most about 80 characters."""
+    """A value for a line of text: as Python writes it, at most about 80 characters."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python writes no number of more than 4,300 digits
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)  # a long text is cut before it is escaped
@@ -106,7 +107,7 @@ def short(value: Any) -> str:
 
 
 def require_file(file: Path) -> None:
-    """ValueError for what is there and is neither file nor folder: a pipe would be waited for, a device never ends."""
+    """ValueError for a path that exists and is neither file nor folder: a pipe would block, a device never ends."""
     if file.exists() and not file.is_file() and not file.is_dir():
         raise ValueError("is a pipe or a device, not a file")
 
@@ -121,7 +122,7 @@ def _bytes_of(file: Path, most: int) -> bytes:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; whoever gives a key twice meant one of the two, and nobody can say which."""
+    """An object of JSON; ValueError for a repeated key, since either value may be meant."""
     table = dict(pairs)
     if len(table) < len(pairs):
         seen: set[str] = set()

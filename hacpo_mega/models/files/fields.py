@@ -31,7 +31,7 @@ class Fields:
     given: Mapping[str, Any]
 
     def count(self, name: str, *, default: int | None = None, least: int = 1, most: int | None = None) -> int:
-        """An integer of at least `least`; one above `most` is that of no model."""
+        """An integer of at least `least`; no model has more than `most`."""
         value = self._value(name, default)
         if type(value) is not int or value < least:
             raise ValueError(f"{self.path}: {name} must be an integer of at least {least}, found {short(value)}")

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face folder: what each of them says is read here and nowhere else. Imports no torch.
+"""The JSON files of a Hugging Face folder, read here and nowhere else. Imports no torch.
 
 Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """
@@ -52,8 +52,8 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """What a copy of a model has beside its weights and config.json: no README of another model, no adapter, no state
-    of an optimizer."""
+    """Files that a copy of a model keeps beside its weights and config.json: no README of another model, no adapter, no
+    state of an optimizer."""
     return [*text_files(folder), *_files(folder, NOTICES)]
 
 
@@ -67,7 +67,7 @@ def adapter_files(folder: Path) -> list[str]:
 
 
 def of_base(folder: Path) -> str:
-    """The words that name the base of the adapter in a folder; none where its adapter_config.json does not."""
+    """The text that names the base of the adapter in a folder; none if its adapter_config.json does not."""
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     return f" of {one_line(base)}" if isinstance(base, str) and base else ""
 
@@ -120,7 +120,7 @@ def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def head_size(folder: Path) -> int | None:
-    """Numbers of one attention head, of any architecture; None where config.json does not say it."""
+    """Size of one attention head, of any architecture; None if config.json lacks it."""
     config = read_config(folder)
     if config.get("head_dim"):
         return config["head_dim"]
@@ -149,7 +149,7 @@ def _fitting(positions: int, prompt: int, answer: int) -> str:
 
 
 def tokenizer_problem(folder: Path, needs_template: bool) -> str | None:
-    """A line when the folder holds no tokenizer, or no chat template although one is asked for; else None."""
+    """A line if the folder holds no tokenizer, or lacks a chat template that is needed; else None."""
     try:
         described = read_json(folder / "tokenizer_config.json")
     except ValueError as error:

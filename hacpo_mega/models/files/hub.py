@@ -38,7 +38,7 @@ class HubModel:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """What a text such as Qwen/Qwen3-4B or Qwen/Qwen3-4B@v1.1 names; None for one that can only be a path."""
+        """The Hub model of a text such as Qwen/Qwen3-4B or Qwen/Qwen3-4B@v1.1; None for one that can only be a path."""
         found = NAME.fullmatch(text)
         if found is None or ".." in text:
             return None
@@ -46,7 +46,7 @@ class HubModel:
 
     @classmethod
     def of_snapshot(cls, folder: Path) -> Self | None:
-        """The inverse of `snapshot`: the model, with its commit, whose folder in a cache this is; None for another."""
+        """The inverse of `snapshot`: the model, with its commit, of a folder in a cache; None for another."""
         kind, *parts = folder.parent.parent.name.split("--")
         is_one = folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) and kind == "models"
         return cls("/".join(parts), folder.name) if is_one and len(parts) == 2 else None
@@ -82,7 +82,7 @@ def given_path(text: str | Path) -> Path:
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model that a user names lies: the snapshot, for a name on the Hub that the cache has; else the path.
+    """The folder of the model that a user names: the cached snapshot for a name on the Hub, else the path.
 
     A folder of that name comes first.
     """
@@ -91,7 +91,7 @@ def model_folder(path: Path) -> Path:
 
 
 def model_name(folder: Path) -> str:
-    """The inverse of `model_folder`, for what a run writes down: name@COMMIT for a snapshot, else the path."""
+    """The inverse of `model_folder`, for a run's records: name@COMMIT for a snapshot, else the path."""
     return str(HubModel.of_snapshot(folder) or folder)
 
 
@@ -129,7 +129,7 @@ def missing_folder(path: Path) -> str:
 
 
 def _nearest_name(path: Path) -> str:
-    """The end of a line on the address of a page on the Hub: the name that stands in it."""
+    """The end of a line about a Hub page's address: the model name in it."""
     found = PAGE.fullmatch(str(path)) or SCHEME.fullmatch(str(path))
     model = found and HubModel.parse(found["repo"] + (f"@{found['revision']}" if found["revision"] else ""))
     is_default = model is not None and model.revision == constants.DEFAULT_REVISION

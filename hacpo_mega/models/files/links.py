@@ -1,4 +1,4 @@
-"""Links in a folder that somebody else may have made, such as a run: nothing is read through one that leads out of it.
+"""Links in a folder that another person may have made, such as a run: none that leads out of it is followed.
 
 A folder that the user names may itself be reached by links, and so may a model of the Hugging Face cache, whose files
 are links to `blobs` of the same model. Hard links cannot be told from files. Imports no torch.
@@ -10,7 +10,7 @@ from pathlib import Path
 from hacpo_mega.models.files.hub import HubModel
 
 COPY = "If it is yours, copy what it leads to into its place, or name that place itself"
-TRUST = "--trust follows it, if you trust whoever made this run"
+TRUST = "--trust follows it, if you trust the maker of this run"
 OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
 
 
@@ -37,7 +37,7 @@ def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
 
 
 def require_inside_its_run(path: Path) -> None:
-    """`require_inside` for what lies in a run, by its name or by where it leads; whatever lies elsewhere passes."""
+    """`require_inside` for a path in a run, by its name or by its target; any other path passes."""
     for named in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
         if (run := run_above(Path(named))) is not None:
             require_inside(run, path)
@@ -61,7 +61,7 @@ def run_above(path: Path) -> Path | None:
 
 
 def _worth_a_look(folder: str) -> list[str]:
-    """What lies in a folder and is no plain file. ValueError where that cannot be seen."""
+    """Entries of a folder that are no plain files. ValueError if they cannot be seen."""
     try:
         with os.scandir(folder) as found:
             return [entry.path for entry in found if not entry.is_file(follow_symlinks=False)]

@@ -1,8 +1,8 @@
-"""Whether the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
+"""Checks that the tokenizer of a model folder fits its model: ids, end tokens, special tokens. Imports no torch.
 
-Told from files alone, before anything is loaded. What they cannot tell is whether a tokenizer of the right size is
-another model's, where the end tokens agree; and nothing is told of a tokenizer that is Python code of the folder, or
-SentencePiece's: whoever loads it asks again (samples/tokenizers.py).
+Files alone are read, before anything is loaded. They cannot show that a tokenizer of the right size and end tokens
+belongs to another model. Tokenizers that are Python code of the folder, or SentencePiece's, are not checked here but
+when they are loaded (samples/tokenizers.py).
 """
 
 import re
@@ -98,7 +98,7 @@ def other_templates(folder: Path) -> list[str]:
 
 
 def token_problems(folder: Path, vocab_size: int) -> list[str]:
-    """Why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
+    """Reasons why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
     file, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         special = special_tokens(folder)
@@ -219,7 +219,7 @@ def _described_tokens(file: Path) -> dict[int, str]:
 def _end_problems(
     tokens: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], ends: list[tuple[Path, int]]
 ) -> Iterator[str]:
-    """An id that ends answers has to be a token that is no text: where it is a word, the tokenizer is another's."""
+    """Checks that an id that ends answers is a control token: if it is text, the tokenizer is another model's."""
     steering = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
     for file, number in ends:
         if number not in steering:

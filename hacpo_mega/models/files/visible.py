@@ -25,12 +25,12 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""As `visible`, with line ends as \n: what is one line of a log stays one, whatever it quotes."""
+    r"""As `visible`, with line ends as \n, so that one line of a log stays one, whatever it quotes."""
     return visible(text).replace("\n", "\\n")
 
 
 def say(text: object, file: TextIO | None = None) -> None:
-    """Prints `text`, made visible, at once; to standard output unless a file is given."""
+    """Prints `text` at once, with control characters escaped; to standard output unless a file is given."""
     print(visible(str(text)), file=sys.stdout if file is None else file, flush=True)
 
 

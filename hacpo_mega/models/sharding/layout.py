@@ -1,4 +1,4 @@
-"""Which parallel layouts a model can have: the one place that knows. `hacpo-mega check` and the model builder call it.
+"""Parallel layouts that a model can have, decided here alone: `hacpo-mega check` and the model builder call it.
 
 A layout cuts every layer into tp shards, the layers into pp stages and the tokens of a micro-batch into cp parts, whose
 ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, or all of these
@@ -26,8 +26,8 @@ CPU_EXPERTS = 32
 class Layout:
     """Ranks of one cell. first_layers and last_layers: layers of those stages where the stages are not all equal.
 
-    engine_tp None means that there is no engine to consider; rollout are ranks that only answer, where there are any.
-    vpp: chunks of a stage, which are no neighbours. cells are those of the agent, of which a block shares experts.
+    `engine_tp` None: there is no engine to consider. `rollout`: ranks that only answer, if any. `vpp`: chunks of a
+    stage, not adjacent. `cells`: those of the agent; a block of them shares experts.
     """
 
     tp: int = 1
@@ -67,11 +67,11 @@ class Layout:
 
     @property
     def block_cells(self) -> int:
-        """Neighbouring cells whose ranks share experts; 1 where ep ranks of a cell do."""
+        """Number of neighbouring cells whose ranks share experts; 1 if ep ranks of one cell do."""
         return block_cells(self.ep, self.tp, self.cp)
 
     def product(self) -> str:
-        """How the ranks of a cell come about, in words: "tp x pp (2 x 2 = 4)", with cp where there is any."""
+        """The arithmetic of a cell's ranks in words: "tp x pp (2 x 2 = 4)", with cp if there is any."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         named = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
         return f"{' x '.join(named)} ({' x '.join(map(str, named.values()))} = {self.cell_size})"
@@ -89,7 +89,7 @@ def layout_problems(
     max_positions: int | None = None,
     engine_head_sizes: Collection[int] | None = None,
 ) -> list[str]:
-    """Why the model cannot have this layout, a line each; empty when it can.
+    """Reasons why the model cannot have this layout, a line each; empty if it can.
 
     max_positions       tokens of the longest prompt and answer together
     engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
@@ -99,7 +99,7 @@ def layout_problems(
     problems += _expert_problems(architecture, layout)
     of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
     problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
-    # An engine over the whole cell has the ranks of tp: what is wrong with these is said of tp, with one advice.
+    # An engine over the whole cell has the ranks of tp: its problems are reported for tp, with one advice.
     follows = layout.engine_tp == layout.cell_size and not layout.rollout
     if layout.engine_tp is not None and not (of_tensors and follows):
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
@@ -135,7 +135,7 @@ def chunk_ranges(num_layers: int, layout: Layout, stage: int) -> list[range]:
 
 
 def chunks_in_flight(layout: Layout, stage: int) -> int:
-    """Forwards of a chunk that a pipeline stage has done before its first backward, and one more: what it keeps.
+    """Micro-batches in flight: forwards of a chunk before a pipeline stage's first backward, and one more.
 
     Of micro-batches: as many as there are stages from it to the end. Of chunks: two for each stage after it, and before
     these a round of the pipeline for every chunk but the last (arXiv 2104.04473; Megatron's get_pp_rank_microbatches).
@@ -154,13 +154,13 @@ def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
     rows = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
     also = {"the model's {} rows of query, key and value together": rows}
-    if architecture.kin.whole_qk_norm:
+    if architecture.traits.whole_qk_norm:
         also["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
     return _sharing_problems(architecture, "tp", layout.tp, also)
 
 
 def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
-    """Why cp ranks cannot share the heads that a tensor rank has; its tp must be one that the model can have.
+    """Reasons why cp ranks cannot share the heads of a tensor rank; its tp must be one that the model can have.
 
     With more ranks than key/value heads, each head goes to several.
     """
@@ -179,11 +179,11 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
 
 
 def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str]:
-    """Why ep ranks cannot share the experts of a layer."""
+    """Reasons why ep ranks cannot share the experts of a layer."""
     ranks, experts, ep, cells = layout.tp * layout.cp, architecture.num_experts, layout.ep, layout.cells
 
     def fits(ep: int) -> bool:
-        """Within a cell, or over some of its agent's cells, all of which are in such blocks."""
+        """True if ep ranks fit within a cell, or over equal blocks of its agent's cells."""
         return experts % ep == 0 and (ranks % ep == 0 or (ep % ranks == 0 and cells % (ep // ranks) == 0))
 
     if not experts and ep > 1:
@@ -218,7 +218,7 @@ def _engine_problems(
 
 
 def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Mapping[str, int]) -> list[str]:
-    """Why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
+    """Reasons why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
 
     With more ranks than key/value heads, each head is copied to several.
     """
@@ -245,7 +245,7 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
 
 
 def _copies(kv_heads: int, ranks: int) -> bool:
-    """Whether each rank has equally many key/value heads, or each head is on equally many ranks."""
+    """True if each rank has equally many key/value heads, or each head is on equally many ranks."""
     return max(kv_heads, ranks) % min(kv_heads, ranks) == 0
 
 
@@ -269,7 +269,7 @@ def _pipeline_problems(num_layers: int, layout: Layout) -> Iterator[str]:
 
 
 def _chunk_problems(num_layers: int, layout: Layout) -> Iterator[str]:
-    """Why the stages cannot be of several chunks; the pipeline itself must be one that the model can have."""
+    """Reasons why the stages cannot have several chunks; the pipeline itself must be one that the model can have."""
     pp, vpp = layout.pp, layout.vpp
     if vpp == 1:
         return
@@ -288,7 +288,7 @@ def _chunk_problems(num_layers: int, layout: Layout) -> Iterator[str]:
 
 
 def _uneven_problems(num_layers: int, pp: int, named: Mapping[str, int]) -> Iterator[str]:
-    """Every stage has a layer, and those whose layers are not given share the rest equally."""
+    """Every stage has a layer; stages without a given number share the rest equally."""
 
     def fits(*layers: int) -> bool:
         others, rest = pp - len(layers), num_layers - sum(layers)

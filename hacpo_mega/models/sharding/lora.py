@@ -31,7 +31,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class Lora:
-    """What is adapted: `targets` are last parts of the names of Hugging Face modules, in the order of a layer."""
+    """LoRA adapters: `targets` are last parts of the names of Hugging Face modules, in the order of a layer."""
 
     rank: int
     alpha: float
@@ -39,13 +39,13 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of both factors is multiplied with."""
+        """Factor on the product of both adapter matrices."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of one Megatron layer `module`, whose weight is `base`; their factors are `down` and `up`."""
+    """The adapters of one Megatron layer `module` with weight `base`; their factors are `down` and `up`."""
 
     module: str
     base: Slot
@@ -66,7 +66,7 @@ def last_layer(architecture: Architecture) -> Architecture:
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
-    """The targets that are asked for, in the model's order. ValueError, a line each, for those that match nothing."""
+    """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
     there = target_names(architecture)
     if asked == ALL_LINEAR:
         return there
@@ -84,7 +84,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
-    """Why this model cannot have these adapters on `tp` ranks, a line each."""
+    """Reasons why this model cannot have these adapters on `tp` ranks, a line each."""
     if architecture.shared_ffn:
         yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return

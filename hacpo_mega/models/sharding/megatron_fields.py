@@ -1,4 +1,4 @@
-"""The fields of Megatron's TransformerConfig: those that this project decides, those that work, and all others.
+"""The fields of Megatron's TransformerConfig: decided by this project, working, and all others.
 
 The model builder fills a configuration from the first (megatron/model/model.py) and `hacpo-mega check` refuses them in
 the table `agents.megatron`: a second opinion there would split the truth. It refuses the last, too, which nothing here
@@ -184,7 +184,7 @@ FREE = WORKS | WITH_PIPELINE | WITH_CHUNKS | WITH_TENSOR_RANKS | WITH_EXPERTS
 
 
 def no_effect(field: str, value: Any) -> str | None:
-    """Why a field that is not decided here does nothing, or not this, whatever the model is; None where it may work."""
+    """The reason why a field that is not decided here has no effect, or not this one; None if it may work."""
     if field not in FREE:
         return f"has no effect here: {WITHOUT_EFFECT.get(field, 'nobody has seen it work')}; remove it"
     if field == BALANCING and value != "aux_loss":

@@ -1,4 +1,5 @@
-"""Who sends which numbers to whom, so that every engine of a cell, or block, has the actor's weights: shard to shard.
+"""Plan of a weight sync, shard to shard: every piece's sender and receiver, so that each engine has the actor's
+weights.
 
 A shard is a rectangle of a tensor that a rank holds (shards.py). The actor's are cut by Megatron (segments.py), the
 engine's by vLLM's weight loaders (rollout/weights/parts.py). Where they meet is a piece, which one rank reads and one
@@ -34,7 +35,8 @@ NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Piece:
-    """What rank `source` reads from its shard number `read` and rank `target` writes into its number `written`."""
+    """A part of a tensor: rank `source` reads it from its shard `read`, rank `target` writes it into its shard
+    `written`."""
 
     what: Shard
     source: int
@@ -44,7 +46,7 @@ class Piece:
 
     @property
     def crosses(self) -> bool:
-        """Whether it goes from one rank to another."""
+        """True if it goes from one rank to another."""
         return self.source != self.target
 
 
@@ -66,8 +68,8 @@ class PublishPlan:
             [[p.what.name, p.what.offsets, p.what.sizes, p.source, p.read, p.target, p.written] for p in bucket]
             for bucket in self.buckets
         ]
-        said = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
-        return hashlib.blake2b(said, digest_size=16).digest()
+        content = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
+        return hashlib.blake2b(content, digest_size=16).digest()
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -76,7 +78,7 @@ class PublishPlan:
 
     @cached_property
     def last_of_bucket(self) -> tuple[frozenset[str], ...]:
-        """Of every bucket, the tensors of which no rank gets anything in a later one."""
+        """For every bucket, the tensors of which no rank gets anything in a later one."""
         last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
         return tuple(
             frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
@@ -84,15 +86,16 @@ class PublishPlan:
         )
 
     def sent_bytes(self) -> list[int]:
-        """What each rank sends to others."""
+        """Bytes that each rank sends to others."""
         return self._per_rank((p.source, p) for p in self.pieces if p.crosses)
 
     def received_bytes(self) -> list[int]:
-        """What each rank receives from others: what its engine holds and its actor does not. No plan has less."""
+        """Bytes that each rank receives from others: what its engine holds and its actor does not, the least
+        possible."""
         return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
 
     def written_bytes(self) -> list[int]:
-        """What each rank writes into its engine."""
+        """Bytes that each rank writes into its engine."""
         return self._per_rank((p.target, p) for p in self.pieces)
 
     def _per_rank(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
@@ -139,7 +142,7 @@ _Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
 
 
 def _distance(rank: int, cell_size: int, holder: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
-    """How far from `rank` a holder (its rank, the number of its shard) is: first whether it is in another cell."""
+    """Distance between `rank` and a holder (its rank, the number of its shard); another cell is farthest."""
     return holder[0] // cell_size != rank // cell_size, abs(holder[0] - rank), holder
 
 
@@ -185,7 +188,7 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
         yield tuple(bucket)
 
 
-def said_whole(reasons: Mapping[str, str]) -> str:
+def whole_summary(reasons: Mapping[str, str]) -> str:
     """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
 
     The number of a layer, or of an expert in it, is a star there.
@@ -200,7 +203,7 @@ def said_whole(reasons: Mapping[str, str]) -> str:
 def actor_shards(
     slots: Sequence[Slot], architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
 ) -> Iterator[tuple[Slot, Rectangle]]:
-    """What a rank of the actor with these parameters holds: each rectangle lies in one piece in its flat parameter.
+    """Shards of an actor's rank with these parameters: each rectangle is contiguous in its flat parameter.
 
     `tp` and `ep` ranks share what is no expert's and the experts, as in segments().
     """
@@ -214,7 +217,7 @@ def actor_shards(
 def actor_stacks(
     slots: Sequence[Slot], architecture: Architecture, **place: int
 ) -> Iterator[tuple[Slot, tuple[Rectangle, ...]]]:
-    """The same, with those together that are published as one shard (`stack_of`); `place` is that of actor_shards."""
+    """The same, with shards that are published as one (`stack_of`) together; `place` is that of actor_shards."""
     held = list(actor_shards(slots, architecture, **place))
     for run in runs((_shard_of(rectangle), slot.parameter, rectangle.start) for slot, rectangle in held):
         yield held[run[0]][0], tuple(held[number][1] for number in run)
@@ -230,7 +233,7 @@ def _shard_of(rectangle: Rectangle) -> Shard:
 
 
 def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """What rank `rank` of a vLLM engine over `tp` ranks holds, by arithmetic, for those who have no vLLM to ask.
+    """Shards of rank `rank` of a vLLM engine over `tp` ranks, by arithmetic, for callers that have no vLLM to ask.
 
     Like the actor's, but that query, key and value are cut by heads, that key and value heads are copied where `tp` is
     more than they are, and that every rank has a part of the columns of all experts. ValueError for a cut that vLLM
@@ -252,8 +255,8 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """A part of what every expert computes between its two products."""
-    named, size = architecture.kin.experts, architecture.expert_ffn // tp
+    """A slice of every expert's hidden dimension, between its two products."""
+    named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
         whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))

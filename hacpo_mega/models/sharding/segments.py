@@ -21,7 +21,7 @@ VOCAB_MULTIPLE = 64
 
 
 class Cut(enum.Enum):
-    """How a parameter is made of Hugging Face tensors over tensor-parallel ranks."""
+    """Partition of a parameter, made of Hugging Face tensors, over tensor-parallel ranks."""
 
     WHOLE = "replicated on every rank"
     COLUMNS = "split along the input dimension"
@@ -51,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A rectangle of a Hugging Face tensor whose numbers lie end to end in a flattened shard, from its `start`."""
+    """A rectangle of a Hugging Face tensor that is contiguous in a flattened shard, from its `start`."""
 
     source: Source
     offsets: tuple[int, ...]
@@ -127,15 +127,15 @@ def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
 
 
 def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:
-    """Of the stage's layer number `local`, which is the model's number `layer`."""
+    """Parameters of layer number `local` of the stage, which is the model's number `layer`."""
     megatron, hugging = f"decoder.layers.{local}.", f"model.layers.{layer}."
-    hidden, kin = architecture.hidden_size, architecture.kin
+    hidden, traits = architecture.hidden_size, architecture.traits
     query_rows, kv_rows = _projection_rows(architecture)
     attention, self_attn = f"{megatron}self_attention.", f"{hugging}self_attn."
     qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
     norms = {
         ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
-        for ours, theirs in kin.norms.items()
+        for ours, theirs in traits.norms.items()
     }
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
     weight = _fused(architecture, self_attn, "weight", qkv, "qkv_proj", hidden)
@@ -144,9 +144,9 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
         bias = _fused(architecture, self_attn, "bias", qkv, "qkv_proj")
         slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, bias))
     if architecture.qk_norm:
-        cut = Cut.ROWS if kin.whole_qk_norm else Cut.WHOLE
+        cut = Cut.ROWS if traits.whole_qk_norm else Cut.WHOLE
         for name, rows in (("q", query_rows), ("k", kv_rows)):
-            source = Source(f"{self_attn}{name}_norm.weight", (rows if kin.whole_qk_norm else architecture.head_dim,))
+            source = Source(f"{self_attn}{name}_norm.weight", (rows if cut is Cut.ROWS else architecture.head_dim,))
             slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
@@ -168,7 +168,7 @@ def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str,
 
 def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
     """The router, and the experts' matrices: gate and up of the first expert, of the second, and so on; so down."""
-    hidden, width, named = architecture.hidden_size, architecture.expert_ffn, architecture.kin.experts
+    hidden, width, named = architecture.hidden_size, architecture.expert_ffn, architecture.traits.experts
     assert named is not None, architecture.family
     block = f"{hugging}{named.block}."
 
@@ -194,7 +194,7 @@ def _fused(
     architecture: Architecture, prefix: str, kind: str, parts: dict[str, int], name: str, *columns: int
 ) -> tuple[Source, ...]:
     """Matrices of so many rows, or the one of this `name` as which the family's folders hold them."""
-    stored = {name: sum(parts.values())} if name in architecture.kin.stored_fused else parts
+    stored = {name: sum(parts.values())} if name in architecture.traits.stored_fused else parts
     return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
 
 
@@ -214,7 +214,7 @@ def _columns(parameter: str, name: str, rows: int, columns: int) -> Slot:
 def segments(
     slot: Slot, architecture: Architecture, *, tp: int, tp_rank: int, ep: int = 1, ep_rank: int = 0
 ) -> tuple[Segment, ...]:
-    """What the shard of a rank is made of, in its order; a vocabulary shard may be padded after them.
+    """Slices that make up the shard of a rank, in order; a vocabulary shard may be padded after them.
 
     tp, tp_rank   how many ranks share a parameter that is no expert's, and which of them it is
     ep, ep_rank   the same of the experts
@@ -253,7 +253,7 @@ def rectangles(
     start: int,
     stop: int,
 ) -> Iterator[Rectangle]:
-    """What the numbers start:stop of the flattened shard of a rank are; padding of the vocabulary is in none.
+    """Rectangles that the numbers start:stop of a rank's flattened shard cover; padding of the vocabulary is in none.
 
     Data parallelism cuts the optimizer's state wherever it likes: a part of a row, whole rows, a part of a row.
     """

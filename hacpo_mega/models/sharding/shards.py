@@ -29,7 +29,7 @@ class Shard:
         return math.prod(self.sizes)
 
     def overlap(self, other: "Shard") -> "Shard | None":
-        """What both hold of the same tensor."""
+        """The part of the same tensor that both hold."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
         sizes = tuple(end - start for start, end in zip(starts, ends))
@@ -43,7 +43,7 @@ class Shard:
 
     @property
     def num_members(self) -> int:
-        """Of how many tensors of a folder it has a rectangle, each as large as the others."""
+        """Number of equally large tensors of a folder that it has a rectangle of."""
         return self.sizes[0] if STAR in self.name else 1
 
     def member(self, number: int) -> "Shard":
@@ -58,12 +58,12 @@ class Shard:
 
 
 def stack_name(name: str) -> str:
-    """Of a folder's tensor: that of the tensor that it counts as, its own if it is no expert's."""
+    """The name under which a folder's tensor counts: its own, or that of its stack for an expert's."""
     return EXPERT.sub(STAR, name)
 
 
 def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Tensors of a folder, name -> shape, with those of experts as one."""
+    """Tensors of a folder, name -> shape, with those of experts stacked into one."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stack = stack_name(name)
@@ -72,7 +72,7 @@ def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int
 
 
 def stacked(shards: Sequence[Shard]) -> Shard:
-    """The one shard that these of neighbouring experts are; that of a tensor which is no expert's is itself."""
+    """The single shard that these shards of neighbouring experts form; one of no expert stays itself."""
     first = shards[0]
     expert = _expert(first)
     if expert is None:
@@ -82,7 +82,7 @@ def stacked(shards: Sequence[Shard]) -> Shard:
 
 
 def runs(held: Iterable[tuple[Shard, Hashable, int]]) -> list[list[int]]:
-    """Which shards, by their numbers, are one: equal rectangles of neighbouring experts at equal distances.
+    """Runs of shards, by number, that count as one: equal rectangles of neighbouring experts at equal distances.
 
     Of every shard: in which memory it lies, and from where on.
     """

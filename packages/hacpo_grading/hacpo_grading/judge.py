@@ -1,4 +1,4 @@
-"""Who judges: text and gold in, verdict and reward out; who is to blame for a failure decides what it costs.
+"""The judge: text and gold in, verdict and reward out. A failure costs whoever caused it, the answer or the judge.
 
 An answer on which its grader reaches no end (out of CPU time, out of memory, an error) is wrong and earns 0, or a
 policy could learn such answers as a way out of every group mean. Where the judge is at fault it stays unjudged (reward
@@ -61,7 +61,7 @@ class JudgeCounts:
 
 @dataclass(frozen=True)
 class JudgeReport:
-    """What went wrong since the last report. `errors` has every distinct text with its number, in order of coming.
+    """The failures since the last report. `errors` has every distinct text with its number, in order of coming.
 
     num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
     hidden_s     seconds of judging beside the engine, which nobody waited for
@@ -143,7 +143,7 @@ class Judge:
 
     @property
     def how_called(self) -> tuple[str, ...]:
-        """What a start says of graders of the user's own: which function, called how."""
+        """The line that a start prints for a grader of the user's own: its function, and how it is called."""
         return (f"the grader {self.kind} is called {self.signature}",) if self._kind.is_own else ()
 
     def require_fields(self, rows: Iterable[str]) -> None:
@@ -186,7 +186,7 @@ class Judge:
         return self._judge(prompts, golds, texts, stops, rows, agent, places, is_explained=True)
 
     def take_report(self) -> JudgeReport:
-        """What went wrong since the last report, for the console of a step."""
+        """The failures since the last report, for the console of a step."""
         with self._lock:
             now, before = self.counts, self._reported
             self._reported, errors, self._errors = now, self._errors, Counter()

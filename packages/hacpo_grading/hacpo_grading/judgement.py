@@ -1,4 +1,4 @@
-"""What a judge is told of an answer's end, and what it says of the answer."""
+"""The end of an answer, as a judge is told it, and the judgement of it."""
 
 import enum
 import math
@@ -15,7 +15,7 @@ class Stop(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What the judge said. CORRECT is a success, as `reward.success` defines one; no reader compares rewards for it.
+    """The judge's verdict. CORRECT is a success, as `reward.success` defines one; no reader compares rewards for it.
 
     TIMEOUT and ERROR earn 0 where the answer is their cause, else a policy could learn to cause them; where the judge
     is, the answer is unjudged and its reward is NaN.

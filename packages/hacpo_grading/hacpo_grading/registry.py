@@ -42,7 +42,7 @@ class Grader:
     acts          it runs the answer's code or sends it to a server (`asks_server`), and so is tried with care
     gold_as_answer    makes of a gold a text that answers with it, to see whether the gold itself can be judged
     solution          makes of a gold an answer that earns the full reward; None: `gold_as_answer` does
-    vote          what an answer votes for under maj@k: its final answer as normalised text
+    vote          the text that an answer votes for under maj@k: its final answer, normalised
     """
 
     name: str
@@ -143,7 +143,7 @@ def find_grader(name: str) -> Grader:
 
 
 def value_problem(name: str, options: Mapping[str, Any]) -> str | None:
-    """Which option a built-in grader lacks, or has with a value that it does not take; the names of all are known."""
+    """The option that a built-in grader lacks, or that has a value it does not take; all names are known."""
     grader = GRADERS[name]
     if missing := [option for option in grader.needed if option not in options]:
         return f"{name!r} needs {' and '.join(f'{option} ({grader.options[option].said})' for option in missing)}"
@@ -158,7 +158,7 @@ def gives_parts(name: str, options: Mapping[str, Any]) -> bool:
 
 
 def final_answer(name: str, text: str) -> str | None:
-    """What an answer votes for under maj@k, None without a final answer.
+    """The text that an answer votes for under maj@k, None without a final answer.
 
     Two wrong answers that are equal but written differently stay two candidates.
     """

@@ -68,7 +68,7 @@ class WeightedJudge:
 
     @property
     def how_called(self) -> tuple[str, ...]:
-        """What a start says of graders of the user's own."""
+        """The lines that a start prints for graders of the user's own."""
         return tuple(line for judge in self._judges for line in judge.how_called)
 
     def require_fields(self, rows: Iterable[str]) -> None:
@@ -91,7 +91,7 @@ class WeightedJudge:
         ]
 
     def take_report(self) -> JudgeReport:
-        """What went wrong since the last report: numbers of answers of the part where most did, errors of all parts."""
+        """The failures since the last report: numbers of answers of the part where most did, errors of all parts."""
         reports = [judge.take_report() for judge in self._judges]
         errors: Counter[str] = Counter()
         for part, report in zip(self._parts, reports, strict=True):

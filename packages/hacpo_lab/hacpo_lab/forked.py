@@ -40,7 +40,7 @@ class JobServer:
         self._context.set_forkserver_preload([preload])
 
     def start(self) -> None:
-        """Starts the server, and waits until it has imported what it forks."""
+        """Starts the server, and waits for its imports."""
         with changed_environment(SERVER_ONLY):
             forkserver.ensure_running()
         process = self._context.Process(target=int)
@@ -69,8 +69,8 @@ class JobServer:
         with job_folder() as private:
             try:
                 for rank in range(world_size):
-                    told = launcher_environment(rank, world_size, private, secret)
-                    call = (rank, folder, told | {"OMP_NUM_THREADS": threads}, function, arguments)
+                    variables = launcher_environment(rank, world_size, private, secret)
+                    call = (rank, folder, variables | {"OMP_NUM_THREADS": threads}, function, arguments)
                     processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
                     processes[-1].start()
                 yield processes
@@ -98,7 +98,7 @@ def _end_with_queue() -> None:
 
 
 def wait_for_ranks(processes: list[BaseProcess]) -> None:
-    """Until all have ended, or one has failed and the others have had their last words."""
+    """Waits until all have ended, or one has failed and the others have had time for their last messages."""
     running = {process.sentinel: process for process in processes}
     has_failed = False
     while running:

@@ -45,7 +45,7 @@ def is_out_of_bounds(gold: Any, answer: Any) -> bool:
 
 
 def _strange(read: Any, is_bound_strange: bool) -> set[str]:
-    """Which of INFINITE and UNDEFINED are among the numbers of what was read."""
+    """The members of INFINITE and UNDEFINED among the numbers that were read."""
     if isinstance(read, Expr):
         return _strange_number(read)
     is_bounded = isinstance(read, Interval) or (isinstance(read, Relational) and not isinstance(read, Equality))

@@ -38,7 +38,7 @@ def choice(prompt: str, answer: str, gold: str) -> float | None:
 
 
 def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
-    """Which letter was found, and by which rule."""
+    """The letter that was found, and the rule that found it."""
     found, rule = _letter(answer)
     return {"extracted": found, "parsed_gold": _gold_letter(gold), "rule": rule}
 

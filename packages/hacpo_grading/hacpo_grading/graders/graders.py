@@ -60,7 +60,7 @@ def requiring_format(grader: Grader, pattern: str, reward_without: float = 0.0) 
 
 
 def explain(kind: str, answer: str, gold: str) -> dict[str, str | None]:
-    """What "arithmetic" and "exact" take for the answer, and what they hold it against."""
+    """The text that "arithmetic" and "exact" take for the answer, and the one they compare it with."""
     if kind == "arithmetic":
         result = answer.partition(";")[2] if ";" in answer else None
         return {"extracted": result, "gold": gold, "rule": "what follows the first ; is the gold text"}

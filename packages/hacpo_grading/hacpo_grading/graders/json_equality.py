@@ -25,7 +25,7 @@ def json_equality(prompt: str, answer: str, gold: str) -> float | None:
 
 
 def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
-    """What was read as JSON, and where it fails if it does."""
+    """The text that was read as JSON, and where it fails if it does."""
     text, is_fenced = fenced(after_thinking(answer))
     found: dict[str, Any] = {
         "extracted": text[:2000],

@@ -52,7 +52,7 @@ WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
 
 @dataclass(frozen=True)
 class MatchRules:
-    """What counts as equal.
+    """The rules by which two answers are equal.
 
     decimals            to how many of them a decimal number must agree
     relative            how far a number may be from gold, as a share of it (a benchmark's own tolerance)
@@ -272,7 +272,7 @@ def _parsed(answer: str) -> tuple:
 
 
 def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:
-    """What math-verify reads; with "first_match" a box is read whole, never a fraction inside one it cannot read."""
+    """Values that math-verify reads; by "first_match" a box is read whole, never a fraction in one it cannot read."""
     try:
         return parse(text, targets, extraction_mode=mode, parsing_timeout=None, raise_on_error=True)
     except MemoryError:

@@ -53,7 +53,7 @@ LAST_SIDE = re.compile(r"(?:[a-zA-Z](?:_\w)?|(?=.*\\)(?:[\d .+\-{}()]|\\(?:bmod|
 
 
 def value_text(text: str, other: str) -> str:
-    r"""What of a tidy answer may be a number: without its unit, and of "17 \bmod 5 = 2" beside no equation the 2."""
+    r"""A tidy answer where it may be a number: without its unit, and of "17 \bmod 5 = 2" beside no equation the 2."""
     unit = UNIT.search(text)
     if unit and unit.start() > 0 and not NO_UNIT.search(unit[0]) and not OTHER_VALUE.search(unit[0]):
         text = text[: unit.start()]

@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of the program on one case. `ending`: "exit status 1", "signal 9", "output too long", ..."""
+    """The end of the program on one case. `ending`: "exit status 1", "signal 9", "output too long", ..."""
 
     stdout: bytes
     stderr: bytes
@@ -151,7 +151,7 @@ class Program:
         return Run(printed, said, cut or _ending(status))
 
     def _listen(self, process: subprocess.Popen) -> tuple[bytes, bytes, str | None]:
-        """What a process prints until it ends, and why it was cut short, if it was."""
+        """The text that a process prints until it ends, and why it was cut short, if it was."""
         deadline = time.monotonic() + WALL_FACTOR * self.cpu_s + WALL_GRACE_S
         printed, said = bytearray(), bytearray()
         with selectors.DefaultSelector() as selector:
@@ -183,7 +183,7 @@ def read_cases(gold: str) -> list[Case]:
 
 
 def visible_folders() -> list[str]:
-    """What a program needs to run at all: the interpreter and the system's libraries, each folder once."""
+    """The folders that a program needs to run at all: the interpreter and the system's libraries, each folder once."""
     # An environment may be reached through a link, which is a link inside, too.
     folders = [*SYSTEM, sys.base_prefix, *dict.fromkeys([sys.prefix, os.path.realpath(sys.prefix)])]
     return [f for f in folders if not any(f != other and f.startswith(f"{other}/") for other in folders)]

@@ -93,7 +93,7 @@ MAX_TYPED = 2000  # characters; rules for how people type look backward and forw
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last </think>, or the whole text; nothing while a <think> is open."""
+    """The text after the last </think>, or the whole text; nothing while a <think> is open."""
     said = text.rpartition(CLOSES)[2]
     return "" if OPENS in said else said
 
@@ -168,7 +168,7 @@ def _without_odd_signs(text: str) -> str:
 
 
 def _unset(found: re.Match[str]) -> str:
-    """What is set as text, without that where it is a number or a formula."""
+    """Content set as text: the bare content where it is a number or a formula, else unchanged."""
     if found[1] is None:
         return found[2]
     return found[1] if re.search(r"(?<!\^)(?<!\^\{)\d", found[1]) else found[0]
@@ -215,6 +215,6 @@ def _without_typesetting(command: re.Match[str]) -> str:
 
 
 def plain(answer: str) -> str:
-    """What two spellings of one answer share: tidy, without text commands and braces round single signs."""
+    """The form that two spellings of one answer share: tidy, without text commands and braces round single signs."""
     text = TEXT_COMMAND.sub(lambda found: found[1] or " ", tidy(answer))
     return ONE_SIGN_POWER.sub(r"\1\2", COMMAND_SPACE.sub(r"\1", text))

@@ -120,7 +120,7 @@ class GraderCall:
 
 
 def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
-    """What a grader that asks by name gets for one answer. KeyError's text names a field that the row does not have."""
+    """Arguments of a grader that asks by name, for one answer. Unjudged names a field that the row lacks."""
     given = {name: getattr(asked, name) for name in SINGLE}
     return _by_name(signature, given, asked.row)
 
@@ -133,7 +133,7 @@ def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
 
 
 def _verl_values(asked: Asked) -> dict[str, Any]:
-    """What verl's names mean here: ground_truth is the row's reward_model's where it has one, else the gold."""
+    """The values of verl's names: ground_truth is the row's reward_model's where it has one, else the gold."""
     row, of_model = asked.row, asked.row.get("reward_model")
     has_truth = isinstance(of_model, Mapping) and "ground_truth" in of_model
     truth = of_model["ground_truth"] if has_truth else asked.gold
@@ -184,7 +184,7 @@ def messages_in(prompt: str) -> list[dict[str, str]] | None:
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:
-    """What is said of a parameter that nobody has."""
+    """The complaint about a parameter that has no value."""
     return (
         f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
         f"{', '.join(map(str, row)) or 'none'}"

@@ -25,7 +25,7 @@ VERL_PLURAL = tuple(f"{name}s" for name in VERL)
 
 @dataclass(frozen=True)
 class Signature:
-    """What the parameters of a grader say.
+    """The way a grader is called, as its parameters say.
 
     style      how it is called
     names      parameters that it is given by name, and whether it can do without each
@@ -54,7 +54,7 @@ class Signature:
 
     @property
     def wants(self) -> frozenset[str]:
-        """What it needs beyond prompt, answer and gold: any of row, agent, group."""
+        """Its needs beyond prompt, answer and gold: any of row, agent, group."""
         found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
         reads_row = self.fields or self.is_open or self.style in ("trl", "verl", "verl_batch") or self._asks_for("row")
         may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())

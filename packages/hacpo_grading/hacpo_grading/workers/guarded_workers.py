@@ -43,7 +43,7 @@ MAX_HUNG = 3
 
 @dataclass(frozen=True)
 class Task:
-    """What a grader sees of one answer (grader_calls.Asked), `row` as JSON text.
+    """One answer as a grader sees it (grader_calls.Asked), `row` as JSON text.
 
     With `is_explained` the outcome says how the verdict came about.
     """
@@ -59,7 +59,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
+    """The outcome of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
 
     `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
     `parts` are other numbers that it returned with the reward.
@@ -81,7 +81,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Which grader a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts.
+    """The grader that a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts.
 
     `limits_sleep` is for graders of the user's own; those of the house limit themselves what they wait for.
     """
@@ -363,7 +363,7 @@ class GuardedWorkers:
 
     @property
     def _loading(self) -> str:
-        """What the user gave that runs before the first answer."""
+        """The user's code that runs before the first answer."""
         return f"the import of {self._grader.name.rpartition(':')[0]}, or the constructor of a class"
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 
 def own_module(place: str, kind: str) -> ModuleType:
-    """The module of "path/to/file.py", executed anew, or of "package.module", imported.
+    """The module of a Python file, executed anew, or of a name that Python finds, imported.
 
     A file's module has a name of its own by `kind`: one called like a library takes no place of it. Raises what the
     code raises.

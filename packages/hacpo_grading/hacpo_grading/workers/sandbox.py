@@ -230,7 +230,7 @@ def watch(init: int, memory_bytes: int, buffer_bytes: int) -> int:
 
 
 def _inside(init: int) -> list[Path]:
-    """What /proc says of the processes below an init: in its own /proc, else in the machine's, by their parents."""
+    """Facts of /proc about the processes below an init: in its own /proc, else in the machine's, by their parents."""
     own = Path(ROOT, "proc")
     if (own / "1").is_dir():
         return [own / name for name in os.listdir(own) if name.isdigit() and name != "1"]

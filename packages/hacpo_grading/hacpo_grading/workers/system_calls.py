@@ -1,4 +1,4 @@
-"""Which system calls an untrusted program may not make, as a seccomp filter (a program of the kernel's classic BPF).
+"""The system calls that an untrusted program may not make, as a seccomp filter (a program of the kernel's classic BPF).
 
 Refused are three kinds. What holds memory that no address space shows, since the bound on memory (sandbox.py) could not
 see it: memfd, shared anonymous mappings (they outlive what is unmapped of them), SysV and POSIX queues, kernel rings,

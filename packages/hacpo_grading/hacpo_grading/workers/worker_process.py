@@ -212,7 +212,7 @@ class Rest:
 
 
 def activity_of(pid: int) -> Activity:
-    """Of a process and its descendants, by /proc; one that has ended is at rest."""
+    """Activity of a process and its descendants, by /proc; one that has ended is at rest."""
     ticks, is_runnable, pids = 0, False, [pid]
     while pids:
         folder = f"/proc/{pids.pop()}"

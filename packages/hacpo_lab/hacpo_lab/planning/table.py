@@ -12,7 +12,7 @@ from hacpo_lab.planning.search import Ways
 from hacpo_lab.planning.seconds import PHASES
 from hacpo_lab.planning.store_cost import job_cost
 from hacpo_mega.config.checks.device_memory import memory_table
-from hacpo_mega.models.sharding.publish_plan import said_whole
+from hacpo_mega.models.sharding.publish_plan import whole_summary
 
 Rows = Sequence[Sequence[str]]
 MB, GB = 1e6, 1e9
@@ -27,7 +27,7 @@ def shown(plan: Plan, ways: Ways) -> str:
     budgets = {agent.name: agent.budget for agent in plan.agents}
     parts = ["\n".join(_cluster_lines(plan)), plan.ranks.table(), memory_table(budgets), *_seconds(plan)]
     parts += [_terms(plan), _messages(plan), _publications(plan)]
-    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := said_whole(_whole(agent)))]
+    parts += [f"{agent.name}: {said}" for agent in plan.agents if (said := whole_summary(_whole(agent)))]
     parts.append("\n".join(_ways(ways)))
     return "\n\n".join(parts)
 

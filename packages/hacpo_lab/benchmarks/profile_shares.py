@@ -1,6 +1,6 @@
 """Whose the processor time of a step is: py-spy samples one agent's steady steps under GSPO, native frames too.
 
-    OMP_NUM_THREADS=1 .venv/bin/python tests/support/profile_shares.py PY_SPY [quickstart 10M 60M]
+    OMP_NUM_THREADS=1 .venv/bin/python profile_shares.py PY_SPY [quickstart 10M 60M]
 
 PY_SPY is the command of an environment that has it. `quickstart` wants runs/models/qwen (`hacpo-mega init`), the others
 are of launch/peers/grid.py: vocabulary 300, prompts of 20 tokens, a long tail. Phases are measured by the clock of the
@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "launch" / "peers"))
 
 from grid import WARM_UP, Cell, workload_of, write_inputs  # noqa: E402

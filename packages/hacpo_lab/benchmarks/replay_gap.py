@@ -1,4 +1,4 @@
-"""What router replay does to the gap between engine and actor: `python tests/support/replay_gap.py [SCALE]`.
+"""What router replay does to the gap between engine and actor: `python replay_gap.py [SCALE]`.
 
 A bf16 twin on the CPU, where the product computes in float32: a Qwen3-MoE of 6 layers of 32 experts, 4 of a token, with
 random weights, routers SCALE (1) times as large. Its engine answers 24 prompts; its actor scores the answers with its
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
+
 from actor_cases import make_actor
 from job import TIMEOUT_S, run_script
 from safetensors.torch import load_file, save_file

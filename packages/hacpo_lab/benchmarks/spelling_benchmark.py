@@ -1,6 +1,6 @@
 """The judge of mathematics on golds as people type them, and on golds with one thing changed or beside guesses.
 
-    python tests/support/spelling_benchmark.py --data DATA [--half held-out] [--per-kind 8]
+    python spelling_benchmark.py --data DATA [--half held-out] [--per-kind 8]
 
 Golds of MATH, Minerva and OlympiadBench, so many of each kind of gold; kinds of spelling by name (answer_spellings.py).
 Rules are made with golds and kinds of the seen half; both belong to a half by their hash (grading_benchmark.in_half).
@@ -8,10 +8,13 @@ Rules are made with golds and kinds of the seen half; both belong to a half by t
 
 import argparse
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
 
 from answer_spellings import CHANGES, SPELLINGS, spelled
 from gold_mutations import kind_of

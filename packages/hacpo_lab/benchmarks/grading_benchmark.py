@@ -1,10 +1,10 @@
 """Graders measured on labelled pairs, on rewritten golds, on labelled GSM8K answers and on hostile answers.
 
-    python tests/support/grading_benchmark.py labelled --data DATA [--half held-out] [--other NAME=FILE.py:function]
-    python tests/support/grading_benchmark.py mutations --data DATA [--golds 200] [--plain]
-    python tests/support/grading_benchmark.py gsm8k --data DATA/example_model_solutions.jsonl
-    python tests/support/grading_benchmark.py ablation --data DATA [--golds 150]
-    python tests/support/grading_benchmark.py hostile [--answers 2000]
+    python grading_benchmark.py labelled --data DATA [--half held-out] [--other NAME=FILE.py:function]
+    python grading_benchmark.py mutations --data DATA [--golds 200] [--plain]
+    python grading_benchmark.py gsm8k --data DATA/example_model_solutions.jsonl
+    python grading_benchmark.py ablation --data DATA [--golds 150]
+    python grading_benchmark.py hostile [--answers 2000]
 
 prints the tables of docs/measurements/grading.md. --half: of the pairs those whose hash falls into it; rules are made
 with the seen half alone, and what they are worth is read off the held-out one (and see spelling_benchmark.py).
@@ -20,6 +20,7 @@ import re
 import resource
 import runpy
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,6 +29,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
 
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
 from hostile_answers import GENERATED_GOLD, generated_answers

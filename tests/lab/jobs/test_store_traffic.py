@@ -16,9 +16,9 @@ from scale_model import CountingStore
 import hacpo_mega.cluster.place
 from hacpo_lab.planning.store_cost import cost, groups_of, peers
 from hacpo_mega.cluster.groups.tree import Tree
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.cluster.seat import Seat
 from hacpo_mega.preflight.meeting import Meeting
 
 FOUR = RankMap(2, (AgentShape("A"), AgentShape("B")))
@@ -97,8 +97,8 @@ def meet(num_ranks: int) -> dict[str, int]:
     """A meeting of one round; what this rank has asked of the store."""
     rank = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    seat = Seat(rank, num_ranks, rank, num_ranks, "here", (), address, port, launcher_keeps_store=False)
-    meeting = Meeting(seat, TIMEOUT_S)
+    env = LauncherEnv(rank, num_ranks, rank, num_ranks, "here", (), address, port, launcher_keeps_store=False)
+    meeting = Meeting(env, TIMEOUT_S)
     meeting.store = store = CountingStore(meeting.store)
     meeting.tell("round", {"rank": rank})
     if rank == 0:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from hacpo_lab.experiments.trust import (
     require_same,
     seeds_begun_elsewhere,
 )
+from hacpo_mega.cli import app as cli
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics
 from hacpo_mega.logbook.run.run_lock import RunLock
@@ -261,3 +263,14 @@ def test_the_file_of_a_long_run_of_many_agents_stays_small(tmp_path):
     diagnosis = diagnose({step: StepMetrics(names, {}) for step in range(1, 401)})
     result = make_result(CELL, (0.5, 0.75)).model_copy(update={"diagnosis": diagnosis})
     assert write_result(tmp_path, result).stat().st_size < 20_000
+
+
+def test_results_of_an_experiment_that_are_a_file_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("")
+    grid = grid_file(tmp_path, results=str(tmp_path / "taken"))
+    monkeypatch.setattr(sys, "argv", ["hacpo-mega", "experiment", str(grid)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert any("results" in line and str(tmp_path / "taken") in line for line in said), said

@@ -1,6 +1,6 @@
-"""Where a launcher has put this process: its rank, its node, and how the job's first process is reached. No torch.
+"""Launcher environment of this process: its rank, its node, and the address of the job's first process. No torch.
 
-Read from the environment once; torchrun's names come before Slurm's. Not here: what a rank is for (rank_map.py).
+Read from the environment once; torchrun's names come before Slurm's. Not here: the role of a rank (rank_map.py).
 """
 
 import itertools
@@ -25,11 +25,11 @@ OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_LAUN
 
 
 class Unreachable(Exception):
-    """The job's store cannot be reached, or a rank has not come in time."""
+    """Raised if the job's store cannot be reached, or a rank has not arrived in time."""
 
 
 @dataclass(frozen=True)
-class Seat:
+class LauncherEnv:
     """One process as its launcher sees it.
 
     node         Slurm's name of this node, or the host's    num_local    processes of the job on it
@@ -52,7 +52,7 @@ class Seat:
 
     @classmethod
     def find(cls) -> Self:
-        """This process's seat. ValueError where no launcher has set what it needs."""
+        """The launcher environment of this process. ValueError if no launcher has set it."""
         require_srun()
         rank, world_size, local_rank = (from_launcher(name, slurm) for name, slurm in RANK_VARIABLES)
         if rank >= world_size:
@@ -78,7 +78,7 @@ class Seat:
 
     @property
     def is_first_of_node(self) -> bool:
-        """Whether this process speaks for its node."""
+        """True if this process speaks for its node."""
         return self.local_rank == 0
 
 
@@ -91,18 +91,18 @@ def node_list() -> str:
 
 
 def size_variable() -> str:
-    """The variable that says how many processes the job has."""
+    """The variable with the number of the job's processes."""
     return "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") and not os.environ.get("WORLD_SIZE") else "WORLD_SIZE"
 
 
 def in_batch_script() -> bool:
-    """Whether this process is a Slurm batch script, or started by it without srun and without another launcher."""
+    """True if this process is a Slurm batch script, or started by it without srun and without another launcher."""
     has_step = any(os.environ.get(name) not in (None, "batch") for name in OF_A_STEP)
     return {"SLURM_JOB_ID", "SLURM_PROCID"} <= os.environ.keys() and "RANK" not in os.environ and not has_step
 
 
 def require_srun() -> None:
-    """ValueError in a batch script of several tasks, who would wait as one rank for others that nobody starts."""
+    """ValueError in a batch script of several tasks, which would wait as one rank for others that nobody starts."""
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks != "1" and in_batch_script():
         asked = f"SLURM_NTASKS is {tasks}" if tasks else "SLURM_NTASKS is not set"
@@ -125,7 +125,7 @@ def from_launcher(name: str, slurm_name: str) -> int:
 
 
 def number_of(name: str, value: str, most: int = 2**31 - 1) -> int:
-    """The value of a variable. ValueError, which names it, for what is no number from 0 to `most`."""
+    """The value of a variable. ValueError, which names it, for anything but a number from 0 to `most`."""
     if not re.fullmatch(r"[0-9]{1,10}", value) or int(value) > most:
         raise ValueError(f"{name} must be a number from 0 to {most}, found {value[:80]!r}")
     return int(value)
@@ -170,7 +170,7 @@ def tasks_of_nodes(counts: str) -> list[int]:
 
 
 def num_local(world_size: int) -> int:
-    """Processes of this node; all of them where the launcher does not say."""
+    """Number of processes of this node; all of the job if the launcher does not say."""
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return number_of("LOCAL_WORLD_SIZE", local)
     counts = tasks_of_nodes(os.environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -179,7 +179,7 @@ def num_local(world_size: int) -> int:
 
 
 def is_on_one_machine() -> bool:
-    """Whether the launcher says that all processes of the job are on this machine."""
+    """True if the launcher says that all processes of the job are on this machine."""
     world_size = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
     if local := os.environ.get("LOCAL_WORLD_SIZE"):
         return local == world_size

@@ -1,4 +1,4 @@
-"""What engines on ranks of their own save, one step off: `python tests/support/apart_benchmark.py [FOLDER] [STEPS]`.
+"""What engines on ranks of their own save, one step off: `python apart_benchmark.py [FOLDER] [STEPS]`.
 
 One agent of random weights under gspo, one core a process: one process that trains and answers in turns of its threads,
 against one that trains and one that answers, which gives the same bits. Beside them what else two cores can do: one
@@ -12,6 +12,8 @@ import os
 import statistics
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
 
 from job import play_command, run_ranks
 from run_cases import CHARACTERS, write_config

@@ -1,6 +1,6 @@
 """What the engine alone costs on the CPU: core-seconds of one step's answers, by one thread.
 
-    OMP_NUM_THREADS=1 python tests/support/engine_benchmark.py MODEL [--answers 512] [--tokens 15] [--prompt 6]
+    OMP_NUM_THREADS=1 python engine_benchmark.py MODEL [--answers 512] [--tokens 15] [--prompt 6]
 
 The least and the median of all rounds, after one of warm-up. Under another tree's code: PYTHONPATH=TREE before it.
 """

@@ -1,26 +1,17 @@
-"""The budget of the paper's pairs against the real Megatron model on tensors without numbers, layer by layer.
-
-    python tests/support/memory_benchmark.py [PAIR ...]     Markdown: every model of these configurations at full size
+"""Models of a size that a test traces, and the budget and the trace of a plan: bytes of one phase on either side.
 
 The head is the CPU's on both sides, since a Triton kernel cannot be traced; attention and norms are CUDA's.
 """
 
-import os
-import sys
-import tempfile
-import time
 from dataclasses import replace
-from pathlib import Path
 
-from paper_models import make_paper_workplace
 from repository import ROOT
 
 from hacpo_lab.memory_trace import TracedMemory, trace_actor
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
-from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan, actor_memory
-from hacpo_mega.memory.budget import GIB
+from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 
@@ -80,31 +71,3 @@ def paper_plans(pair: str) -> dict[str, ActorPlan]:
     config = load_config(ROOT / "configs" / "paper" / f"{pair}.toml")
     budgets = {agent.name: agent_budget(config, agent, architecture_of(agent)) for agent in config.agents}
     return {name: replace(budget.actor, device=TRACEABLE) for name, budget in budgets.items()}
-
-
-def main(pairs: list[str]) -> None:
-    print("| agent | layout | states | activations | backward | learn, traced | learn, budget | off | seconds |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    seen = set()
-    for pair in pairs:
-        for name, plan in paper_plans(pair).items():
-            key = (replace(plan.architecture, max_positions=1), plan.layout, plan.dp, plan.recompute)
-            if key in seen:
-                continue
-            seen.add(key)
-            start = time.process_time()
-            found, budget = traced(plan), actor_memory(plan)
-            seconds = time.process_time() - start
-            states = found.weights + found.gradients + found.main_weights + found.moments
-            sizes = [states, found.saved, found.learn - found.saved, learn_of_trace(found), learn_of_budget(budget)]
-            off = 100 * (sizes[4] / sizes[3] - 1)
-            layout = f"tp {plan.layout.tp}, dp {plan.dp}, {plan.recompute}"
-            cells = [name, layout, *(f"{size / GIB:.3f}" for size in sizes), f"{off:+.2f} %", f"{seconds:.0f}"]
-            print(f"| {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        make_paper_workplace(Path(folder))
-        os.chdir(folder)
-        main(sys.argv[1:] or sorted(file.stem for file in (ROOT / "configs" / "paper").glob("*.toml")))

@@ -1,4 +1,4 @@
-"""What a publication costs on CPUs: `python tests/support/publish_benchmark.py [MODEL] [FOLDER]`.
+"""What a publication costs on CPUs: `python publish_benchmark.py [MODEL] [FOLDER]`.
 
 MODEL, one of MODELS, has random weights in float32 and is written to FOLDER (build/publish-MODEL) when it is not there.
 For each layout and every rank of a cell, by phase, shard to shard and through full tensors (gathered, and loaded by
@@ -23,6 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
+
 from job import TIMEOUT_S, run_script
 from megatron.core import parallel_state
 from tiny_models import make_model
