@@ -1,8 +1,8 @@
-"""What travels between rooms: frozen records that check themselves.
+"""Records that travel between rooms: frozen, and checked on construction.
 
 Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
 -> Sample (a trajectory as one learner sees it) -> MicroBatch (packed, see samples/packing.py).
-A TokenSequence is what a model reads and what of it counts; a Sample adds what learning needs.
+A TokenSequence has the tokens that a model reads and how many of them count; a Sample adds what learning needs.
 """
 
 import math
@@ -19,7 +19,7 @@ from hacpo_grading.judgement import Stop, Verdict
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task of a step. `index` is its place in the step over all lanes; every agent sees the same `text`.
+    """One task of a step. `index` is its place in the step over all lanes; every agent gets the same `text`.
 
     `row` is JSON text of its data row without the prompt, for graders and logs; "" where it came from no row.
     """
@@ -34,14 +34,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer, as the engine gives it.
+    """One sampled answer, as the engine returns it.
 
-    token_ids   int32 [num_tokens], with the end-of-sequence token when the answer stopped by itself
-    stop        why it ended
-    logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were drawn from;
+    token_ids   int32 [num_tokens], with the end-of-sequence token if the answer stopped by itself
+    stop        reason why it ended
+    logprobs    float32 [num_tokens], log-probs of the sampled tokens under the distribution they were sampled from;
                 None if not asked for
-    routing     which experts each layer chose for every token that was read, those of the prompt first: uint8 or uint16
-                [tokens of prompt and answer - 1, layers, experts of a token] (samples/routing.py); None: nobody says
+    routing     experts that each layer chose for every token that was read, those of the prompt first: uint8 or uint16
+                [tokens of prompt and answer - 1, layers, experts of a token] (samples/routing.py); None if not asked
+                for
     """
 
     token_ids: np.ndarray
@@ -58,9 +59,9 @@ class Completion:
 class Rollout:
     """A fresh answer in the tokens of the agent that wrote it.
 
-    `token_ids` is int32 [num_tokens] and keeps the final EOS when there is one; `text` is without special tokens.
-    `logprobs` are those the engine sampled the tokens with, float32 nats [num_tokens], and `routing` is as in
-    Completion; None where it was not asked, and for answers of other agents, with which they do not travel.
+    `token_ids` is int32 [num_tokens] and keeps the final EOS if there is one; `text` is without special tokens.
+    `logprobs` are the engine's of the sampled tokens, float32 nats [num_tokens]; `routing` is as in Completion. Both
+    are None if not asked for, and for other agents' answers, with which they do not travel.
     """
 
     prompt_index: int
@@ -81,8 +82,8 @@ class Trajectory:
     """A judged and scored rollout.
 
     `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
-    EOS when `eos_in_loss` is off. It is NaN, over 0 tokens, where nobody trains on the answer. `reward` is NaN exactly
-    when the answer is unjudged. `engine_weight` is what every learner multiplies the answer's advantage with
+    EOS if `eos_in_loss` is off. It is NaN, over 0 tokens, if no agent trains on the answer. `reward` is NaN exactly
+    when the answer is unjudged. `engine_weight` multiplies the answer's advantage for every learner
     (algorithm/engine_correction.py): 1 without a correction by sequence.
     """
 
@@ -115,7 +116,7 @@ class Pool:
         assert len(self.prompts) == len(self.trajectories_PNG) and len(sizes) == 1, sizes
 
     def part(self, share: slice) -> "Pool":
-        """The pool of some of its prompts."""
+        """Pool of some of the prompts."""
         return Pool(self.prompts[share], self.trajectories_PNG[share])
 
     @property
@@ -129,11 +130,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and its answer in the tokens of the model that reads them: all that scoring needs.
+    """A prompt and its answer in the tokens of the model that reads them: input of scoring.
 
     prompt_ids, answer_ids    int32; answer_ids keeps a final EOS if the answer ended by itself
-    num_trained               how many leading answer tokens count (all, or all but the final EOS)
-    routing                   which experts read these tokens, as in Completion; None: the model's router says
+    num_trained               number of leading answer tokens that count (all, or all but the final EOS)
+    routing                   experts of these tokens, as in Completion; None: the model's router decides
     """
 
     prompt_ids: np.ndarray
@@ -150,7 +151,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Score:
-    """What an actor says of an answer, in nats, and what follows for its weight (algorithm/engine_correction.py).
+    """An actor's log-probs of an answer, in nats, and the weights that follow (algorithm/engine_correction.py).
 
     mean_logprob      over its trained tokens, rounded to fp32; 0 without a trained token
     token_logprobs    the log-probs it is the mean of, float32 [num_trained]
@@ -173,13 +174,14 @@ class Sample(TokenSequence):
     """A trajectory as one learner sees it: its own tokens, its own advantage.
 
     advantage         omega already applied (HACPO, eq. 10 and 50)
-    source_logprob    the source's mean log-prob (nats), constant in the loss; None for own answers of a first update
-                      that are scored by it (scoring.py)
-    length            the token count the learner's log-prob sum is divided by (`ratio_length`)
-    token_weights     own answers, where the engine is corrected by token: what scales each trained token's gradient,
-                      float32 [num_trained]; None scales none
-    old_logprobs      own answers: of each trained token, by the actor before the step's first update, float32
-                      [num_trained] nats; None for others' answers, whose source has other tokens, and without a score
+    source_logprob    the source's mean log-prob (nats), constant in the loss; None for own answers that the first
+                      update scores (scoring.py)
+    length            token count that divides the learner's log-prob sum (`ratio_length`)
+    token_weights     own answers, with engine correction by token: factor of each trained token's gradient, float32
+                      [num_trained]; None scales none
+    old_logprobs      own answers: log-prob of each trained token under the actor before the step's first update,
+                      float32 [num_trained] nats; None for others' answers, whose source has other tokens, and without a
+                      score
     """
 
     source: int
@@ -212,7 +214,7 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 
 
 class DroppedAnswer(NamedTuple):
-    """An answer of one source that a learner is not trained on, and why (ViewCounts)."""
+    """An answer of one source that a learner does not train on, and the reason (ReencodingCounts)."""
 
     prompt_index: int
     rollout_index: int
@@ -220,21 +222,23 @@ class DroppedAnswer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ViewCounts:
-    """What became of the answers of a pool. `num_own` + `num_cross` are trained on; of the rest it says why not.
+class ReencodingCounts:
+    """Counts of a pool's answers after re-encoding: `num_own` + `num_cross` are trained on, the rest by reason.
 
-    Of others' answers are left out those unjudged, too long, unencodable, and
-    num_control_tokens   that hold a control token of the learner before their end: the text spells one out
-    num_changed          whose re-encoding reads differently (trained on with rollout.train_changed_reencodings)
-    num_undecodable      whose text does not show what was sampled: an id without a token, a control token before the
-                         end, half a character. Own ones are counted too, and trained on; half a character also
-                         where the learner has the source's tokenizer and takes its ids
-    num_not_finite       whose log-prob under their source is none, since the source's weights are broken
-    num_zero_advantage   that would change no gradient: neither scored nor trained, own ones too
-    `num_compared` answers were read back after they had been encoded; `num_changed` of them reads differently.
-    `token_ratio_sum` adds up learner's tokens / source's tokens over the `num_reencoded` answers that are trained on.
-    Counts of parts of a pool add up (`+`). `dropped` names every answer that is not trained on, for one reason each;
-    counts alone are compared.
+    Others' answers are dropped if unjudged, too long, unencodable, and
+    num_control_tokens   if they hold a control token of the learner before their end: the text spells one out
+    num_changed          if their re-encoding decodes to another text (trained on with
+                         rollout.train_changed_reencodings)
+    num_undecodable      if their text does not show what was sampled: an id without a token, a control token before the
+                         end, half a character. Own ones are counted too, and trained on; half a character also where
+                         the learner has the source's tokenizer and takes its ids
+    num_not_finite       if their log-prob under their source is not finite, since the source's weights are broken
+    num_zero_advantage   if they would change no gradient: neither scored nor trained, own ones too
+
+    `num_compared` answers were decoded again after encoding; `num_changed` of them differ. `token_ratio_sum` adds up
+    learner's tokens / source's tokens over the `num_reencoded` answers that are trained on. Counts of parts of a pool
+    add up (`+`). `dropped` names every answer that is not trained on, for one reason each; comparisons look at the
+    counts alone.
     """
 
     num_own: int = 0
@@ -254,8 +258,8 @@ class ViewCounts:
     token_ratio_sum: float = 0.0
     dropped: tuple[DroppedAnswer, ...] = field(default=(), compare=False)
 
-    def __add__(self, other: "ViewCounts") -> "ViewCounts":
-        return ViewCounts(*map(operator.add, vars(self).values(), vars(other).values()))
+    def __add__(self, other: "ReencodingCounts") -> "ReencodingCounts":
+        return ReencodingCounts(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 @dataclass(frozen=True)
@@ -264,11 +268,12 @@ class MicroBatch:
 
     T tokens in S segments (sequences; prompts that several share; answers to these), B sequences, R trained rows.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
-    cu_seqlens, prefixes_S2      int32: starts of segments, and T [S + 1]; start, length of what each sees first [S, 2]
+    cu_seqlens                   int32 [S + 1]: starts of segments, and T
+    prefixes_S2                  int32 [S, 2]: start and length of the tokens that each segment sees before its own
     rows_R, targets_R            int64: hidden state rows_R[i] predicts token targets_R[i]
     row_cu_seqlens_B             int32 [B + 1]: rows of sequence b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
     sequences, num_tokens        the sequences, in packed order; T without the tail
-    routing_TLK                  int16: the K experts of each layer, -1 where its router says; None: it always does
+    routing_TLK                  int16: the K experts of each layer, -1 where its router decides; None: it always does
     """
 
     tokens_T: torch.Tensor
@@ -285,11 +290,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How evenly the tokens of an update went to experts, a mean over layers.
+    """Balance of an update's tokens over experts, a mean over layers.
 
-    fullest_share   of the pairs of a token and one of its experts, those of the expert that has the most
-    entropy         of these shares over all experts, as a share of the most that it can be: 1 where all have as many
-    changed         of the pairs that were replayed, those that the router had not chosen; None: none was replayed
+    fullest_share   share of (token, expert) pairs that the fullest expert has: 1/E if uniform
+    entropy         normalised entropy of the shares over experts: 1 if uniform
+    changed         of the replayed pairs, the share that the router had not chosen; None if none was replayed
     aux_loss, z_loss    the auxiliary losses, also a mean over tokens (megatron/model/router.py); None: switched off
     """
 
@@ -304,12 +309,12 @@ class ExpertLoad:
 class UpdateStats:
     """One optimizer update as this cell saw it; equal on all ranks of the cell.
 
-    reports      what the loss function reported, one per micro-batch of this cell, tensors on the CPU
+    reports      of the loss function, one per micro-batch of this cell, tensors on the CPU
     loss         of the whole update, over all cells
     grad_norm    of the whole model and the whole update, before clipping; lr the rate it was applied with
-    skipped      the loss or the norm was not finite, so the parameters stayed as they were
+    skipped      the loss or the norm was not finite, so the parameters stayed unchanged
     num_*        of this cell: num_tokens the model read, num_trained those whose log-prob the loss used; no padding
-    experts      over all cells; None of a model without, or of an update without samples
+    experts      over all cells; None for a model without experts, or an update without samples
     """
 
     reports: tuple[Any, ...]

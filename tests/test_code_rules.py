@@ -7,6 +7,7 @@ import whom is in test_architecture.py.
 import ast
 import collections
 import re
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
@@ -69,6 +70,31 @@ MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_ARGUMENTS = 12
 # An actor is made of what a whole configuration says, and agent.py alone names all of it.
 MANY_ARGUMENTS = ("hacpo_mega/cli/", "packages/hacpo_lab/hacpo_lab/commands/", "hacpo_mega/megatron/actor.py")
+# Words with which no docstring opens: a noun phrase or a verb in the third person says at once what a thing is.
+QUESTIONS = frozenset(["of", "what", "whose", "who", "which", "whether", "that", "those", "how", "when"])
+# Names that were changed to the field's term: old -> new.
+OLD_NAMES = {
+    "Answering": "RolloutClient",
+    "EngineDoor": "EngineStreamGuard",
+    "EngineRank": "RolloutWorker",
+    "Handed": "TrainerOverrides",
+    "Publication": "WeightSync",
+    "PublishPlan": "WeightSyncPlan",
+    "StepFindings": "StepResult",
+    "Told": "EvenBatches",
+    "ViewCounts": "ReencodingCounts",
+    "ViewRules": "ReencodingRules",
+    "finish_leaving": "finish_offload",
+    "kin": "traits",
+    "layers_said": "backend_summary",
+    "left_over": "fallback",
+    "loaders_said": "fallback_summary",
+    "publication_said": "weight_sync_summary",
+    "require_home": "ensure_on_device",
+    "routing_said": "routing_summary",
+    "start_leaving": "begin_offload",
+    "start_returning": "begin_onload",
+}
 MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would hide what stays in registers
 
 
@@ -157,6 +183,37 @@ def names_say_something(sources: Sources) -> Complaints:
                 yield f"{source.path}:{line}: {name}: {', '.join(empty)} says nothing"
 
 
+def docstrings_open_with_their_subject(sources: Sources) -> Complaints:
+    """A room may have as many others as tests/limits.toml says, and no more."""
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for source in sources:
+        room = PurePosixPath(source.path).with_suffix("").parts[1]
+        for line, text in docstrings(source):
+            if re.split(r"[^\w']", text, maxsplit=1)[0].lower() in QUESTIONS:
+                found[room].append(f"{source.path}:{line}: {text[:60]!r}")
+    for room, places in found.items():
+        if len(places) > (most := read_limits().docstrings.get(room, 0)):
+            some = "; ".join(places[:5])
+            yield f"room {room!r}: {len(places)} docstrings open with a question, more than {most}, such as {some}"
+
+
+def docstrings(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, text) of every docstring of a file."""
+    for node in ast.walk(source.tree):
+        described = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if described and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
+
+
+def names_are_the_fields(sources: Sources) -> Complaints:
+    """One thing, one name, and of these the one that an engineer of another trainer would search for."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            for name in (getattr(node, field, None) for field in ("id", "attr", "arg", "name")):
+                if isinstance(name, str) and (new := OLD_NAMES.get(name)):
+                    yield f"{source.path}:{getattr(node, 'lineno', 1)}: {name} is called {new}"
+
+
 def class_names_are_unique(sources: Sources) -> Complaints:
     """One word, one meaning: whoever searches for a class finds one."""
     for name, places in class_places(sources).items():
@@ -203,6 +260,8 @@ RULES: tuple[Rule, ...] = (
     files_and_functions_are_small,
     functions_take_records,
     names_say_something,
+    docstrings_open_with_their_subject,
+    names_are_the_fields,
     class_names_are_unique,
     files_say_what_they_are,
     public_things_are_described,
@@ -270,6 +329,10 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
     (names_say_something, {"hacpo_mega/data/utils.py": ""}),
     (names_say_something, {A: "class WeightManager:\n    pass"}),
     (names_say_something, {A: "def load_helper():\n    pass"}),
+    *((docstrings_open_with_their_subject, {A: f'"""{word} it is."""'}) for word in ("What", "Of", "Whether", "Those")),
+    (docstrings_open_with_their_subject, {A: 'class Wave:\n    def f():\n        """How it goes."""'}),
+    (names_are_the_fields, {A: "x = architecture.kin"}),
+    (names_are_the_fields, {A: "class Publication:\n    pass"}),
     (class_names_are_unique, {A: "class X:\n    pass", "hacpo_mega/data/x.py": "class X:\n    pass"}),
     (files_say_what_they_are, {A: "x = 1"}),
     (public_things_are_described, {A: "def roll_out():\n    pass"}),
@@ -292,8 +355,8 @@ def test_every_exception_is_still_needed() -> None:
 
 def test_rules_accept_a_file_that_keeps_them() -> None:
     good = (
-        '"""What it is."""\n\nimport torch\n\nfrom hacpo_mega.config import AlgorithmConfig\n\n\n'
-        'def omega() -> None:\n    """Of k and j."""\n'
+        '"""Omega of two agents."""\n\nimport torch\n\nfrom hacpo_mega.config import AlgorithmConfig\n\n\n'
+        'def omega() -> None:\n    """Ratio of the capabilities of k and j."""\n'
     )
     sources = [Source("hacpo_mega/algorithm/omega.py", good), Source("hacpo_mega/config/__init__.py", '"""Types."""\n')]
     assert [complaint for rule in RULES for complaint in rule(sources)] == []

@@ -1,10 +1,10 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-It learns; how it answers and publishes its weights is in answering.py.
+The agent learns here; its rollout side is in rollout_client.py. All ranks of a cell call every method with equal
+arguments and get equal results.
 
-Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
-Not here: other agents (trainer.py exchanges with them), what engines are asked (sampler.py), scores (scoring.py) and
-what an advantage is (algorithm/).
+Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), scores (scoring.py),
+advantages (algorithm/).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hacpo_mega.agent.answering import Answering, load_engine
 from hacpo_mega.agent.devices import ApartDevices, OwnDevices, SharedDevices
 from hacpo_mega.agent.policy_loss import (
     REPORTS,
@@ -24,8 +23,9 @@ from hacpo_mega.agent.policy_loss import (
     ratios_by_key,
     scores_of_update,
 )
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.rollout_client import RolloutClient, load_engine
 from hacpo_mega.agent.sampler import Sampler
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.algorithm import GradientProducts, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.host_memory import require_host_memory
@@ -37,22 +37,22 @@ from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
-from hacpo_mega.megatron.train.fused_optimizer import SAID
-from hacpo_mega.megatron.train.optimizer import Leaves
+from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
+from hacpo_mega.megatron.train.optimizer import OffloadMode
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Prompt,
+    ReencodingCounts,
     Rollout,
     Sample,
     Score,
     UpdateStats,
-    ViewCounts,
 )
 from hacpo_mega.samples.packing import plan_updates
 
 
-class Agent(Answering):
-    """The agent whose ranks that train include this one."""
+class Agent(RolloutClient):
+    """The agent that this training rank belongs to."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class Agent(Answering):
         split_devices: type[OwnDevices] = OwnDevices,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
-        """Loads the model twice: into Megatron, and from Megatron into vLLM, here or on ranks of the cell that only
-        answer (engine_rank.py). Collective over the agent's ranks.
+        """Loads the model into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
 
-        `start` is the step to go on from; the reference policy of a KL is that of the model folder all the same.
-        `split_devices` are its devices where no other agent takes turns on them, `sampler` says what engines are asked.
+        The engine is on this rank, or on ranks of the cell that only generate (rollout_worker.py).
+        `start` is the checkpoint to resume from; the reference policy of a KL is always the model folder.
+        `split_devices` is the device policy where no other agent shares the devices. `sampler` makes the generation
+        requests.
         """
         super().__init__(spec, place, config, sampler)
         self._algorithm = config.algorithm
@@ -85,12 +86,12 @@ class Agent(Answering):
             self.dtype = self.actor.model.config.params_dtype
             self.offload = self.actor.optimizer.offload
             if shares:
-                away = ActorOffload(self.actor.model, self.actor.optimizer)
-                away.leave()
+                actor_offload = ActorOffload(self.actor.model, self.actor.optimizer)
+                actor_offload.offload()
                 self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends)
                 with place.spans.span("weights"):
-                    self.publication = Publication(place, self.actor, self.engine)
-                self.devices = SharedDevices(place, self.actor, away, self.engine, self.publication)
+                    self.weight_sync = WeightSync(place, self.actor, self.engine)
+                self.devices = SharedDevices(place, self.actor, actor_offload, self.engine, self.weight_sync)
                 self.publish_weights(step)
         if not shares:
             with in_turn(place, agents_on_device > 1):
@@ -98,9 +99,9 @@ class Agent(Answering):
                 ends = self.codec.ends
                 self.engine = load_engine(spec, place, config, self.dtype, ends, agents_on_device) if answers else None
                 with place.spans.span("weights"):
-                    self.publication = Publication(place, self.actor, self.engine)
+                    self.weight_sync = WeightSync(place, self.actor, self.engine)
                     self.devices = (split_devices if answers else ApartDevices)(
-                        place, self.actor, self.engine, self.publication
+                        place, self.actor, self.engine, self.weight_sync
                     )
                     self.publish_weights(step)
         self._weight = sample_weight(
@@ -108,26 +109,26 @@ class Agent(Answering):
         )
 
     @property
-    def layers_said(self) -> str:
-        """Whose layers and Adam the actor has, by name and version, for people."""
-        layers = SAID["te"] if self.actor.transformer == "te" else "local"
-        return f"{self.name} {layers}, {self.actor.optimizer.said}"
+    def backend_summary(self) -> str:
+        """Transformer and optimizer backend with versions, for the startup log."""
+        layers = VERSIONS["te"] if self.actor.transformer == "te" else "local"
+        return f"{self.name} {layers}, {self.actor.optimizer.summary}"
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-        """This cell's samples, split into the updates of the step."""
+        """Splits this cell's samples into the step's optimizer updates."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self.num_cells)
 
     def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
         """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
-        # A replayed routing is of own answers alone: others must not share their prompts.
+        # Only own answers have a replayed routing, so others' answers must not share their prompts.
         packing = None if update_index == 0 or self._replays else self.actor.pack
         return self.actor.learn(update, self._policy_loss(update, update_index), packing)
 
     def diagnose(self, update: Sequence[Sample], update_index: int) -> GradientProducts:
-        """What own answers pull at, and beside it every source's, by the loss that `learn` would have now.
+        """Gradient norms and inner products of own answers and of every other source, under the loss of `learn`.
 
-        Group 0 is the own answers', then the other agents' by their index. The agent is the same afterwards, to the
-        last bit. Collective over the agent's ranks.
+        Group 0 holds own answers, the others follow by agent index. The agent is bit-identical afterwards. Collective
+        over the agent's ranks.
         """
         sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
         groups = [[sample for sample in update if sample.source == source] for source in sources]
@@ -143,11 +144,14 @@ class Agent(Answering):
         rollouts: Sequence[Rollout],
         scores: Sequence[Score | None],
         updates: Sequence[UpdateStats],
-        views: Sequence[ViewCounts],
+        reencodings: Sequence[ReencodingCounts],
     ) -> AnswerNotes:
-        """What this cell knows of the answers to the lane's `prompts`, for the log; rollouts and scores are its own."""
+        """Log notes on the answers to the lane's `prompts`, as far as this cell knows them.
+
+        `rollouts` and `scores` are this cell's.
+        """
         ratios = {key: ratio for update in updates for key, ratio in ratios_by_key(update).items()}
-        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, view in enumerate(views) for a in view.dropped}
+        reasons = {(a.prompt_index, j, a.rollout_index): a.reason for j, r in enumerate(reencodings) for a in r.dropped}
         reasons |= {key: "outside_band" for update in updates for key in outside_band(update)}
         seen = tuple(self.codec.shown_prompt(prompt.text) for prompt in prompts)
         tokens = self._describe_tokens(rollouts, scores, updates) if self._logs_tokens else []
@@ -158,7 +162,7 @@ class Agent(Answering):
     def _describe_tokens(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
     ) -> Iterator[AnswerTokens]:
-        """The tokens of this cell's answers with what the actor said of them."""
+        """Tokens of this cell's answers with old log-probs and ratios."""
         learnt = own_token_logprobs(updates, self.index)
         for rollout, score in zip(rollouts, scores, strict=True):
             old = None if score is None else score.token_logprobs
@@ -169,36 +173,36 @@ class Agent(Answering):
             yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
-        """Token log-probs under the initial policy, of the samples whose KL counts; empty without a KL."""
+        """Token log-probs under the initial policy, for the samples whose KL counts; empty without a KL."""
         if self._algorithm.kl_coef == 0.0:
             return {}
         counted = [sample for sample in update if sample.is_self or self._algorithm.kl_on == "all"]
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in counted]
-        # Of another policy than the engine's: its own routers send its tokens.
+        # The reference is another policy than the engine's: its own routers choose the experts.
         unrouted = [replace(sample, routing=None) for sample in counted]
         return dict(zip(keys, self.actor.reference_token_logprobs(unrouted)))
 
     def save(self, folder: Path, *, copies: bool) -> tuple[dict[str, int | str], Callable[[], None]]:
-        """What AgentState says of weights and optimizer, and what writes these into an empty folder; as Actor.save.
+        """Starts a checkpoint: the counts of AgentState, and a function that writes weights and optimizer to a folder.
 
-        Collective as `learn`.
+        See Actor.save. Collective as `learn`.
         """
         counts, write = self.actor.save(folder, copies=copies)
         return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
 
     def not_finite(self) -> str | None:
-        """What of this rank's share of the agent's weights and optimizer holds NaN or infinity; None where nothing."""
+        """Name of this rank's first weight or optimizer tensor that holds NaN or infinity; None if all are finite."""
         found = self.actor.not_finite()
         return None if found is None else f"{found} of {self.name} is not finite"
 
     def export(self, folder: Path) -> None:
-        """Writes the agent as a Hugging Face folder that runs by itself."""
+        """Writes the agent as a stand-alone Hugging Face folder."""
         with self.devices.scoring():
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
 def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
-    """The agent's actor as `start` left it, the state of its optimizer away: vLLM wants its memory when it starts."""
+    """Builds the agent's actor from `start`, with its optimizer state offloaded: vLLM needs that memory to start."""
     actor = Actor(
         spec.model,
         layout=spec.layout(config.lanes),
@@ -210,7 +214,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,
-        leaves=_what_leaves(spec, config),
+        offload_mode=_offload_mode(spec, config),
         lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
@@ -225,12 +229,12 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     if start is not None:
         state = start.agents[spec.name]
         actor.load(start.folder / spec.name, num_updates=state.num_updates, num_applied=state.num_applied)
-    actor.optimizer.offload.start_leaving()
-    actor.optimizer.offload.finish_leaving()
+    actor.optimizer.offload.begin_offload()
+    actor.optimizer.offload.finish_offload()
     return actor
 
 
-def _what_leaves(spec: AgentConfig, config: Config) -> Leaves:
+def _offload_mode(spec: AgentConfig, config: Config) -> OffloadMode:
     if config.placement == "shared":
         return "everything"
     return "state" if spec.offload == "optimizer" else "nothing"

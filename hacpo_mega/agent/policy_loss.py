@@ -1,6 +1,7 @@
-"""What one update computes on a micro-batch, and what it reports: the loss of `algorithm/` meets the actor.
+"""The loss of one optimizer update on a micro-batch, and its report: `algorithm/` meets the actor.
 
-Not here: the formulas (algorithm/objective.py) and the forward and backward around them (megatron/actor.py).
+The equations are in algorithm/objective.py, and their arithmetic in kernels/hacpo_kernels/reference.py. The forward and
+backward passes around them are in megatron/actor.py.
 """
 
 import math
@@ -28,13 +29,15 @@ SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 
 
 class BatchReport(NamedTuple):
-    """What the loss saw of one micro-batch. key_B3 int64 [B, 3] holds a SampleKey per sequence; kl is (sum, count).
+    """Report of the loss on one micro-batch of B sequences.
 
-    token_logprob_R and num_rows_B are the log-probs of all trained tokens and how many a sequence has; None unless the
-    run logs tokens or this update scores: then mean_logprob_B holds the scores, fp32 nats.
-
-    The terms travel to the host as they are and are counted there (step_metrics.py), so that counting costs the device
-    nothing and can be done over any group of samples.
+    key_B3             int64 [B, 3], a SampleKey per sequence
+    terms              what statistics are counted from, on the host (step_metrics.py): counting costs the device
+                       nothing
+    kl                 (sum, count)
+    token_logprob_R    log-probs of all trained tokens, and num_rows_B how many each sequence has; None unless the run
+                       logs tokens or this update scores
+    mean_logprob_B     the scores, fp32 nats [B], if this update scores
     """
 
     key_B3: Tensor
@@ -49,7 +52,7 @@ REPORTS = (BatchReport, SequenceTerms)  # what travels from the last stage of a 
 
 
 class SampleColumns(NamedTuple):
-    """What the objective needs of packed samples besides their tokens: float32 and bool, one each per sample."""
+    """Per-sample inputs of the objective besides the tokens: float32 and bool, [B] each."""
 
     source_logprob_B: Tensor
     advantage_B: Tensor
@@ -59,10 +62,10 @@ class SampleColumns(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss function of one update.
+    """Loss function of one update.
 
-    reference   token log-probs of the initial policy, where KL needs them
-    keeps_tokens    whether the report has the log-prob of every token
+    reference      token log-probs of the initial policy, where KL needs them
+    keeps_tokens   whether the report has the log-prob of every token
     """
 
     update_index: int
@@ -72,7 +75,7 @@ class PolicyLoss:
     keeps_tokens: bool = False
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
-        """The sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and its report."""
+        """Sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and the report."""
         samples = sample_columns(batch.sequences, token_logprob_R.device)
         mean_B = self._score(token_logprob_R, batch)
         if mean_B is not None:
@@ -97,9 +100,9 @@ class PolicyLoss:
         return loss, report
 
     def _score(self, token_logprob_R: Tensor, batch: MicroBatch) -> Tensor | None:
-        """Mean log-probs of own answers that were not scored before, fp32 [B]; None where all were.
+        """Mean log-probs of own answers that were not scored before, fp32 [B]; None if all were.
 
-        As `Actor.score` would have computed them: nothing was learnt since, so the ratio is exactly 1.
+        Equal to what `Actor.score` would have computed: nothing was learnt since, so the ratio is exactly 1.
         """
         is_scored = {sample.source_logprob is not None for sample in batch.sequences}
         if is_scored == {True}:
@@ -130,14 +133,14 @@ class PolicyLoss:
         return loss_B, terms
 
     def _old(self, token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Of each trained token, the log-prob before the step's first update [R]: what it is now, in that update."""
+        """Log-prob of each trained token before the step's first update, [R]; in that update, the current one."""
         if samples[0].source_logprob is None:
             return token_logprob_R.detach()
         return torch.from_numpy(np.concatenate([sample.old_logprobs for sample in samples])).to(token_logprob_R.device)
 
 
 def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """The same log-probs, their gradients scaled by the samples' `token_weights`; untouched where none has any."""
+    """Returns the same log-probs [R], with gradients scaled by the samples' `token_weights`, if there are any."""
     if all(sample.token_weights is None for sample in samples):
         return token_logprob_R
     parts = [np.ones(s.num_trained, np.float32) if s.token_weights is None else s.token_weights for s in samples]
@@ -145,7 +148,7 @@ def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Ten
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:
-    """The numbers of `samples`, in their order, on `device`; NaN where a sample has no source_logprob."""
+    """Columns of `samples`, in their order, on `device`; NaN where a sample has no source_logprob."""
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
         values = (getattr(sample, name) for sample in samples)
@@ -160,7 +163,7 @@ def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleCol
 
 
 def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:
-    """The ratio (learner over source) of every sample of an update."""
+    """Ratio (learner over source) of every sample of an update."""
     return {
         tuple(key): ratio
         for report in result.reports
@@ -179,9 +182,9 @@ def outside_band(result: UpdateStats) -> list[SampleKey]:
 
 
 def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple[int, int], np.ndarray]:
-    """By (prompt index, rollout index), what an agent said of each token of its own answers in the update they trained.
+    """Token log-probs of an agent's own answers in the update that trained them, by (prompt index, rollout index).
 
-    Of updates whose reports keep tokens, float32 nats.
+    float32 nats. The updates' reports must keep tokens.
     """
     found = {}
     for report in (report for update in updates for report in update.reports):
@@ -195,7 +198,7 @@ def own_token_logprobs(updates: Iterable[UpdateStats], agent: int) -> dict[tuple
 
 
 def scores_of_update(update: UpdateStats) -> dict[tuple[int, int], Score]:
-    """The own answers that an update has scored, by (prompt index, rollout index)."""
+    """Scores of the own answers that an update has scored, by (prompt index, rollout index)."""
     found = {}
     for report in update.reports:
         if report.mean_logprob_B is None:

@@ -1,7 +1,8 @@
-"""What an engine is asked for an agent's answers, and what it answered as records: prompts in tokens, seeds, lengths.
+"""Generation requests of an agent, and its answers as records: prompt tokens, seeds, lengths.
 
-A pure function of its arguments: no process group, no engine, no clock. So answers do not depend on who samples them.
-Not here: whose turn the devices are (devices.py), and the engine (rollout/engine.py).
+A pure function of its arguments: no process group, no engine, no clock. So answers do not depend on which rank samples.
+
+Not here: device turns (devices.py), the engine (rollout/engine.py).
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
 
 @dataclass(frozen=True)
 class Requests:
-    """What the engines of a cell are asked at once.
+    """One batch of requests to the engines of a cell.
 
     places   of all engines, by prompt, then by rollout      mine   those of this rank's engine
-    prompt_ids, seeds   of mine                              how    the further arguments of `Engine.generate`
+    prompt_ids, seeds   of mine                              how    further arguments of `Engine.generate`
     """
 
     places: tuple[AnswerPlace, ...]
@@ -34,21 +35,21 @@ class Requests:
     how: dict[str, Any]
 
     def call(self, engine: Engine) -> Generate:
-        """The call of `engine` that answers them."""
+        """The call of `engine` that answers the requests."""
         return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
 
 
 class Sampler:
-    """Requests and records of one agent."""
+    """Makes one agent's requests and turns its answers into records."""
 
     def __init__(self, codec: TextCodec, agent: int, share: slice, config: Config) -> None:
-        """`share` are the places of a cell that this rank's engine answers; `agent` is the agent's index."""
+        """`share` selects the places of a cell that this rank's engine answers; `agent` is the agent's index."""
         self._codec, self._agent, self._share = codec, agent, share
         self._replays = config.agents[agent].router_replay
         self._seed, self._rollout, self._answers_per_prompt = config.seed, config.rollout, config.answers_per_prompt
 
     def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
-        """G answers to each prompt, drawn for a step."""
+        """Requests for G sampled answers to each prompt in a step."""
         places = self.places(prompts)
         # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self._agent) for prompt, g in places]
@@ -57,34 +58,34 @@ class Sampler:
             seeds,
             max_tokens=self._rollout.max_answer_tokens,
             temperature=self._rollout.temperature,
-            # At no cost: what the trainer says of the same tokens is held against them, or they are the scores.
+            # They cost nothing: the trainer's log-probs are compared with them, or they are the scores.
             return_logprobs=True,
             lengths=self.lengths(places[self._share], step),
         )
 
     def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> Requests:
-        """The most likely answer to each prompt."""
+        """Requests for one greedy answer to each prompt."""
         places = [(prompt, 0) for prompt in prompts]
         return self._requests(places, [0] * len(places), max_tokens=max_tokens, temperature=0.0)
 
     def lengths(self, _places: Sequence[AnswerPlace], _step: int) -> list[int] | None:
-        """Tokens after which each answer ends whatever it says; None: it ends by itself, as in every run."""
+        """Forced answer lengths in tokens, for benchmarks; None, as in every run: answers end by themselves."""
         return None
 
     def places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
-        """Of all answers to `prompts`, by prompt, then by rollout."""
+        """Places of all answers to `prompts`, by prompt, then by rollout."""
         return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
 
     def rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
-        """The answers as records with their text."""
+        """Records with text of the answers."""
         return [self.rollout(place, completion) for place, completion in zip(places, completions, strict=True)]
 
     def rollout(self, place: AnswerPlace, completion: Completion) -> Rollout:
-        """One answer as a record with its text."""
+        """Record with text of one answer."""
         (prompt, g), ended = place, completion.stop is Stop.EOS
-        # The final EOS is said by `stop`; as text it would be judged, and read by learners as plain characters.
+        # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
         text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
-        routing = completion.routing if self._replays else None  # answers may be of a run that did
+        routing = completion.routing if self._replays else None  # a resumed run may have answers with a routing
         return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs, routing)
 
     def _requests(self, places: Sequence[AnswerPlace], seeds: Sequence[int], **how: Any) -> Requests:

@@ -1,13 +1,13 @@
-"""How an agent's own answers get their scores: the log-probs that its actor gives them before it learns.
+"""Scores of an agent's own answers: the actor's log-probs before it learns (log-prob recompute).
 
-They are scored before the step's first update: that update's as it will pack them, then the rest together. With
-`training.score_in_first_update` the former are not: that update computes the same log-probs, of the same weights and in
-the same micro-batches, so they are taken from its report and are the same numbers to the last bit. Only where nobody
-else waits for them: another agent needs an answer's score before it learns from it, engine_correction before an
-advantage is made.
-With `rollout.one_step_off` the actor is asked for none: what wrote the answers is an older policy, whose log-probs
-came with them from the engine.
-Not here: the forward pass itself (megatron/actor.py) and the ratios that the scores are for (policy_loss.py).
+Answers are scored before the step's first update: first those of that update, packed as it will pack them, then the
+rest together. With `training.score_in_first_update` the former are skipped: that update computes the same log-probs,
+from the same weights in the same micro-batches, and its report has them bit for bit. This works only where nothing else
+needs the scores first: another agent needs them before it learns, engine_correction before it makes an advantage.
+With `rollout.one_step_off` the actor scores nothing: an older policy wrote the answers, and the engine returned its
+log-probs with them.
+
+Not here: the forward pass (megatron/actor.py), the ratios that use the scores (policy_loss.py).
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from hacpo_mega.samples.tokenizers import TextCodec
 
 
 class Scoring:
-    """The scores of one cell's own answers, step by step. Every rank of the cell calls every method alike."""
+    """Scores of one cell's own answers, step by step. Every rank of the cell makes every call with equal arguments."""
 
     def __init__(self, actor: Actor, devices: OwnDevices, codec: TextCodec, config: Config, num_cells: int) -> None:
-        """`num_cells` share the agent's prompts; `devices` are those of `actor`."""
+        """`num_cells` cells share the agent's prompts; `devices` are those of `actor`."""
         self._actor, self._devices, self._codec = actor, devices, codec
         self._rollout, self._eos_in_loss = config.rollout, config.algorithm.eos_in_loss
         self._answers_per_prompt = config.answers_per_prompt
@@ -41,13 +41,14 @@ class Scoring:
     def before_learning(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
-        """Log-probs under the actor as it is before any update of this step; None where nobody asks for them now.
+        """Log-probs under the actor before any update of this step; None for answers that need none now.
 
-        rollouts    those of `Agent.roll_out`, in its order
-        own_P       bool, to which of `prompts` this agent trains on its own answers: all of these are scored
-        wanted_PG   bool, which answers others train on
-        Those of the first update are scored as it will pack them, so that it repeats these forwards bit by bit; the
-        rest, and what only others want, together.
+        rollouts    result of `Agent.roll_out`, in its order
+        own_P       bool [P], prompts whose own answers this agent trains on: all of these are scored
+        wanted_PG   bool [P, G], answers that others train on
+
+        The answers of the first update are scored as it will pack them, so that it repeats these forwards bit by bit.
+        The rest, and what only others want, follow together.
         """
         own_B, wanted_B = own_P.repeat_interleave(self._answers_per_prompt).tolist(), wanted_PG.flatten().tolist()
         texts = {prompt.index: prompt.text for prompt in prompts}
@@ -57,7 +58,7 @@ class Scoring:
         batches = [of_first, sorted({*asked} - {*of_first})]
         if self._in_first_update:
             for b in batches.pop(0):
-                if self._num_trained(rollouts[b]) == 0:  # nor does the update compute anything of it
+                if self._num_trained(rollouts[b]) == 0:  # the update computes nothing for it either
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
             if len(rollouts) == self._answers_per_update:  # nobody else wants any (config/checks/checks.py)
                 return scores  # so nobody needs the device for it
@@ -71,7 +72,7 @@ class Scoring:
     def after_learning(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
     ) -> list[Score | None]:
-        """`scores`, completed with those that the step's first update has computed."""
+        """Completes `scores` with those that the step's first update has computed."""
         found = scores_of_update(updates[0])
         return [
             found.get((rollout.prompt_index, rollout.rollout_index)) if score is None else score
@@ -79,7 +80,7 @@ class Scoring:
         ]
 
     def _weighted(self, score: Score, rollout: Rollout) -> Score:
-        """The score with the weights that correct what the engine sampled, as rollout.engine_correction asks."""
+        """The score with weights for engine-trainer mismatch, as rollout.engine_correction asks."""
         of_answer, of_tokens = engine_weights(
             trainer_T=torch.from_numpy(score.token_logprobs),
             engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
@@ -97,12 +98,15 @@ class Scoring:
 
 
 class WritersScoring(Scoring):
-    """The same scores by the policy that wrote the answers, as its engine gave them with these."""
+    """Scores by the policy that wrote the answers, as its engine returned them."""
 
     def before_learning(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
-        """Of the answers that somebody trains on; nothing is computed and nobody is waited for."""
+        """Engine log-probs of the answers that an agent trains on; no computation, no wait.
+
+        own_P is bool [P], wanted_PG bool [P, G].
+        """
         asked_B = own_P.repeat_interleave(self._answers_per_prompt) | wanted_PG.flatten()
         return [
             self._writers_score(rollout) if asked else None

@@ -8,15 +8,15 @@ learner k:     own answers A_k;  answers of j: omega(j, k) * A_x with x = j ("so
 The capability coefficient omega(j, k) is applied here, so the objective never sees capability. The paper's ablations
 are the same with omega = 1 in the baseline (Table 2), in the coefficient (Table 3), or in both: naive sharing.
 
-Graded rewards need one thing more. The offset d_b[p] = mean R[p] - mu_b[p] does not vanish with sigma[p], so that the
-paper's formula has no bound where the n = N G rewards of a prompt are nearly equal. Such an advantage counts in the
-proportion of the variance to the mean square deviation from the baseline (`variance_shares`):
+Graded rewards need a correction. The offset d_b[p] = mean R[p] - mu_b[p] does not vanish with sigma[p], so the paper's
+formula has no bound where the n = N G rewards of a prompt are nearly equal. Here the advantage is multiplied by the
+ratio of the variance to the mean square deviation from the baseline (`variance_shares`):
 
 s_b[p]^2      = sum (R - mu_b)^2 / (n - 1) = sigma^2 + d_b^2 n / (n - 1)
 A_b[p, j, g]  = (R[p, j, g] - mu_b[p]) sigma[p] / s_b[p]^2      graded rewards; |A_b| <= sqrt(n - 1) for any of them
 
-It is the paper's formula where omega is 1, and vanishes as the prompt stops telling answers apart. Rewards of 0 and 1
-keep the paper's, whose sigma is 0 or at least sqrt(1 / n).
+This equals the paper's formula where omega is 1, and vanishes as the rewards of a prompt become equal. Rewards of 0 and
+1 keep the paper's formula, whose sigma is 0 or at least sqrt(1 / n).
 
 Not here: the rivals' advantages (rivals.py).
 """
@@ -29,13 +29,13 @@ from torch import Tensor
 from hacpo_mega.algorithm.capability import capability_ratios
 from hacpo_mega.config import AlgorithmConfig
 
-# Rewards of a prompt that differ by no more are equal: a grader that computes in float32 rounds at 6e-8, and a weighted
-# mean of several rewards adds a few roundings.
+# Rewards of a prompt that differ by no more count as equal: a float32 grader rounds at 6e-8, and a weighted mean of
+# several rewards adds a few roundings.
 REWARD_TOLERANCE = 1e-6
 
 
 class GroupSpread(NamedTuple):
-    """How the judged rewards of each prompt lie, [P] each.
+    """Spread of the judged rewards of each prompt, [P] each.
 
     count_P      judged answers n      mean_P      of their rewards      deviation_P      sample standard deviation
     uniform_P    bool, whether no two differ by more than REWARD_TOLERANCE
@@ -50,11 +50,12 @@ class GroupSpread(NamedTuple):
 
 
 def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
-    """The advantage with which `learner` trains on every answer, omega applied. float64 [P, N, G].
+    """Advantage with which `learner` trains on every answer, omega applied. float64 [P, N, G].
 
     rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
     capability_N  [N], P_hat > 0
-    A method that shares nothing has the learner's own G answers as the group of a prompt, and all others get 0.
+
+    For a method that shares nothing, the group of a prompt is the learner's own G answers, and all others get 0.
     Raises ValueError for shapes that do not fit.
     """
     rewards_PNG = checked_rewards(rewards_PNG, capability_N, learner)
@@ -64,7 +65,7 @@ def hacpo_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, co
 
 
 def checked_rewards(rewards_PNG: Tensor, capability_N: Tensor, learner: int) -> Tensor:
-    """The rewards as float64 on the CPU. ValueError for shapes that do not fit each other."""
+    """Rewards as float64 on the CPU. ValueError for shapes that do not fit each other."""
     num_agents = rewards_PNG.shape[1] if rewards_PNG.ndim == 3 else -1
     if num_agents < 1 or tuple(capability_N.shape) != (num_agents,) or not 0 <= learner < num_agents:
         raise ValueError(
@@ -75,7 +76,7 @@ def checked_rewards(rewards_PNG: Tensor, capability_N: Tensor, learner: int) -> 
 
 
 def own_advantages(rewards_PNG: Tensor, agent: int, config: AlgorithmConfig) -> Tensor:
-    """The advantage of an agent's answers in the group of its own G answers, as GRPO and GSPO have it; 0 for others'.
+    """Advantage of an agent's answers within the group of its own G answers, as in GRPO and GSPO; 0 for others'.
 
     float64 [P, N, G].
     """
@@ -97,7 +98,7 @@ def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, 
     spread = group_spread(rewards_PNG)
     silent_PNG = rewards_PNG.isnan()
     if config.uniform_group_is_zero:
-        # Without this, omega != 1 pulls the baseline off a group in which nobody was better than anybody.
+        # Without this, omega != 1 moves the baseline away from a group of equal rewards.
         silent_PNG = silent_PNG | spread.uniform_P[:, None, None]
     scale_P11 = (spread.deviation_P + config.advantage_eps)[:, None, None]
     advantages_PNG = (rewards_PNG - baseline_PN[:, :, None]) / scale_P11
@@ -109,7 +110,7 @@ def _shared_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, 
 
 
 def joint_baselines(rewards_PNG: Tensor, omega_NN: Tensor, guard: bool) -> Tensor:
-    """mu_b[p] of every agent b: the mean over judged answers of omega(b, j) R[p, j, g]. float64 [P, N].
+    """mu_b[p] of every agent b: mean over judged answers of omega(b, j) R[p, j, g], float64 [P, N].
 
     With `guard`, a baseline above 1 (no reward can reach it) falls back to the agent's own mean on that prompt.
     """
@@ -135,7 +136,7 @@ def variance_shares(baseline_PN: Tensor, spread: GroupSpread) -> Tensor:
 
 
 def group_spread(rewards_PNG: Tensor) -> GroupSpread:
-    """How the judged rewards of each prompt lie, of float64 [P, N, G] with NaN where unjudged."""
+    """Spread of the judged rewards of each prompt, from float64 [P, N, G] with NaN where unjudged."""
     flat_PM = rewards_PNG.flatten(1)
     judged_PM = ~flat_PM.isnan()
     count_P = judged_PM.sum(dim=1)

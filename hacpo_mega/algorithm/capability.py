@@ -1,8 +1,10 @@
 """Capability of every agent and the ratio omega between two of them: HACPO, eq. 9 and the text below it.
 
 P_hat_k = mean over the last K steps of agent k's mean reward in that step;  omega(k, j) = P_hat_k / P_hat_j.
-The authors' code counts the share of successes in place of the mean reward; with rewards of 0 and 1 they are equal.
-Not here: where the rewards come from and how lanes add them up (trainer), or what omega is used for (advantage.py).
+
+The authors' code uses the success rate instead of the mean reward; with rewards of 0 and 1 they are equal.
+
+Not here: the rewards and their sum over lanes (trainer), the use of omega (advantage.py).
 """
 
 from collections import deque
@@ -16,8 +18,8 @@ from hacpo_mega.config import AlgorithmConfig
 def reward_tally(rewards_PNG: Tensor, successes_PNG: Tensor) -> Tensor:
     """Per agent (sum of rewards, number of successes, number judged) over judged answers, float64 [N, 3].
 
-    rewards_PNG is float64 [P, N, G], NaN where unjudged; successes_PNG is bool: what the judge calls correct. Tallies
-    of lanes add up to that of the step.
+    rewards_PNG is float64 [P, N, G], NaN where unjudged; successes_PNG is bool: answers that the judge calls correct.
+    Tallies of lanes add up to that of the step.
     """
     judged_PNG = ~rewards_PNG.isnan()
     sums_N = rewards_PNG.nan_to_num().sum(dim=(0, 2))
@@ -26,12 +28,12 @@ def reward_tally(rewards_PNG: Tensor, successes_PNG: Tensor) -> Tensor:
 
 
 class CapabilityTracker:
-    """The smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps."""
+    """Smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps."""
 
     def __init__(self, num_agents: int, config: AlgorithmConfig) -> None:
         self._num_agents = num_agents
         self._config = config
-        # One entry more than the window: with capability_includes_current off, the newest one is left out.
+        # One entry more than the window: with capability_includes_current off, the newest one is skipped.
         self._history: deque[Tensor] = deque(maxlen=config.capability_window + 1)
 
     def update(self, mean_reward_N: Tensor, success_rate_N: Tensor) -> None:
@@ -50,15 +52,15 @@ class CapabilityTracker:
         self._history.append(metric_N)
 
     def add(self, tally_N3: Tensor) -> None:
-        """Adds one step by its `reward_tally`, added up over all lanes."""
+        """Adds one step by its `reward_tally` [N, 3], summed over all lanes."""
         reward_N, successes_N, judged_N = tally_N3.unbind(dim=1)
         self.update(reward_N / judged_N, successes_N / judged_N)
 
     def values(self) -> Tensor:
         """P_hat, float64 [N], at least `capability_floor`.
 
-        Before any step it is all ones (every omega is 1). An agent without one judged answer in the window gets
-        the mean of the others: nothing is known of it, so nothing is claimed.
+        Before any step it is all ones (every omega is 1). An agent without a judged answer in the window gets the mean
+        of the others, which is neutral.
         """
         steps = list(self._history)
         steps = steps[-self._config.capability_window :] if self._config.capability_includes_current else steps[:-1]
@@ -73,11 +75,11 @@ class CapabilityTracker:
         return capability_N.clamp(min=self._config.capability_floor)
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        """The window as plain numbers, oldest step first; exact, since a float64 survives JSON."""
+        """Window as plain numbers, oldest step first; exact, since a float64 survives JSON."""
         return {"history": [step.tolist() for step in self._history]}
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        """Restores `state_dict()`. Raises ValueError when it is of another number of agents."""
+        """Restores `state_dict()`. Raises ValueError if it has another number of agents."""
         for step in state["history"]:
             if len(step) != self._num_agents:
                 raise ValueError(f"capability state holds {len(step)} agents, this run has {self._num_agents}")

@@ -1,8 +1,9 @@
-"""Truncated importance sampling between engine and trainer (Yao et al. 2025, "Your Efficient RL Framework Secretly
-Brings You Off-Policy RL Training"). Off by default (`rollout.engine_correction`).
+"""Truncated importance sampling between engine and trainer. Off by default (`rollout.engine_correction`).
 
-Engine and trainer compute one policy with different kernels, so answers are drawn from pi_engine and trained as if they
-were drawn from pi_trainer. With d_t = log pi_trainer(t) - log pi_engine(t), both before the step's first update,
+Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+
+Engine and trainer compute one policy with different kernels, so answers are sampled from pi_engine and trained as if
+they were sampled from pi_trainer. With d_t = log pi_trainer(t) - log pi_engine(t), both before the step's first update,
 
 by token      w_t = min(exp(d_t), cap)          scales the gradient of token t; the value of the loss stays
 by sequence   w   = min(exp(sum_t d_t), cap)    scales the answer's advantage, for every learner
@@ -10,7 +11,9 @@ by sequence   w   = min(exp(sum_t d_t), cap)    scales the answer's advantage, f
 The weight of a sequence on the advantage is exact: own losses -min(s A, clip(s) A) and cross losses -c sg[c]^alpha A
 are both linear in |A|, so loss and gradient are multiplied by w. Weights by token exist for own answers only: another
 agent's answer has other tokens in the learner's tokenizer, and keeps weight 1. A KL to the initial policy is not
-weighted. Not here: how far apart the two are (logbook/steps/step_metrics.py).
+weighted.
+
+Not here: the measured mismatch (logbook/steps/step_metrics.py).
 """
 
 from typing import Literal
@@ -21,10 +24,10 @@ from torch import Tensor
 def engine_weights(
     trainer_T: Tensor, engine_T: Tensor, correction: Literal["none", "token", "sequence"], cap: float
 ) -> tuple[float, Tensor | None]:
-    """(weight of an answer, weights of its tokens) by the log-probs [T] of its trained tokens, in nats.
+    """(weight of an answer, weights [T] of its tokens) from the log-probs [T] of its trained tokens, in nats.
 
-    Both are rounded to fp32. Without a correction by sequence the answer has weight 1, as has an answer of no tokens;
-    without one by token the tokens have none.
+    Both are rounded to fp32. Without a correction by sequence, and for an answer of no tokens, the weight of the answer
+    is 1; without one by token, that of the tokens is None.
     """
     difference_T = trainer_T.double() - engine_T.double()
     if correction == "sequence":
@@ -35,6 +38,6 @@ def engine_weights(
 
 
 def scale_gradient(token_logprob_R: Tensor, weight_R: Tensor) -> Tensor:
-    """The same values [R], bit for bit where they are finite; the gradient of each is multiplied by its weight."""
+    """Returns the same values [R], bit for bit if finite; the gradient of each is multiplied by its weight [R]."""
     constant_R = token_logprob_R.detach()
     return constant_R + weight_R * (token_logprob_R - constant_R)

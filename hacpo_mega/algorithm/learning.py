@@ -1,7 +1,6 @@
-"""What one agent trains on, given a lane's rewards, and what the others train on of its answers.
+"""Training targets of one agent, given a lane's rewards: its advantages, and which answers are trained, by whom.
 
-Put together from the method's advantages (methods.py) and its choice of answers (dynamic_groups.py).
-Not here: what these are.
+Combines the method's advantages (methods.py) with its choice of answers (dynamic_groups.py).
 """
 
 from typing import NamedTuple, Self
@@ -15,11 +14,11 @@ from hacpo_mega.config import AlgorithmConfig
 
 
 class Learning(NamedTuple):
-    """What one agent learns from a lane's answers, once their rewards are known.
+    """Training targets of one agent on a lane's answers, once their rewards are known.
 
-    advantages_PNG   float64, what it trains with      trains_PNG   bool, what it trains on
-    own_P            bool, the prompts whose own answers it trains on
-    wanted_PG        bool, which of its answers others train on
+    advantages_PNG   float64, its advantages           trains_PNG   bool, answers that it trains on
+    own_P            bool, prompts whose own answers it trains on
+    wanted_PG        bool, its answers that others train on
     """
 
     advantages_PNG: Tensor
@@ -28,14 +27,17 @@ class Learning(NamedTuple):
     wanted_PG: Tensor
 
     def weighted(self, weights_PNG: Tensor) -> Self:
-        """The same with every answer's advantage times its weight."""
+        """Multiplies every answer's advantage by its weight [P, N, G]."""
         return self._replace(advantages_PNG=self.advantages_PNG * weights_PNG)
 
 
 def learning_of(
     rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
 ) -> Learning:
-    """The learning of agent number `learner`, from its lane's rewards and successes [P, N, G] and all capabilities."""
+    """Training targets of agent number `learner`, from its lane's rewards and successes [P, N, G].
+
+    capability_N [N] are all agents' capabilities.
+    """
     num_agents = rewards_PNG.shape[1]
     advantages = [advantages_of(rewards_PNG, successes_PNG, capability_N, k, config) for k in range(num_agents)]
     trains = [trained_answers(advantages_PNG, k, config) for k, advantages_PNG in enumerate(advantages)]

@@ -1,4 +1,4 @@
-"""One door to the advantages of every method (`algorithm.method`; config/tables/methods.py lists what each is)."""
+"""Advantages of every method, by `algorithm.method` (config/tables/methods.py lists the methods)."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from hacpo_mega.config import AlgorithmConfig
 def advantages_of(
     rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
 ) -> Tensor:
-    """The advantage with which `learner` trains on every answer; 0 for one that it does not train on.
+    """Advantage with which `learner` trains on every answer; 0 for answers that it does not train on.
 
     rewards_PNG   [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
     successes_PNG bool [P, N, G]: which of them the judge calls correct; only sgt reads it

@@ -5,7 +5,7 @@
     advantages = "mine.py:advantages"         # (rewards_PNG, capability_N, learner) -> advantages_PNG
     objective = "mine.py:objective"           # (log_ratio_B, advantage_B, is_self_B, update_index) -> loss_B
 
-Both are pure: every rank computes them for itself, and a rank that finds something else trains something else. The
+Both must be pure: every rank computes them for itself, and a different result would train a different model. The
 objective is differentiated by autograd, in float64 torch, instead of the fused kernel.
 """
 
@@ -19,10 +19,10 @@ from hacpo_mega.config.named_function import named_function
 
 
 def named_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
-    """What `algorithm.advantages` makes of a lane's rewards, float64 [P, N, G]; 0 for answers that are unjudged, and
-    for others' where the method shares none.
+    """Result of `algorithm.advantages` on a lane's rewards [P, N, G] and capabilities [N], float64 [P, N, G].
 
-    ValueError for anything but finite numbers of that shape.
+    0 for unjudged answers, and for others' if the method shares none. ValueError for anything but finite numbers of
+    that shape.
     """
     rewards_PNG = checked_rewards(rewards_PNG, capability_N, learner)
     found = named_function(config.advantages)(rewards_PNG.clone(), capability_N.detach().cpu().clone(), learner)
@@ -49,11 +49,11 @@ def named_objective(
     update_index: int,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, SequenceTerms]:
-    """What `algorithm.objective` makes of packed answers: (loss_B, terms), differentiable by the token log-probs [R].
+    """Result of `algorithm.objective` on packed answers: (loss_B, terms), differentiable in the token log-probs [R].
 
-    The function is given the log of each answer's ratio, learner over source of mean log-probs, float64 [B], bounded by
-    log_ratio_clamp; advantages with omega in them; which answers are the learner's own; and m, the updates made before
-    in this step. ValueError for a loss of another shape, or one that does not depend on the ratio.
+    The function gets the log of each answer's ratio (learner over source of mean log-probs), float64 [B], bounded by
+    log_ratio_clamp; advantages [B] with omega in them; is_self [B]; and m, the updates already made in this step.
+    ValueError for a loss of another shape, or one that does not depend on the ratio.
     """
     sum_B = torch.segment_reduce(token_logprob_R.double(), "sum", offsets=row_cu_seqlens_B.long())
     bound = config.log_ratio_clamp
@@ -74,7 +74,7 @@ def named_objective(
 
 
 def _weights(loss_B: Tensor, log_ratio_B: Tensor, advantage_B: Tensor, name: str | None) -> Tensor:
-    """w of SequenceTerms, from d loss / d mean log-prob = -w A; 0 where A is 0."""
+    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
     if not log_ratio_B.requires_grad:
         return torch.zeros_like(advantage_B)
     slope_B = None

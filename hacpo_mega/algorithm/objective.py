@@ -5,13 +5,13 @@ own    L = - min( s A, clip(s, 1 - eps_low, 1 + eps_high) A )
 cross  L = - c sg[c]^alpha (omega A),  c = clip(s, low(m), 1),  low(m) = min(1, 1 - delta + m delta_step)
 c^alpha is the exponential importance weight, low(m) the stepwise clip at the m-th update of a step.
 
-The other methods have the same objective of own answers, except grpo, whose ratio is one per token (`token_objective`):
+The other methods share the objective of own answers, except grpo with one ratio per token (`token_objective`):
 gspo, gspo_x2   nothing else                                                  naive   L = own, for others' answers too
 f_tis           L = - sg[min(s, C)] A log-prob, 0 where A < 0 and log s < -g  sgt     L = - A mean_logprob_learner
 
-The arithmetic itself is `hacpo_kernels.reference.objective_from_mean`, which the Triton kernel is held to, and the band
-is `hacpo_kernels.Bounds`. Here are the configuration's numbers for them, the weight of a sample, and the optional KL
-to the frozen initial policy. An update applies the objective to packed tokens (policy_loss.py).
+The arithmetic is in kernels/hacpo_kernels/reference.py (`objective_from_mean`), which the Triton kernel must match, and
+the band in `hacpo_kernels.Bounds`. This file has the configuration's numbers for them, the weight of a sample, and the
+optional KL to the frozen initial policy. An update applies the objective to packed tokens (policy_loss.py).
 """
 
 import math
@@ -24,7 +24,7 @@ from hacpo_mega.config import AlgorithmConfig
 
 
 def objective_bounds(config: AlgorithmConfig) -> Bounds:
-    """The bounds of a run, as its configuration has them."""
+    """Bounds of the objective, from the configuration."""
     has_band = config.cross_clip != "none"
     return Bounds(
         eps_low=config.eps_low,
@@ -41,7 +41,7 @@ def objective_bounds(config: AlgorithmConfig) -> Bounds:
 
 
 def mean_logprobs(token_logprob_R: Tensor, row_cu_seqlens_B: Tensor) -> Tensor:
-    """Mean log-prob of every packed answer as a ratio compares it: fp32 nats [B], summed in float64.
+    """Mean log-prob of every packed answer, as the ratio uses it: fp32 nats [B], summed in float64, from tokens [R].
 
     The rows of answer b are row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1], at least one.
     """
@@ -56,7 +56,7 @@ def token_objective(
     row_cu_seqlens_B: Tensor,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, SequenceTerms]:
-    """GRPO's loss of own answers, one ratio per token (DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL):
+    """GRPO's loss of own answers, with one ratio per token (DeepSeekMath, arXiv 2402.03300, eq. 3, without its KL):
 
         L_b = - 1/|b| sum_t min( r_t A_b, clip(r_t, 1 - eps_low, 1 + eps_high) A_b ),  r_t = exp(logprob_t - old_t)
 
@@ -91,10 +91,10 @@ def token_objective(
 
 
 def sample_weight(num_prompts: int, num_rollouts: int, num_agents: int, config: AlgorithmConfig) -> float:
-    """What one sample of a global minibatch of `num_prompts` prompts weighs.
+    """Weight of one sample of a global minibatch of `num_prompts` prompts.
 
-    `sum`: J_homo + J_hete, each divided by P G (Algorithm 1). `mean`: divided by all N P G samples (authors' code).
-    The counts are global and fixed by the configuration, so no packing, layout or dropped sample changes a gradient.
+    `sum`: J_homo + J_hete, each divided by P G (Algorithm 1). `mean`: divided by all N P G samples (authors' code). The
+    counts are global and fixed by the configuration, so no packing, layout or dropped sample changes a gradient.
     """
     sources = num_agents if config.aggregation == "mean" and config.shares_answers else 1
     return 1.0 / (num_prompts * num_rollouts * sources)
@@ -108,7 +108,7 @@ def kl_penalty(
     weight: float,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, Tensor]:
-    """kl_coef * weight * sum over sequences of their mean KL to the frozen initial policy, and that KL as (sum, count).
+    """kl_coef * weight * sum over sequences of their mean KL to the initial policy, and that KL as (sum, count).
 
     The low-variance estimator exp(d) - d - 1 with d = reference - learner per token (Schulman, "Approximating KL
     divergence"; `low_var_kl` in verl). `kl_on = "own"` counts own answers only. The rows of sequence b are

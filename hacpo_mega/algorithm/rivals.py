@@ -1,16 +1,14 @@
-"""The advantages of two later rivals: what a learner makes of its peers' answers without omega.
+"""Advantages of two later methods, which learn from peers' answers without omega.
 
-sgt, success-gated transfer (Mutual RL, arXiv 2605.07244): own answers as GSPO; where the learner failed every one of
-its own answers to a prompt, the peers' verified ones are followed, each with the weight of an own answer of advantage
-`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open how strong the pull is, and
-what a success is among graded rewards: the judge says it (`reward.success`).
-
-f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight.
-An answer is measured against the group of its author ("vertical" in the text, its default), or against everybody's.
-Its filter looks at the ratio, so it is part of the objective (objective.py). The text is token-level; here one ratio
-belongs to an answer, as in every method but grpo.
-
-Both differ from `hacpo` in that capability plays no part. Not here: their objectives.
+sgt, success-gated transfer (Mutual RL, arXiv 2605.07244): own answers as in GSPO. If the learner failed all of its own
+answers to a prompt, it imitates the peers' verified ones, each with the weight of an own answer of advantage
+`transfer_weight`. The text calls this a score direction: no ratio, no clip. It leaves open the strength of the pull,
+and the meaning of success with graded rewards: the judge defines it (`reward.success`).
+f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight. An
+answer's baseline is the group of its author ("vertical" in the text, its default), or all agents' answers. Its filter
+depends on the ratio, so it is part of the objective (objective.py). The text is token-level; here one ratio belongs to
+an answer, as in every method but grpo.
+Unlike `hacpo`, neither uses capability. Not here: their objectives.
 """
 
 from torch import Tensor
@@ -25,7 +23,7 @@ def sgt_advantages(rewards_PNG: Tensor, successes_PNG: Tensor, learner: int, con
         A[p, j, g] = transfer_weight  if j, g is a success and none of p, learner, . is one, else 0
 
     rewards_PNG float64 [P, N, G], NaN where unjudged; successes_PNG bool; float64 [P, N, G]. A prompt to which the
-    learner has no judged answer was not failed: nothing is known of it.
+    learner has no judged answer does not count as failed.
     """
     is_known_P = ~rewards_PNG[:, learner].isnan().all(dim=1)
     has_failed_P = is_known_P & ~successes_PNG[:, learner].any(dim=1)

@@ -72,7 +72,7 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
     scored = [_scored_whole(tokens) for tokens in sequences]
     with agent.devices.learning(lambda _: nullcontext()):
         before = agent.actor.token_logprobs(scored)
-        agent.offload.start_returning()  # as when the engine falls asleep, which it need not here
+        agent.offload.begin_onload()  # as when the engine falls asleep, which it need not here
         agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
         after = agent.actor.token_logprobs(scored)
     agent.publish_weights(1)

@@ -40,24 +40,24 @@ from hacpo_mega.logbook.steps.step_metrics import (
     add_engine_gap,
     add_engine_weights,
     add_host,
+    add_reencodings,
     add_reward_parts,
     add_skips,
     add_update,
-    add_view,
 )
-from hacpo_mega.records import Judgement, Pool, Rollout, Score, Trajectory, UpdateStats, ViewCounts
+from hacpo_mega.records import Judgement, Pool, ReencodingCounts, Rollout, Score, Trajectory, UpdateStats
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class StepFindings:
+class StepResult:
     """Findings of a step on one rank.
 
     pool, advantages_PNG   of the lane
     rollouts, scores       of the cell      judgements, trajectories   the same on its leader, elsewhere none
     judged                 what the judge said of these answers alone: held-out answers enter no group
-    views, updates         what became of every source's answers, and what was learnt from them
+    reencodings, updates   what became of every source's answers, and what was learnt from them
     """
 
     pool: Pool
@@ -67,7 +67,7 @@ class StepFindings:
     judged: JudgeReport
     scores: Sequence[Score | None]
     trajectories: Sequence[Trajectory]
-    views: Sequence[ViewCounts]
+    reencodings: Sequence[ReencodingCounts]
     updates: Sequence[UpdateStats]
 
 
@@ -130,7 +130,7 @@ class StepReport:
     def write(
         self,
         step: int,
-        found: StepFindings,
+        found: StepResult,
         notes: AnswerNotes,
         capability_N: Tensor,
         asleep_bytes: int | None,
@@ -182,7 +182,7 @@ class StepReport:
         for warning in self._judge_alarm.warnings(judged, what):
             warn(f"{self._place.coordinate}: {warning}")
 
-    def _add_cell(self, found: StepFindings) -> None:
+    def _add_cell(self, found: StepResult) -> None:
         name, learner = self._names[self._place.agent], self._place.agent
         add_answers(self._metrics, name, found.trajectories)
         add_reward_parts(self._metrics, name, found.judgements)
@@ -195,7 +195,7 @@ class StepReport:
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
         add_advantages(self._metrics, name, found.advantages_PNG)
-        add_view(self._metrics, learner, self._names, found.views)
+        add_reencodings(self._metrics, learner, self._names, found.reencodings)
         for m, update in enumerate(found.updates):
             add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._is_on_policy)
         if self._place.coordinate.agent_rank == 0:

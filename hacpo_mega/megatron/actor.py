@@ -1,11 +1,13 @@
-"""The actor: one agent's Megatron model, that scores answers, learns from them, and hands out its weights.
+"""The actor: one agent's Megatron model, which scores answers, learns from them, and hands out its weights.
 
-Every method is called by all ranks of a cell with the same samples, and `learn` by all cells of the agent together.
-Its heart is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: what scores an answer is,
-bit for bit, what the first update of a step sees again. The scaling of gradients is in train/schedule.py, Adam in
-optimizer.py. Not here: advantages and the formulas of the losses (algorithm/), and sampling (the engine).
-Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows that this rank of cp
-has of it.
+All ranks of a cell call every method with the same samples; all cells of the agent call `learn` together.
+Its core is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: the first update of a step
+repeats the scores bit for bit. The scaling of gradients is in train/schedule.py, Adam in optimizer.py.
+
+Not here: advantages and the formulas of the losses (algorithm/), sampling (the engine).
+
+Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows of it on this rank of
+cp.
 """
 
 import json
@@ -34,8 +36,8 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_he
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.micro_batches import ExpertCounts, Told, on_device, places, update_stats
-from hacpo_mega.megatron.train.optimizer import ActorOptimizer, Leaves
+from hacpo_mega.megatron.train.micro_batches import EvenBatches, ExpertCounts, on_device, places, update_stats
+from hacpo_mega.megatron.train.optimizer import ActorOptimizer, OffloadMode
 from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.train.schedule import (
     DATA_PARALLEL,
@@ -63,7 +65,7 @@ Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
 
 
 class Actor:
-    """A Hugging Face folder as a trainable Megatron model, spread over tp * cp * pp ranks and repeated over cells."""
+    """A Hugging Face folder as a trainable Megatron model, sharded over tp * cp * pp ranks, replicated over cells."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Actor:
         temperature: float = 1.0,
         seed: int = 1,
         recompute: str = "none",
-        leaves: Leaves = "nothing",
+        offload_mode: OffloadMode = "nothing",
         lora: Lora | None = None,
         transformer: str = "auto",
         communication: DataParallelConfig = DATA_PARALLEL,
@@ -89,18 +91,26 @@ class Actor:
         on_progress: Callable[[], None] = lambda: None,
         reports: Sequence[type] = (SequenceTerms,),
     ) -> None:
-        """Build this rank's part over the default process group (the agent's world) and load `folder`. One a process.
+        """Builds this rank's part over the default process group (the agent's world) and loads `folder`.
 
-        `layout` says how a cell shares the model; of its first and last layers the `overrides` are asked.
-        `share_prompts`: whether sequences of one prompt read it once, where that can be (local layers, cp 1).
-        `temperature` is that of the rollouts: log-probs are of the distribution that was sampled.
-        `recompute` is what backward computes again (none, mlp, full), `leaves` what can leave the device when told to
-        (optimizer.py), with `lora` adapters alone are trained (weights/lora.py), `transformer` is whose layers it has
-        (auto, local, te; te_layers.py), `communication` what of it goes on meanwhile (overlap.py), `overrides` are
-        fields of Megatron's TransformerConfig; `spans` records the parts of an update, `timeout_s` bounds every
-        collective of its groups, `on_progress` is told every micro-batch, `reports` are the named tuples that a loss
-        function reports.
-        Weights are of `dtype`, else `actor_dtype`. Raises ValueError for a layout or a folder the model cannot have.
+        One per process.
+
+        layout           parallel layout of a cell; the `overrides` give the layers of its first and last stage
+        share_prompts    reads a prompt once for all its sequences, where that is possible (local layers, cp 1)
+        temperature      of the rollouts: log-probs are of the distribution that was sampled
+        recompute        activations that backward computes again (none, mlp, full)
+        offload_mode     state that can be offloaded (optimizer.py)
+        lora             trains adapters alone (weights/lora.py)
+        transformer      layer implementation (auto, local, te; te_layers.py)
+        communication    overlap of data-parallel communication with compute (overlap.py)
+        overrides        fields of Megatron's TransformerConfig
+        spans            records the parts of an update
+        dtype            of the weights; default: `actor_dtype`
+        timeout_s        bounds every collective of its groups
+        on_progress      called for every micro-batch
+        reports          named tuples that a loss function reports
+
+        Raises ValueError for a layout or a folder that the model cannot have.
         """
         self.architecture = Architecture.from_folder(folder)
         self.folder, self.layout, self.temperature = Path(folder), layout, temperature
@@ -116,7 +126,7 @@ class Actor:
             on_cuda=cuda,
             version=VERSION,
         )
-        # With cp rows must rise, and TransformerEngine knows no such segments.
+        # With cp, rows must be in rising order, and TransformerEngine has no such segments.
         can_share = layout.cp == 1 and self.transformer == "local"
         how = {"multiple": layout.tp * layout.cp, "shares_prompts": share_prompts and can_share}
         self.pack = partial(pack, max_tokens=max_tokens_per_microbatch, **how)
@@ -130,7 +140,7 @@ class Actor:
             if lora is not None:
                 attach_adapters(model, lora, seed)
             self.model = data_parallel(model, self._spans, communication)
-            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, leaves=leaves)
+            self.optimizer = ActorOptimizer(self.model, optimizer, total_updates, offload_mode=offload_mode)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: torch.distributed.ProcessGroup | None = None
         self.timeout = timedelta(seconds=timeout_s)
@@ -156,9 +166,9 @@ class Actor:
     def score(self, sequences: Sequence[TokenSequence]) -> list[Score]:
         """Log-probs of the trained tokens of every sequence and their mean, on all ranks of the cell.
 
-        The sum is divided as the objective divides it, in the same arithmetic: scored with the own answers of one
-        update, before it, an answer's ratio in that update is exactly 1. Without trained tokens the score is 0, the
-        empty sum.
+        The sum is divided as in the objective, in the same arithmetic: if own answers are scored together with the
+        others of their update, before it, their ratio in that update is exactly 1. Without trained tokens the score is
+        0, the empty sum.
         """
         scores = [Score(0.0, np.zeros(0, dtype=np.float32))] * len(sequences)
         for batch, logprob_R in self._forward(sequences):
@@ -174,17 +184,17 @@ class Actor:
         return [score.token_logprobs for score in self.score(sequences)]
 
     def _forward(self, sequences: Sequence[TokenSequence]) -> list[tuple[MicroBatch, torch.Tensor]]:
-        """Every micro-batch with the log-probs of its rows, which the last pipeline stage sends to the others."""
+        """Every micro-batch with the log-probs [R] of its rows, which the last pipeline stage sends to the others."""
         batches = self.pack(sequences)
         with megatron_platform():
-            logprobs = forward_only(self.model, Told(batches, self._on_progress), self._token_logprobs)
+            logprobs = forward_only(self.model, EvenBatches(batches, self._on_progress), self._token_logprobs)
         if not logprobs:
             logprobs = [torch.empty(len(batch.rows_R), device=self.device) for batch in batches]
         return [(batch, tensor_from_last_stage(tensor)) for batch, tensor in zip(batches, logprobs, strict=True)]
 
     def _token_logprobs(self, hidden_tH: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """Log-probs of the trained rows, fp32 [R]: the head, without logits. Last pipeline stage only."""
-        finish_gather(self.model)  # the head is no module's forward
+        """Log-probs of the trained rows, fp32 [R], from hidden states [t, H], without logits. Last stage only."""
+        finish_gather(self.model)  # no module's pre-forward hook waits for the head
         weight_VH, tokens = lm_head_weight(self.model), own_tokens(len(batch.tokens_T))
         own = own_rows(batch.rows_R, tokens)
         rows_N = batch.rows_R[own] - tokens.start
@@ -206,21 +216,21 @@ class Actor:
     def learn(self, samples: Sequence[TokenSequence], loss_fn: LossFn, packing: Packing | None = None) -> UpdateStats:
         """One optimizer update from this cell's share of it. Collective over the agent; `samples` may be empty.
 
-        `loss_fn` gets the log-probs of a micro-batch's trained tokens and answers (loss, report). Losses are summed
-        over micro-batches and cells and divided by nothing (train/schedule.py), so it must divide by a count of the
-        whole update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
-        micro-batches; by default own answers are packed apart from others', as `score` packs them; `pack` does not.
+        `loss_fn` maps the log-probs [R] of a micro-batch's trained tokens to (loss, report). Losses are summed over
+        micro-batches and cells and divided by nothing (train/schedule.py), so it must divide by a count of the whole
+        update. A loss or a gradient that is not finite anywhere skips the update everywhere. `packing` makes the
+        micro-batches; the default packs own answers apart from others', as `score` packs them; `pack` does not.
         """
         batches = (packing or self._pack_update)(samples)
         with megatron_platform():
             self._experts.begin(batches)
             with self._spans.span("forward and backward"):
-                seen = accumulate_gradients(self.model, Told(batches, self._on_progress), self._loss_of(loss_fn))
+                seen = accumulate_gradients(self.model, EvenBatches(batches, self._on_progress), self._loss_of(loss_fn))
             loss = sum_over_cells(sum(loss for loss, _ in seen), self.device)
             reports = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), [report for _, report in seen])
             loss, reports = object_from_last_stage((loss, reports), self._reports, self.device)
             with self._spans.span("optimizer"):
-                finish_gather(self.model)  # of a cell that had no forward since
+                finish_gather(self.model)  # a cell without samples has not waited yet
                 step = self.optimizer.step(loss)
                 start_gather(self.model)
             experts = self._experts.load()
@@ -235,7 +245,7 @@ class Actor:
         return self.learn(sequences, cross_entropy, self.pack)
 
     def _loss_of(self, loss_fn: LossFn) -> LastStage:
-        """What the last stage makes of hidden states: the loss, and (loss, report) for whoever asked for the update."""
+        """Function of the last stage: hidden states [t, H] to the loss, and (loss, report) for the caller."""
 
         def last_stage(hidden_tH: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
             loss, report = loss_fn(self._token_logprobs(hidden_tH, batch), on_device(batch, self.device))
@@ -244,17 +254,17 @@ class Actor:
         return last_stage
 
     def gradient_products(self, groups: Sequence[Sequence[Sample]], loss_fn: LossFn) -> GradientProducts:
-        """How long the gradients of groups of samples are, and how they lie to the first one; nothing is learnt.
+        """Squared norms of the gradients of groups of samples, and their inner products with the first.
 
-        Costs a forward and a backward of every group, and one more copy of this rank's shard of the gradient, fp32.
-        What it leaves in the buffers is overwritten by the next update. Collective over the agent: every cell gives as
-        many groups, of its own samples, any of them empty.
+        Costs a forward and a backward per group, and one more copy of this rank's shard of the gradient, fp32. The next
+        update overwrites the gradients left in the buffers. Collective over the agent: every cell gives as many groups,
+        of its own samples, any of them empty.
         """
         first: list[torch.Tensor] = []
         found = []
         with megatron_platform():
             for place, samples in enumerate(groups):
-                batches = Told(self._pack_update(samples), self._on_progress)
+                batches = EvenBatches(self._pack_update(samples), self._on_progress)
                 accumulate_gradients(self.model, batches, self._loss_of(loss_fn))
                 present = self.optimizer.counted_gradients()
                 if place == 0:
@@ -271,15 +281,15 @@ class Actor:
     # ---- reference policy
 
     def keep_reference(self) -> None:
-        """Remember the present parameters, on the CPU, as the policy that `reference_token_logprobs` asks.
+        """Keeps a copy of the present parameters, on the CPU, as the policy of `reference_token_logprobs`.
 
-        Under LoRA there is nothing to remember: it is the model without its adapters.
+        Under LoRA no copy is needed: the reference is the model without its adapters.
         """
         if unwrapped(self.model).lora is None:
             self._reference = self._copy_of_parameters()
 
     def reference_token_logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-        """`token_logprobs` under the kept parameters; the present ones are back, bit for bit, afterwards."""
+        """`token_logprobs` under the reference parameters; the present ones are restored bit for bit."""
         if (model := unwrapped(self.model)).lora is not None:
             with adapters_off(model):
                 return self.token_logprobs(sequences)
@@ -308,7 +318,7 @@ class Actor:
     # ---- weights
 
     def weights(self, only: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the whole model (or those in `only`) by its Hugging Face name, one after another.
+        """Every tensor of the whole model (or those in `only`) by its Hugging Face name, each of its full shape.
 
         Collective over the cell, or all cells that share experts.
         """
@@ -316,9 +326,9 @@ class Actor:
         return full_tensors(self.model, sent=self._spans.sent, only=only)
 
     def save(self, folder: Path, *, copies: bool = False) -> tuple[dict[str, int], Callable[[], None]]:
-        """The counts for `load`, and what writes weights and optimizer into an empty folder. Collective over the agent.
+        """Starts a checkpoint: the counts for `load`, and a function that writes weights and optimizer to a folder.
 
-        With `copies` it may be written while the actor learns on: what is written is the actor as it is now.
+        With `copies` the actor may learn on meanwhile: the present state is written. Collective over the agent.
         """
         if self._saving_group is None:
             self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
@@ -326,19 +336,19 @@ class Actor:
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
 
     def not_finite(self) -> str | None:
-        """The first tensor of this rank's share of the state that holds NaN or infinity; None where none does."""
+        """First tensor of this rank's share of the state that holds NaN or infinity; None if all are finite."""
         return not_finite(self.model, self.optimizer)
 
     def load(self, folder: Path, *, num_updates: int, num_applied: int) -> None:
-        """Takes up what `save` wrote; the kept reference stays. Collective over the agent."""
-        finish_gather(self.model)  # it would bring weights of before
+        """Loads what `save` wrote; the kept reference stays. Collective over the agent."""
+        finish_gather(self.model)  # a pending gather would bring the old weights
         load_state(self.model, self.optimizer, folder, num_updates=num_updates, num_applied=num_applied)
 
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None, added_end: int | None = None) -> None:
-        """Write a Hugging Face folder, in the model's dtype unless told; collective over the agent, its rank 0 writes.
+        """Writes a Hugging Face folder, by default in the model's dtype. Collective over the agent; its rank 0 writes.
 
-        `added_end` becomes one of the ends that its generation_config.json names.
-        OSError on every rank when the first one, which writes, cannot.
+        `added_end` becomes one of the end tokens that its generation_config.json names.
+        OSError on every rank if the first one cannot write.
         """
         finish_gather(self.model)
         problem = None

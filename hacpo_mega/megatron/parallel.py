@@ -1,4 +1,4 @@
-"""The parallel groups of one agent: how Megatron starts in a process. Not here: which rank does what (place.py)."""
+"""Parallel groups of one agent, and Megatron's start in a process. Not here: which rank does what (place.py)."""
 
 from datetime import timedelta
 
@@ -16,10 +16,10 @@ RANK_ORDER = "tp-cp-ep-pp-dp"
 def initialize_parallel(
     tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1, ep: int | None = None
 ) -> None:
-    """Megatron's groups over the current default process group (one agent's world), and its random streams.
+    """Creates Megatron's groups over the current default process group (one agent's world), and its random streams.
 
     Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts, those of
-    one cell or of several neighbouring ones; None stands for no experts. `timeout_s` bounds every collective of these
+    one cell or of several neighbouring ones; None means no experts. `timeout_s` bounds every collective of these
     groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
     optimizers take `use_gloo_process_groups=False`.
     """
@@ -44,11 +44,11 @@ def initialize_parallel(
 
 
 def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
-    """Puts groups in which `ep` ranks of a stage share experts in the place of those that Megatron has made.
+    """Replaces Megatron's expert groups by groups in which `ep` ranks of a stage share experts.
 
-    Its order of ranks lays experts out over all ranks of a stage of a cell, no fewer and no more. Here they are every
-    `ep` neighbours among the ranks that the stage has in all cells, of which each cell has `ranks`. Whoever has the
-    same experts, in this cell and in others, adds up their gradients and shares their optimizer.
+    Megatron's order of ranks spreads experts over exactly all ranks of a stage of a cell. Here every `ep` neighbours
+    share them, among the ranks that the stage has in all cells, `ranks` in each. Ranks with the same experts, in this
+    cell and in others, sum their gradients and share their optimizer.
     """
     names, cells = parallel_state, range(0, dist.get_world_size(), ranks * pp)
     for stage in range(pp):

@@ -1,7 +1,7 @@
-"""Names of Megatron-core that this process replaces for good, with the reason of each (cluster/patches.py).
+"""Permanent patches of Megatron-core, with the reason of each (cluster/patches.py).
 
-parallel.py applies them where a process gets Megatron's groups. Not here: what has another meaning on the CPU while
-Megatron runs (platform.py).
+parallel.py applies them when a process creates Megatron's groups. Not here: replacements on the CPU while Megatron code
+runs (platform.py).
 """
 
 from megatron.core.distributed import param_and_grad_buffer

@@ -1,8 +1,10 @@
-"""Megatron-core on a machine without CUDA; with CUDA nothing here does anything.
+"""Megatron-core on a machine without CUDA; with CUDA nothing changes.
 
-Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` gives those names a
-meaning on the CPU while Megatron code runs, and takes it away again: vLLM lives in the same process and must see the
-machine as it is. Not here: what is replaced for good, on every device (patches.py).
+Megatron-core names CUDA in many places where it means "this rank's device". `megatron_platform()` maps those names to
+the CPU while Megatron code runs, and restores them afterwards: vLLM lives in the same process and must see the real
+machine.
+
+Not here: permanent replacements, on every device (patches.py).
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ NAMES_A_DEVICE = (str, torch.device)
 
 @contextmanager
 def megatron_platform() -> Iterator[None]:
-    """Run Megatron code on this machine's devices; a no-op with CUDA, and inside itself.
+    """Context for Megatron code on this machine's devices; a no-op with CUDA, and inside itself.
 
     Construction, forward, backward and optimizer of a Megatron model belong inside; vLLM does not.
     """
@@ -36,9 +38,10 @@ def megatron_platform() -> Iterator[None]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside `megatron_platform`, what is replaced by name alone: for Megatron's layers, which name no device.
+    """Suspends the per-call interception of `megatron_platform` for Megatron's layers, which name no device.
 
-    To look at every call of torch costs more than many of them. Where it is not looked at, a no-op.
+    Interception costs more than many torch calls. Names that are replaced stay replaced. A no-op where nothing is
+    intercepted.
     """
     if not isinstance(_get_current_function_mode(), _CudaMeansCpu):
         yield
@@ -50,13 +53,13 @@ def plain_torch() -> Iterator[None]:
 class _CudaMeansCpu(TorchFunctionMode):
     """Turns the device "cuda" into the CPU in every torch call made while it is active.
 
-    torch suspends it inside backward; what Megatron calls there is replaced by name (_replacements).
+    torch suspends it inside backward; functions that Megatron calls there are replaced by name (_replacements).
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        # Some thousand calls of a step come here, and few of them name a device.
+        # Thousands of calls a step pass here, and few of them name a device.
         for value in args:
             if isinstance(value, NAMES_A_DEVICE):
                 args = tuple(map(_device_on_cpu, args))

@@ -1,14 +1,16 @@
 """The rollout engine: a live vLLM inside the trainer's own process, on CUDA and on CPU with the same code.
 
-Every rank of an agent builds one `Engine`; `tensor_parallel_size` neighbouring ranks of the agent's default process
-group form one vLLM, further ranks are independent replicas of it. New weights are loaded into the running model, with
-no file and no second process between trainer and engine. This is the only file that imports vllm.
-Not here: prompts as text (the engine sees token ids and never decodes), and who is awake when (agent.py).
+Every rank of an agent builds one `Engine`. `tensor_parallel_size` neighbouring ranks of the agent's default process
+group form one vLLM; further ranks are independent replicas. New weights are loaded into the running model, with no file
+and no second process between trainer and engine. Only this file and patches.py import vllm.
 
-The environment must hold, before torch and vllm are imported (environment.py sets it):
+Not here: prompts as text (the engine sees token ids and never decodes), and when it is awake (agent.py).
+
+environment.py sets these variables before torch and vllm are imported:
+
     VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
     VLLM_LOGGING_LEVEL                 ERROR on the CPU, where vLLM warns of all that is not CUDA; WARNING on CUDA
-    VLLM_ALLREDUCE_USE_FLASHINFER=0    CUDA only: else what adds over an engine's ranks depends on PATH
+    VLLM_ALLREDUCE_USE_FLASHINFER=0    CUDA only: else the all-reduce kernel of an engine depends on PATH
     TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
@@ -46,8 +48,8 @@ from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
 from hacpo_mega.rollout.patches import VLLM
 from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.vllm.engine_door import EngineDoor, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.host_process import (
     free_memory_unmeasured,
     has_expandable_segments,
@@ -68,7 +70,7 @@ BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
 QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
 RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
 OF_ROUTERS = bind_routed_experts_capturer, get_forward_context
-# Of vLLM's formats those of training: "auto" would take Mistral's params.json and consolidated.safetensors beside them.
+# The formats that training reads: "auto" would prefer Mistral's params.json and consolidated.safetensors.
 PLAIN_READING = {"config_format": "hf", "use_tqdm_on_load": False}
 FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
 
@@ -81,7 +83,7 @@ def require_options(options: Mapping[str, Any], owner: str = "") -> Mapping[str,
 
 
 class Engine:
-    """A live vLLM: sample answers, take new weights, sleep while the actor trains.
+    """A live vLLM: samples answers, takes new weights, sleeps while the actor trains.
 
     All ranks of an engine call every method in lockstep with equal arguments and get equal results.
     """
@@ -102,17 +104,18 @@ class Engine:
         options: Mapping[str, Any] | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build the engine and load the weights of the folder `model`. Collective over the default process group.
+        """Builds the engine and loads the weights of the folder `model`. Collective over the default process group.
 
         max_model_len    tokens of the longest prompt and answer together
         eos_ids          token ids that end an answer, first that of answers whose length is given; None: the folder's
-        random_weights   skip reading the weights: for a caller who publishes before the first answer
-        agents_on_device with an engine on this rank's device (turns.py); equal on all ranks of the engine
+        random_weights   skips reading the weights: for a caller that publishes before the first answer
+        agents_on_device agents with an engine on this rank's device (turns.py); equal on all ranks of the engine
         timeout_s        bounds the collectives of the engine's own groups
-        options          further vLLM engine arguments, as they are (`agents.vllm` of the configuration); with
-                         enable_return_routed_experts log-probs come with a routing (vllm/routing.py)
-        on_progress      told every step of the engine: a token of all running answers
-        Raises ValueError for an option that this class decides itself, and when the process cannot host an engine.
+        options          further vLLM engine arguments, unchanged (`agents.vllm` of the configuration); with
+                         enable_return_routed_experts, log-probs come with a routing (vllm/routing.py)
+        on_progress      callback invoked before every engine step (one decoded token per running request)
+
+        Raises ValueError for an option that this class decides itself, and if the process cannot host an engine.
         """
         self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
         options, returns_routing = free_options(require_options(options or {}), on_cuda=self._on_cuda)
@@ -148,14 +151,14 @@ class Engine:
             **{**PLAIN_READING, **defaults, **options},
         )
         with starting_vllm(VLLM), joined_to_default_group(ExecutorWithExternalLauncher):
-            self._door = EngineDoor(start)
-        with self._door.open() as llm:
+            self._guard = EngineStreamGuard(start)
+        with self._guard.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
             config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
             if not self._on_cuda:
                 adapt_to_cpu(worker_of(llm).model_runner, apply_top_k_top_p)
             self.routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
-        # Whether the engine holds weights in another form than they are published in.
+        # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
 
@@ -174,8 +177,9 @@ class Engine:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
-        With `lengths` every answer has so many tokens, of which the last one ends it, whatever was drawn there.
-        `on_answer` is told each as it ends; all that run are cut where they are, with Stop.CUT, when `is_unwanted`.
+        With `lengths` every answer has that many tokens, and the last one ends it, whatever was sampled there.
+        `on_answer` is called for each answer as it ends. Once `is_unwanted` returns true, running answers are cut with
+        Stop.CUT.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -201,7 +205,7 @@ class Engine:
             )
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             routing = self.routing if return_logprobs else None
             running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
             self._running = running
@@ -212,9 +216,9 @@ class Engine:
         return [running.completion(output) for output in outputs]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probs (float32 nats, temperature 1) of every token after the first: arrays of len(sequence) - 1.
+        """Log-probs of every token after the first, float32 nats at temperature 1: arrays [len(sequence) - 1].
 
-        Raises ValueError for a sequence that is shorter than 2 or does not leave room for one more token.
+        Raises ValueError for a sequence that is shorter than 2 or leaves no room for one more token.
         """
         self._require(Memory.AWAKE, "logprobs", needs_weights=True)
         for index, tokens in enumerate(sequences):
@@ -224,43 +228,43 @@ class Engine:
                     f"scores 2 to {self.max_model_len - 1}, since it always samples one more"
                 )
         scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             outputs = _answers(llm, sequences, [scoring] * len(sequences))
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish: replace all weights of the live model by (Hugging Face name, full tensor) pairs.
+        """Replaces all weights of the live model by (Hugging Face name, full tensor of its shape) pairs.
 
         Every rank of the engine is given every full tensor and keeps its own shard. A yielded tensor must keep its
-        value until this returns: vLLM holds on to it until the layer it belongs to is complete. Cached prefixes, which
-        the old weights computed, are forgotten.
-        Raises ValueError when the names are not those of the model folder, RuntimeError while asleep.
+        value until this returns: vLLM holds on to it until its layer is complete. Cached prefixes, which the old
+        weights computed, are dropped.
+        Raises ValueError if the names are not those of the model folder, RuntimeError while asleep.
         """
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
             llm.reset_prefix_cache()
         require_names(given, self._names)
         self._is_loaded = True
 
     def weights(self, published: Mapping[str, tuple[int, ...]]) -> EngineWeights:
-        """Where every part of the published tensors (name -> shape) belongs, as vLLM's own loaders say."""
+        """Destination of every part of the published tensors (name -> shape), recorded from vLLM's own loaders."""
         self._require(Memory.AWAKE, "weights", needs_weights=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             config = llm.llm_engine.vllm_config.model_config
             return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
 
     @contextmanager
     def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
-        """Publish: inside, every part is written once. Cached prefixes, which the old weights computed, are forgotten.
+        """Context of a weight sync, in which every part is written once. Drops the old weights' cached prefixes.
 
-        RuntimeError when something was not written, or while asleep.
+        RuntimeError if a part was not written, or while asleep.
         """
         self._require(Memory.WEIGHTS, "receiving", needs_weights=False)
         self._is_loaded = False  # until all of it is
-        with self._door.open() as llm, torch.inference_mode():
+        with self._guard.open() as llm, torch.inference_mode():
             receiver = Receiver(weights, partial(self._reload, llm))
             yield receiver
             llm.reset_prefix_cache()
@@ -269,7 +273,7 @@ class Engine:
         self._is_loaded = True
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with quiet(RELOADING.logger):  # that other layers are not among them
+        with quiet(RELOADING.logger):  # it would warn of all layers that are not among them
             worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
 
     def _packs_head(self) -> bool:
@@ -277,22 +281,22 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[list[HeldPart]]:
-        """What the engine multiplies with, for as long as it is looked at."""
+        """Context with the tensors that the engine multiplies with."""
         self._require(Memory.WEIGHTS, "held", needs_weights=True)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             model = worker_of(llm).get_model()
-            # Where folders hold a matrix fused, it is published so, whatever vLLM could also take.
+            # A matrix that the folder holds fused is published fused, whatever else vLLM could take.
             stored = {name.split(".")[-2] for name in self._names if name.count(".")}
             fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
             yield list(held_parts(model, fused, self._has_tied_embeddings))
 
     def sleep(self) -> None:
-        """Give the device memory back (weights and cache are dropped, not saved) and forget cached prefixes.
+        """Frees the device memory (weights and cache are dropped, not saved) and drops cached prefixes.
 
-        On CPU vLLM cannot free memory: there only the state changes. Raises RuntimeError if asleep already.
+        On CPU vLLM cannot free memory: only the state changes. Raises RuntimeError if asleep already.
         """
         self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             llm.reset_prefix_cache()
             if self._on_cuda:
                 with free_memory_unmeasured() if self._shares_device else nullcontext():
@@ -301,17 +305,17 @@ class Engine:
         self._memory = Memory.ASLEEP
 
     def wake(self, *, cache: bool = True) -> None:
-        """Take device memory again; the weights must then be published before the next answer.
+        """Takes device memory again; the weights must then be published before the next answer.
 
         `cache=False` wakes the weights alone, so that `load` can run while the actor still fills the device; a second
-        `wake()` brings the key-value cache. Where the device lacks the memory it is as asleep afterwards as before.
+        `wake()` brings the KV cache. If the device lacks the memory, the engine stays as asleep as it was.
         Raises RuntimeError if awake already.
         """
         if self._memory is Memory.AWAKE:
             raise RuntimeError("the engine is awake: wake() needs a sleep() before it")
         parts = [WEIGHTS] if self._memory is Memory.ASLEEP else []
         parts += [CACHE] if cache else []
-        with self._door.open() as llm:
+        with self._guard.open() as llm:
             if self._on_cuda and parts:
                 take_memory(llm, parts)
             self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
@@ -319,12 +323,12 @@ class Engine:
                 clear_cache(llm)
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory. The default process group stays the caller's."""
-        self._door.close()
+        """Shuts vLLM down and frees its memory. The default process group stays the caller's."""
+        self._guard.close()
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it has neither weights nor cache."""
+        """True if neither weights nor cache are on the device."""
         return self._memory is Memory.ASLEEP
 
     def _require(self, memory: Memory, verb: str, *, needs_weights: bool) -> None:

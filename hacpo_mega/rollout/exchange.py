@@ -1,12 +1,12 @@
 """The exchange: every answer to a lane's prompts, on every rank of the lane.
 
-The leaders of a lane gather each other's trajectories (one round for the sizes, one for the bytes), each shares them
-inside its cell, and every rank assembles the same full cube. The bytes are those of wire.py, with the ROW below: reward
-and log-prob keep all their bits, an unjudged reward is NaN, and the source's token ids are what a learner with an
-identical tokenizer keeps.
-
+The leaders of a lane gather each other's trajectories (one round for sizes, one for bytes). Each shares them inside its
+cell, and every rank assembles the same full cube. The bytes are those of wire.py, with the ROW below: reward and
+log-prob keep all their bits, an unjudged reward is NaN, and a learner with the identical tokenizer keeps the source's
+token ids.
 A lone surrogate has no UTF-8 form and no tokenizer accepts one: it travels as U+FFFD, and a warning counts them.
-Not here: judging, scoring, and what a learner makes of the pool (samples/learner_view.py).
+
+Not here: judging, scoring, re-encoding (samples/learner_view.py).
 """
 
 import logging
@@ -48,11 +48,12 @@ logger = logging.getLogger(__name__)
 def share_rewards(
     judgements: Sequence[Judgement], num_prompts: int, place: Place, rollouts_per_prompt: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rewards of all agents' answers to the prompts of this lane, float64 [P, N, G], NaN where unjudged; and which
-    of them are successes, bool [P, N, G].
+    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], and successes, bool [P, N, G].
 
-    `judgements` are this cell's, by prompt, then by rollout; the leader's are sent. They go before the answers, because
-    they say which answers need a score. A collective over the lane; equal on every rank of it.
+    Unjudged rewards are NaN.
+
+    `judgements` are this cell's, by prompt, then by rollout; the leader sends its own. They travel before the answers,
+    because they decide which answers need a score. Collective over the lane; equal on every rank of it.
     """
     received = None
     if place.is_leader:
@@ -76,7 +77,7 @@ def share_rewards(
 def trajectories_of(
     place: Place, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score | None]
 ) -> list[Trajectory]:
-    """Judged and scored rollouts of this cell, on its leader, who sends them; nothing elsewhere."""
+    """Judged and scored rollouts of this cell on its leader, which sends them; an empty list elsewhere."""
     if not place.is_leader:
         return []
     return [
@@ -98,9 +99,9 @@ def exchange(
 ) -> Pool:
     """All answers of all agents to the prompts of this lane, identical on every rank of the lane.
 
-    `trajectories` are this cell's, of which the leader's are sent; `prompts` are all prompts of the lane, in order:
-    every cell answers its share of them (RankMap.share_of_lane). A collective over the lane. Raises ValueError on a
-    damaged message, AssertionError when an answer is missing, doubled or from the wrong cell; both name the sender.
+    `trajectories` are this cell's, and the leader sends them; `prompts` are all prompts of the lane, in order: every
+    cell answers its share of them (RankMap.share_of_lane). Collective over the lane. Raises ValueError on a damaged
+    message, AssertionError if an answer is missing, doubled or from the wrong cell; both name the sender.
     """
     received = None
     if place.is_leader:
@@ -114,12 +115,11 @@ def exchange(
 
 
 def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) -> list[Completion]:
-    """The answers of all engines of a cell, in the order they were asked for: Megatron trains on all of them.
+    """Answers of all engines of a cell, in the order of the requests: Megatron trains on all of them.
 
-    `mine` are those of this rank's engine, none where it has no part of one.
-
-    Engine e of E was asked every E-th of `num_asked` prompts, from its own place on. All answers come with log-probs,
-    or none, and so with a routing. Collective over the cell.
+    `mine` are those of this rank's engine, empty on a rank without one.
+    Engine e of E got every E-th of `num_asked` requests, starting at e. Either all answers have log-probs or none, and
+    so with a routing. Collective over the cell.
     """
     shape = place.rank_map.agents[place.agent]
     engines = shape.engines_per_cell
@@ -149,14 +149,14 @@ def _all_or_none(mine: Sequence[Completion], what: str) -> list[np.ndarray] | No
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """Trajectories as a message of wire.py with rows of ROW."""
+    """Encodes trajectories as a message of wire.py with rows of ROW."""
     rows = np.array([_row(trajectory) for trajectory in trajectories], ROW)
     tokens = [trajectory.rollout.token_ids for trajectory in trajectories]
     return wire.encode(wire.Table(rows, tokens, [_text_of(trajectory) for trajectory in trajectories]))
 
 
 def decode(message: bytes, sender: str) -> list[Trajectory]:
-    """The trajectories in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
+    """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     trajectories = []
     table = wire.decode(message, ROW, sender)
     for row, token_ids, text in zip(table.rows.tolist(), table.tokens, table.texts):  # a column at a time is slow
@@ -174,9 +174,10 @@ def assemble(
     lane: int,
     rollouts_per_prompt: int,
 ) -> Pool:
-    """The full cube of a lane from what its leaders sent, in the order of `RankMap.leaders`.
+    """Full cube of a lane from its leaders' messages, in the order of `RankMap.leaders`.
 
-    AssertionError, naming answer and sender, unless every (prompt, agent, rollout) came exactly once from its own cell.
+    AssertionError, naming answer and sender, unless every (prompt, agent, rollout) came exactly once, from its own
+    cell.
     """
     answers: dict[tuple[int, int, int], Trajectory] = {}
     for rank, trajectories in zip(rank_map.leaders(lane), by_sender, strict=True):
@@ -203,7 +204,7 @@ def _text_of(trajectory: Trajectory) -> str:
 
 
 def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, int, int, int]:
-    """The fields of ROW."""
+    """Fields of ROW."""
     rollout, scored = trajectory.rollout, (trajectory.mean_logprob, trajectory.engine_weight)
     place = rollout.prompt_index, rollout.rollout_index, trajectory.agent, trajectory.num_scored
     return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict

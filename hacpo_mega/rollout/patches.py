@@ -1,6 +1,6 @@
-"""Names of vLLM that this process replaces for good, with the reason of each (cluster/patches.py).
+"""Permanent patches of vLLM, with the reason of each (cluster/patches.py).
 
-Not here: what is replaced while an engine starts (vllm/host_process.py), and on live objects (cpu/).
+Not here: replacements while an engine starts (vllm/host_process.py), and on live objects (cpu/).
 """
 
 from vllm.distributed import parallel_state

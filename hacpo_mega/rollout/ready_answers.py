@@ -1,7 +1,7 @@
-"""Answers to the prompts of a step that has not begun, as a checkpoint keeps them (rollout.one_step_off).
+"""Prefetched answers in a checkpoint: those to the prompts of a step that has not begun (rollout.one_step_off).
 
-One file per cell that wrote them, in the agent's folder, in the byte layout of wire.py. Whoever goes on takes what
-answers its own prompts out of all files of the agent, so that it may have other cells and lanes.
+One file per cell that generated them, in the agent's folder, in the byte layout of wire.py. A resumed run collects the
+answers to its own prompts from all files of the agent, so it may have other cells and lanes.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ ROW = np.dtype([("prompt_index", "<i8"), ("rollout_index", "<i4"), ("stop", "u1"
 
 @dataclass(frozen=True)
 class ReadyAnswers:
-    """A cell's answers to its prompts of a step, by prompt, then by rollout, with what the engine said of them."""
+    """A cell's answers to its prompts of a step, by prompt, then by rollout, with log-probs and routing."""
 
     prompts: Sequence[Prompt]
     completions: Sequence[Completion]
 
     def write(self, file: Path) -> None:
-        """Writes all of them; syncing is the caller's."""
+        """Writes all answers; the caller syncs the file."""
         group = len(self.completions) // len(self.prompts)
         digests = [_digest(prompt) for prompt in self.prompts]
         rows = np.array(
@@ -42,7 +42,7 @@ class ReadyAnswers:
 
 
 def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_prompt: int) -> ReadyAnswers | None:
-    """The answers to `prompts` out of those that cells have written; None unless all are there, to these very texts."""
+    """Answers to `prompts` from the files of all cells; None unless all are there, for exactly these texts."""
     wanted = {
         (prompt.index, g, _digest(prompt)): n * answers_per_prompt + g
         for n, prompt in enumerate(prompts)
@@ -61,5 +61,5 @@ def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_p
 
 
 def _digest(prompt: Prompt) -> bytes:
-    """Of a prompt's text, without zero bytes, which NumPy would cut at the end."""
+    """Digest of a prompt's text, in hexadecimal: NumPy would cut trailing zero bytes."""
     return hashlib.blake2b(prompt.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest().encode()

@@ -1,15 +1,15 @@
-"""The one byte layout in which answers travel between ranks: little-endian, no pickle, nothing that arrives is run.
+"""Byte layout in which answers travel between ranks: little-endian, no pickle, nothing received is executed.
 
     header   magic, version, bytes of a row, whether log-probs travel (0 or 1), bytes of a number of the routing (1 or
              2; 0: none travels), its layers, its experts; then in all: rows, tokens, UTF-8 bytes, tokens with a routing
     rows     a numpy structured array: the numbers of each record, with all their bits
-    counts   int32 per row: its tokens; the same of its bytes of text; the same of its tokens with a routing, if any
+    counts   int32 per row: tokens, bytes of text, and tokens with a routing, if any
     tokens   int32, end to end
-    logprobs float32, one per token, end to end; where none travel, nothing
+    logprobs float32, one per token, end to end; empty if none travel
     routing  uint8 or uint16, layers x experts of each of its tokens, end to end
     text     UTF-8, end to end
 
-Who sends what is elsewhere: trajectories between agents in exchange.py, fresh answers inside a cell in agent.py.
+Not here: what is sent to whom: trajectories between agents (exchange.py), fresh answers inside a cell (agent.py).
 """
 
 import struct
@@ -25,10 +25,10 @@ ROUTING_TYPES = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
 class Table(NamedTuple):
-    """Records as they travel: their numbers, their token ids (int32) and their texts, one of each per record.
+    """Records as they travel: their numbers, token ids (int32) and texts, one of each per record.
 
-    `logprobs` are float32, one per token of each record, and `routing` is as in records.Completion, of equally many
-    layers and experts; either is None for all of them together.
+    `logprobs` are float32, one per token of each record; `routing` is as in records.Completion, with equally many
+    layers and experts. Either is None for all of them together.
     """
 
     rows: np.ndarray
@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
 
 def encode(table: Table) -> bytes:
-    """A table as one message."""
+    """Encodes a table as one message."""
     texts = [text.encode("utf-8") for text in table.texts]
     tokens = [ids.astype("<i4", copy=False).tobytes() for ids in table.tokens]
     logprobs = [values.astype("<f4", copy=False).tobytes() for values in table.logprobs or []]
@@ -57,7 +57,7 @@ def encode(table: Table) -> bytes:
 
 
 def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
-    """The table in a message. Raises ValueError that names `sender` if it is anything but a whole message."""
+    """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     rows, counts, tokens, logprobs, routing, text = _sections(message, row_type, sender)
     of_tokens, of_text, *of_routing = (_spans(column) for column in counts)
     texts = []
@@ -86,7 +86,7 @@ class _Sections(NamedTuple):
 
 
 def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
-    """The parts of a message, their sizes held against the header and the length."""
+    """Parts of a message; their sizes are checked against the header and the length."""
     if len(message) < HEADER.size:
         raise ValueError(f"message of {sender}: {len(message)} bytes are less than the header's {HEADER.size}")
     magic, version, row_bytes, has_logprobs, number, layers, experts, num_rows, *totals = HEADER.unpack_from(message)
@@ -131,13 +131,13 @@ def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
 
 
 def join(messages: Sequence[bytes]) -> bytes:
-    """Several messages as one: their number, their sizes (uint64), their bytes."""
+    """Joins messages: their number, their sizes (uint64), their bytes."""
     sizes = np.array([len(messages), *map(len, messages)], dtype="<u8")
     return b"".join((sizes.tobytes(), *messages))
 
 
 def split(joined: bytes) -> list[bytes]:
-    """What `join` joined."""
+    """Inverse of `join`."""
     num_messages = int(np.frombuffer(joined, "<u8", count=1)[0])
     sizes = np.frombuffer(joined, "<u8", count=num_messages, offset=8).astype(np.int64)
     ends = 8 * (num_messages + 1) + np.cumsum(sizes)

@@ -1,6 +1,6 @@
-"""A task inside the chat template of a tokenizer: a program that came with the model, and is held against probes.
+"""Rendering of tasks through a tokenizer's chat template: a program of the model's, which is checked against probes.
 
-Not here: which messages a prompt is made of (config/tables/prompting.py), and their ids (tokenizers.py).
+Not here: the messages of a prompt (config/tables/prompting.py), and their ids (tokenizers.py).
 """
 
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ from hacpo_mega.models.files.folder import named_ends
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, text: str) -> str:
-    """What the model reads for a task inside its tokenizer's chat template. ValueError where that refuses or fails."""
+    """Text of a task inside the tokenizer's chat template. ValueError if the template refuses it or fails."""
     given = {**prompting.template_kwargs, **({"tools": tools} if (tools := tools_of(text)) else {})}
     return _rendered(tokenizer, prompting, prompting.messages(text), True, given)
 
@@ -30,29 +30,29 @@ def _rendered(
     template = _template_of(tokenizer)
     try:
         if reads_clock(template) and prompting.time is not None:
-            given = {CLOCK: clock_at(prompting.time), **given}  # before transformers' own, which goes
+            given = {CLOCK: clock_at(prompting.time), **given}  # takes the place of transformers' own, whose clock runs
         with same_draws(template, chat):
             return tokenizer.apply_chat_template(chat, add_generation_prompt=opens_answer, tokenize=False, **given)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses the prompt: {error}") from error
-    except Exception as error:  # a template is a program: whatever it raises is its fault
+    except Exception as error:  # a template is a program and can raise anything
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"the chat template of {tokenizer.name_or_path} fails with {what}") from error
 
 
 def template_reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a template of the tokenizer asks for the time."""
+    """True if a template of the tokenizer reads the time."""
     return reads_clock(_template_of(tokenizer))
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Its text; of several, which have names, all."""
+    """Text of the template; of several named ones, all."""
     found = tokenizer.chat_template
     return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting) -> None:
-    """ValueError for a tokenizer without a template, or with one that ignores in silence what it does not know."""
+    """ValueError for a tokenizer without a template, or with one that silently ignores what it does not know."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"chat_template is on, but the tokenizer of {tokenizer.name_or_path} has none; "
@@ -64,9 +64,9 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, prompting: Prompting
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, control: Collection[int]) -> AnswerEnds:
-    """The tokens that end the answers of an agent, by its model folder and by its chat template where it uses that.
+    """End tokens of an agent's answers, from its model folder and, if it is used, its chat template.
 
-    The folder is the one that the tokenizer was loaded from; `control` are the tokens that steer its model.
+    The folder is the one that the tokenizer was loaded from; `control` are the tokenizer's control tokens.
     """
     folder = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
     written: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, control: C
 
 
 def _tried(tokenizer: PreTrainedTokenizerBase, prompting: Prompting, chat: Chat) -> str | None:
-    """A chat that holds an answer already, rendered; None where the template refuses it, as no prompt needs it."""
+    """Renders a chat that holds an answer already; None if the template refuses it, which no prompt needs."""
     try:
         return _rendered(tokenizer, prompting, chat, False, prompting.template_kwargs)
     except ValueError:

@@ -1,13 +1,14 @@
-"""A lane's pool as one learner trains on it: own tokens, own prompt, own advantage (eq. 47 and 50 sum over these).
+"""Re-encoding of a lane's pool for one learner: own tokens, own prompt, own advantage (eq. 47 and 50 sum over these).
 
-Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens nobody sampled. So do
-answers of a source with the identical tokenizer, but for a final EOS that is no end of the learner's (a base model and
-its instruct twin may differ in that one token). Other answers are encoded from text as a continuation of a prompt, and
-end with the token with which the learner ends answers (models/answer_ends.py).
-What was judged is the text. An answer is left out, and counted, where its text is not what the source sampled (an id
+Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens that were not
+sampled. So do answers of a source with the identical tokenizer, except for a final EOS that is no end token of the
+learner's (a base model and its instruct twin may differ in that one token). Other answers are encoded from text as a
+continuation of a prompt, and end with the learner's own end token (models/answer_ends.py).
+The judged object is the text. An answer is dropped, and counted, if its text is not what the source sampled (an id
 without a token, a control token inside it, half a character) or not what the learner would train on (its encoding holds
-a control token, or reads differently).
-Not here: the advantages themselves (algorithm/) and which samples share an update (packing.py).
+a control token, or decodes to another text).
+
+Not here: the advantages (algorithm/), the split into updates (packing.py).
 """
 
 import math
@@ -26,12 +27,12 @@ from hacpo_mega.records import (
     DropReason,
     Pool,
     Prompt,
+    ReencodingCounts,
     Rollout,
     Sample,
     Score,
     Stop,
     Trajectory,
-    ViewCounts,
 )
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -41,15 +42,15 @@ AnswerKey = tuple[int, int]  # prompt index, rollout index: an answer of one age
 
 
 @dataclass(frozen=True)
-class ViewRules:
-    """How a learner sees the answers of a pool.
+class ReencodingRules:
+    """Rules by which a learner re-encodes the answers of a pool.
 
     sources             per source agent: its tokenizer; one with the learner's fingerprint has the same ids
     shares_answers      whether answers of other agents are trained on at all
-    trains_changed      whether an answer is trained on though its re-encoding reads differently
+    trains_changed      whether an answer is trained on though its re-encoding decodes to another text
     eos_in_loss         whether the final EOS is a trained token
-    ratio_length        what the learner's log-prob sum is divided by: its own token count, or the source's
-    max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending is what was judged
+    ratio_length        divisor of the learner's log-prob sum: its own token count, or the source's
+    max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
     """
 
     sources: tuple[TextCodec, ...]
@@ -61,7 +62,7 @@ class ViewRules:
 
     @classmethod
     def of(cls, algorithm: AlgorithmConfig, rollout: RolloutConfig, sources: tuple[TextCodec, ...]) -> Self:
-        """What a configuration asks for."""
+        """Rules from a configuration."""
         return cls(
             sources=sources,
             shares_answers=algorithm.shares_answers,
@@ -73,18 +74,18 @@ class ViewRules:
 
 
 def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
-    """How many leading tokens of an answer its loss trains, and its score averages: all, or all but the final EOS."""
+    """Number of leading answer tokens that the loss trains and the score averages: all, or all but the final EOS."""
     return num_tokens - 1 if ended and not eos_in_loss else num_tokens
 
 
 def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]) -> dict[AnswerKey, Score]:
-    """The scores of a cell's own rollouts, by the answer they are of; those that have one."""
+    """Scores of a cell's own rollouts, by answer; only those that have one."""
     keys = [(rollout.prompt_index, rollout.rollout_index) for rollout in rollouts]
     return {key: score for key, score in zip(keys, scores, strict=True) if score is not None}
 
 
 def routing_by_answer(rollouts: Sequence[Rollout]) -> dict[AnswerKey, np.ndarray]:
-    """The routing of a cell's own rollouts, by the answer; of those that have one."""
+    """Routing of a cell's own rollouts, by answer; only those that have one."""
     return {(r.prompt_index, r.rollout_index): r.routing for r in rollouts if r.routing is not None}
 
 
@@ -94,21 +95,21 @@ def learner_view(
     trains_PNG: torch.Tensor,
     learner: int,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     own_scores: Mapping[AnswerKey, Score],
     own_routing: Mapping[AnswerKey, np.ndarray] = MappingProxyType({}),
-) -> tuple[list[Sample], tuple[ViewCounts, ...]]:
-    """The samples of `learner`, ordered by (prompt, source, rollout), and what became of each source's answers [N].
+) -> tuple[list[Sample], tuple[ReencodingCounts, ...]]:
+    """Samples of `learner`, ordered by (prompt, source, rollout), and counts of each source's answers [N].
 
-    `advantages_PNG` has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool, says
-    which answers are worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
-    `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean
-    of an answer travels. One that is missing is scored by the update that trains it. `own_routing` is of the same.
+    `advantages_PNG` [P, N, G] has omega applied already; it may be NaN where an answer is unjudged. `trains_PNG`, bool
+    [P, N, G], marks the answers worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
+    `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean of
+    an answer travels. A missing one is computed by the update that trains it. `own_routing` is keyed likewise.
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     dropped: tuple[list[DroppedAnswer], ...] = tuple([] for _ in rules.sources)
     samples = []
-    trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # a tensor is slow to index one by one
+    trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # indexing a tensor one by one is slow
     readings = _readings(pool, trains, learner, codec, rules)
     for p, prompt in enumerate(pool.prompts):
         prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
@@ -127,11 +128,11 @@ def learner_view(
                 advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                 own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
                 samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
-    return samples, tuple(ViewCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
+    return samples, tuple(ReencodingCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
 
 
 def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]) -> DropReason | None:
-    """Why an answer is not worth training on for any learner, counted; None where it is."""
+    """Reason why an answer is not worth training on for any learner, counted; None if it is."""
     if trains:
         return None
     reason: DropReason = "zero_advantage" if trajectory.is_judged else "unjudged"
@@ -140,8 +141,9 @@ def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]
 
 
 class Reading(NamedTuple):
-    """A text in the learner's tokens, None where it has none for it; and what these read as, nothing where one steers
-    the model: that is no change of the text but worse, and counted by itself.
+    """A text in the learner's tokens (None if it has none for it), and the text that these decode to.
+
+    No text if one of the tokens is a control token: that is worse than a changed text, and counted by itself.
     """
 
     ids: tuple[int, ...] | None
@@ -149,9 +151,9 @@ class Reading(NamedTuple):
 
 
 def _readings(
-    pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ViewRules
+    pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ReencodingRules
 ) -> dict[str, Reading]:
-    """How the learner reads each text that it may take from another tokenizer: all at once, equal ones once."""
+    """Encodes and decodes each text that the learner may take from another tokenizer: all at once, equal ones once."""
     foreign = [j for j, source in enumerate(rules.sources) if j != learner and not _are_twins(source, codec)]
     texts = {
         trajectory.rollout.text: None
@@ -174,19 +176,19 @@ def _answer_ids(
     trajectory: Trajectory,
     is_self: bool,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
-    """The answer in the learner's tokens, or why it is not trained on; counts which and why."""
+    """The answer in the learner's tokens, or the reason why it is not trained on; counts it."""
     rollout = trajectory.rollout
     tally["num_unjudged"] += not trajectory.is_judged
-    # An own answer without a verdict stays, with advantage 0: leaving it out would pack the others differently from
-    # when they were scored, and their first ratio would no longer be exactly 1.
+    # An unjudged own answer stays, with advantage 0: without it the others would be packed differently from when they
+    # were scored, and their first ratio would no longer be exactly 1.
     if not trajectory.is_judged and not is_self:
         return "unjudged"
-    # A source whose weights are broken must not block a sound learner. An own answer like that stays: its update is
-    # skipped, and too many of those end the run (logbook/steps/skipped_updates.py).
+    # A source with broken weights must not block a sound learner. An own answer like that stays: its update is skipped,
+    # and too many skipped updates end the run (logbook/steps/skipped_updates.py).
     if not is_self and not _is_finite(trajectory):
         tally["num_not_finite"] += 1
         return "not_finite"
@@ -194,7 +196,7 @@ def _answer_ids(
     tally["num_undecodable"] += not is_shown or REPLACEMENT in rollout.text
     if is_self:
         ids = rollout.token_ids
-    else:  # one of the learner's tokenizer is held back, too: its model may have no row for an id that is no token
+    else:  # also with the learner's tokenizer: its model may have no row for an id without a token
         ids = _in_own_tokens(trajectory, codec, rules, readings, tally) if is_shown else "undecodable"
     if not isinstance(ids, str):
         tally["num_own" if is_self else "num_cross"] += 1
@@ -214,7 +216,7 @@ def _sampled(rollout: Rollout) -> np.ndarray:
 def _in_own_tokens(
     trajectory: Trajectory,
     codec: TextCodec,
-    rules: ViewRules,
+    rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
@@ -239,15 +241,15 @@ def _in_own_tokens(
 
 
 def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
-    """The learner's token for the end of another's answer: a twin's own if the learner has it, too."""
+    """The learner's end token for another agent's answer; a twin's own end token if it is one of the learner's, too."""
     own = int(rollout.token_ids[-1])
     return own if is_twin and own in codec.ends.ids else codec.eos_id
 
 
 def _reencoded(
-    text: str, readings: Mapping[str, Reading], rules: ViewRules, tally: Counter[str]
+    text: str, readings: Mapping[str, Reading], rules: ReencodingRules, tally: Counter[str]
 ) -> tuple[int, ...] | DropReason:
-    """The text in the learner's tokens, or why not: it has none for it, or they read differently."""
+    """The text in the learner's tokens, or the reason for dropping it."""
     if REPLACEMENT in text:
         return "undecodable"
     ids, read = readings[text]
@@ -269,14 +271,14 @@ def _sample(
     is_self: bool,
     own: Score | None,
     routing: np.ndarray | None,
-    rules: ViewRules,
+    rules: ReencodingRules,
 ) -> Sample:
     rollout = trajectory.rollout
     num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
     # an own ratio is only 1 before the first update if both sides average over the same tokens
     assert own is None or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
     is_scored = own is not None or not is_self
-    # Over no token NaN means that nobody was to train on it; over some it is what a broken model says.
+    # NaN over no token means that no agent wanted the answer; NaN over some tokens comes from a broken model.
     was_wanted = trajectory.num_scored > 0 or not math.isnan(trajectory.mean_logprob)
     assert was_wanted or not is_scored, (prompt, trajectory.agent, rollout.rollout_index)
     assert math.isfinite(advantage) or not _is_finite(trajectory), (prompt, trajectory.agent, rollout.rollout_index)
@@ -291,7 +293,7 @@ def _sample(
         num_trained=num_trained,
         advantage=advantage,
         source_logprob=trajectory.mean_logprob if is_scored else None,
-        length=float(max(1, length)),  # an answer without a trained token has the empty sum 0, and 0 / 1 is its mean
+        length=float(max(1, length)),  # an answer without a trained token has mean 0 / 1
         old_logprobs=None if own is None else own.token_logprobs,
         token_weights=None if own is None else own.token_weights,
         routing=routing,

@@ -1,12 +1,12 @@
 """Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
 
-Packing is THD: sequences lie end to end, `cu_seqlens` says where each starts, and there is no rectangle to pad.
-Answers to one prompt can share it: it is read once, and each of them sees it before its own tokens.
-It decides which samples are computed together, never what they weigh: the loss is divided by counts handed to the
-loss itself, so any packing gives the same gradient. What packing does change is rounding (a matrix product of another
-height), hence one rule: in a step's first update own samples are packed by themselves, so that scoring them before the
-update and learning from them repeat the same micro-batches, and its own ratio is exactly 1. Later updates have other
-weights than those that scored: there own answers share micro-batches, and prompts, with others'.
+Packing is THD: sequences lie end to end, `cu_seqlens` has their starts, and there is no padding to a rectangle. Answers
+to one prompt can share it: it is read once, and each of them attends to it before its own tokens.
+Packing decides which samples are computed together, never their weight: the loss is divided by counts passed to it, so
+any packing gives the same gradient. But packing changes rounding (a matrix product of another height). Hence one rule:
+in a step's first update own samples are packed by themselves, so that scoring them before the update and learning from
+them repeat the same micro-batches, and the own ratio is exactly 1. Later updates have other weights than those that
+scored: there own answers share micro-batches, and prompts, with others'.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,13 +23,12 @@ PADDING_TOKEN = 0
 def plan_updates(
     samples: Iterable[Sample], prompt_indices: Sequence[int], prompts_per_update: int
 ) -> list[tuple[Sample, ...]]:
-    """Split a step's samples into its optimizer updates: consecutive blocks of prompts, own answers first in each.
+    """Splits a step's samples into its optimizer updates: consecutive blocks of prompts, own answers first in each.
 
-    `prompt_indices` are the prompts this cell trains in this step, in order; a prompt all of whose samples were dropped
-    still counts there, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
+    `prompt_indices` are the prompts that this cell trains in this step, in order; a prompt whose samples were all
+    dropped still counts, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
     land in the same update, so each update holds own and cross answers as 1 : N-1 (Algorithm 1). Inside an update the
-    order is (own before cross, prompt, source, rollout), whatever order `samples` came in. It may come out empty.
-
+    order is (own before cross, prompt, source, rollout), whatever the order of `samples`. An update may be empty.
     Raises ValueError for an uneven split and for a sample of a prompt that is not listed.
     """
     if not prompt_indices or len(prompt_indices) % prompts_per_update:
@@ -51,14 +50,14 @@ def plan_updates(
 
 
 def input_length(sequence: TokenSequence) -> int:
-    """Tokens the model must read to predict every trained token: the last trained one is predicted, never read."""
+    """Number of tokens to read to predict every trained token: the last trained one is predicted, never read."""
     return len(sequence.prompt_ids) + sequence.num_trained - 1
 
 
 def pack_update(
     samples: Sequence[Sample], max_tokens: int, *, multiple: int = 1, shares_prompts: bool = False
 ) -> list[MicroBatch]:
-    """The micro-batches of a first update: `pack` of its own answers, as they were scored, then of the others'."""
+    """Micro-batches of a first update: `pack` of its own answers, as they were scored, then of the others'."""
     parts = ([sample for sample in samples if sample.is_self is own] for own in (True, False))
     how = {"multiple": multiple, "shares_prompts": shares_prompts}
     return [batch for part in parts for batch in pack(part, max_tokens, **how)]
@@ -67,7 +66,7 @@ def pack_update(
 def pack(
     sequences: Sequence[TokenSequence], max_tokens: int, *, multiple: int = 1, shares_prompts: bool = False
 ) -> list[MicroBatch]:
-    """Pack sequences into micro-batches of at most `max_tokens` tokens.
+    """Packs sequences into micro-batches of at most `max_tokens` tokens.
 
     First-fit decreasing over lengths (ties in the given order): deterministic, within 11/9 of the fewest micro-batches,
     and neighbours have similar lengths, which evens out attention. With `shares_prompts` the sequences of one prompt
@@ -88,7 +87,7 @@ def pack(
 
 
 def _by_prompt(groups: Iterable[Sequence[TokenSequence]]) -> list[list[TokenSequence]]:
-    """Groups of equal prompts, in the order in which they first come."""
+    """Groups by equal prompt, in order of first appearance."""
     found: dict[bytes, list[TokenSequence]] = {}
     for group in groups:
         found.setdefault(group[0].prompt_ids.tobytes(), []).extend(group)
@@ -96,7 +95,7 @@ def _by_prompt(groups: Iterable[Sequence[TokenSequence]]) -> list[list[TokenSequ
 
 
 def _that_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[TokenSequence]]:
-    """Neighbours of a group, as many as fit together; one that does not fit by itself comes alone."""
+    """Splits a group into neighbours that fit together; a sequence that does not fit by itself comes alone."""
     part: list[TokenSequence] = []
     for sequence in group:
         if part and _length([*part, sequence]) > max_tokens:
@@ -107,7 +106,7 @@ def _that_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[
 
 
 def _length(group: Sequence[TokenSequence]) -> int:
-    """Tokens that are read of sequences of one prompt."""
+    """Tokens to read for sequences of one prompt."""
     return len(group[0].prompt_ids) + sum(sequence.num_trained - 1 for sequence in group)
 
 
@@ -132,12 +131,12 @@ def _first_fit_decreasing(groups: Sequence[list[TokenSequence]], max_tokens: int
 
 
 def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> MicroBatch:
-    """Lay groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
+    """Lays groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
 
-    Of a group of several the prompt is a segment, which come first, the longest at the front; then follow the sequences
-    of groups of one, and the answers of the others, the longest first: neighbours attend together (layers.py).
-    Row i of a sequence reads position len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of
-    its own, rounds T up to `multiple`; nothing of it is trained and no sequence attends to it.
+    Segments: first the prompts of groups of several, the longest first; then the sequences of groups of one; then the
+    answers of the others, the longest first: neighbours attend together (layers.py). Row i of a sequence reads position
+    len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of its own, rounds T up to `multiple`;
+    nothing of it is trained and no sequence attends to it.
     """
     assert groups and all(groups), "an empty micro-batch"
     shared = sorted((group for group in groups if len(group) > 1), key=lambda group: -len(group[0].prompt_ids))
@@ -183,7 +182,7 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
 
 
 def empty_microbatch(multiple: int) -> MicroBatch:
-    """`multiple` tokens of padding and nothing trained: for a schedule that wants more micro-batches than there are."""
+    """Micro-batch of `multiple` padding tokens with nothing trained, for a schedule that needs a fixed count."""
     none = torch.empty(0, dtype=torch.int64)
     return MicroBatch(
         tokens_T=torch.full((multiple,), PADDING_TOKEN),

@@ -1,10 +1,11 @@
-"""Router replay (R3, arXiv 2510.11370): the experts that an engine has sent each token to, as they come with an answer.
+"""Router replay (R3, arXiv 2510.11370): the engine's expert assignment of each token, returned with an answer.
 
-Engine and actor round differently, and where two experts are about as likely they choose differently: then they are two
-models. So the actor takes the engine's choice for the agent's own answers, in every forward of them, and gives the
-chosen experts shares by its own router, which learns by these. Another agent's answers no engine of this one has read.
-Of a token that nobody can say it of (one that vLLM gave up before it had read it) the actor's router decides.
-Not here: who writes it down (rollout/vllm/routing.py) and who follows it (megatron/model/moe.py).
+Engine and actor round differently, and choose differently where two experts are about as likely: they become two
+models. So the actor takes the engine's choice for the agent's own answers, in every forward. Its own router gives the
+chosen experts their shares, through which it learns. Other agents' answers have no routing of this agent's engine.
+Tokens with unknown routing (vLLM gave up before it read them) are routed by the actor.
+
+Not here: recording (rollout/vllm/routing.py), replay (megatron/model/moe.py).
 """
 
 from collections.abc import Sequence
@@ -17,17 +18,17 @@ from hacpo_mega.records import TokenSequence
 
 
 def routing_type(num_experts: int) -> np.dtype:
-    """What holds the number of an expert, or `unknown`."""
+    """Integer type that holds the number of an expert, or `unknown`."""
     return np.dtype(f"u{expert_number_bytes(num_experts)}")
 
 
 def unknown(kind: np.dtype) -> int:
-    """The highest number of a type, which is of no expert: nobody knows."""
+    """Highest number of the type, which marks unknown routing."""
     return int(np.iinfo(kind).max)
 
 
 def fitted(rows: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Of `num_tokens`, the first ones as `rows` [known, layers, experts] have them; nobody knows the rest."""
+    """First `num_tokens` rows of `rows` [known, layers, experts], filled up with `unknown`."""
     missing = max(0, num_tokens - len(rows))
     fill = np.full((missing, *rows.shape[1:]), unknown(rows.dtype), rows.dtype)
     return np.concatenate([rows[:num_tokens], fill])
@@ -38,7 +39,7 @@ def packed_routing(
 ) -> torch.Tensor | None:
     """`routing_TLK` of a micro-batch: prompts that several share, sequences alone, answers to the former, padding.
 
-    A shared prompt goes where it went with the first of its answers. None where no sequence says anything.
+    A shared prompt takes the routing of the first of its answers. None if no sequence has a routing.
     """
     parts = [
         *((sequence, slice(len(sequence.prompt_ids))) for sequence in prompts),
@@ -58,7 +59,7 @@ def _last_read(sequence: TokenSequence) -> int:
 
 
 def _signed(sequence: TokenSequence, part: slice, shape: tuple[int, ...]) -> np.ndarray:
-    """int16, -1 where nobody knows."""
+    """Routing as int16 [tokens, layers, experts], -1 where unknown."""
     if sequence.routing is None:
         return np.full((part.stop - (part.start or 0), *shape), -1, np.int16)
     rows = sequence.routing[part]

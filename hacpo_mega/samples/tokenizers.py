@@ -1,9 +1,10 @@
-"""Tokenizers: making a small one, loading one, comparing two by content, and encoding what a learner sees.
+"""Tokenizers: making a small one, loading one, comparing two by content, and encoding for a learner.
 
-An answer that crosses agents is text, and has to become tokens that FOLLOW a prompt. That is not what `tokenizer(text)`
-gives: SentencePiece-style tokenizers (Llama 2, Phi-3) put a space marker before a text encoded by itself, and drop one
-space when they decode a text by itself. `TextCodec` finds out by trying, and where it is so encodes and decodes behind
-an anchor that is cut off again.
+An answer that crosses agents is text, and must become tokens that FOLLOW a prompt. `tokenizer(text)` does not give
+these: SentencePiece-style tokenizers (Llama 2, Phi-3) put a space marker before a text encoded by itself, and drop one
+space when they decode a text by itself. `TextCodec` detects this by trying, and then encodes and decodes behind an
+anchor that is cut off again.
+
 Not here: which answers are re-encoded at all (learner_view.py).
 """
 
@@ -32,18 +33,18 @@ PROBES = ("x", "1", "a")
 ANCHORS = ("=", "\n", "a", "1")
 PLAIN = {"add_special_tokens": False, "split_special_tokens": True}
 NO_LIMIT = 2**62  # tokens
-# How much of a long prompt is encoded to see that it is too long, for each token that it may have; text has about 4.
+# Characters per allowed token of a long prompt that are encoded to see that it is too long; text has about 4.
 CHARACTERS_OF_A_TOKEN = 16
 
 
 def make_tokenizer(folder: Path, vocabulary: Sequence[str]) -> PreTrainedTokenizerFast:
     """Writes a Hugging Face tokenizer whose tokens are exactly `vocabulary`, matched longest first, and returns it.
 
-    Ids: 0 pad, 1 eos, then the vocabulary in order, so its size is len(vocabulary) + 2. Nothing inserts a space.
-    It is a word-level model behind a split by one alternation of all tokens, longest first. A regular expression takes
-    the first alternative that matches, so this IS longest match from the left, in linear time. WordPiece matches the
-    same way but is quadratic and turns a whole text into one unknown token; BPE follows merge ranks and Unigram the
-    best sum of scores, and neither is longest match.
+    Ids: 0 pad, 1 eos, then the vocabulary in order, so its size is len(vocabulary) + 2. Nothing inserts a space. It is
+    a word-level model behind a split by one alternation of all tokens, longest first. A regular expression takes the
+    first alternative that matches, so this IS longest match from the left, in linear time. WordPiece matches the same
+    way but is quadratic and turns a whole text into one unknown token; BPE follows merge ranks and Unigram the best sum
+    of scores, and neither is longest match.
     There is no unknown token: a text with another character is an error when it is encoded, never silently changed.
     ValueError for a token that is empty, repeated, or the pad or end token.
     """
@@ -68,10 +69,10 @@ def _check_vocabulary(vocabulary: Sequence[str]) -> None:
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, from files alone. ValueError when there is none, or it has no EOS.
+    """Tokenizer of a Hugging Face folder, from files alone. ValueError if there is none, or it has no EOS.
 
-    A folder that says its tokenizer.json is all there is (tokenizer_class TokenizersBackend or PreTrainedTokenizerFast)
-    is taken at its word: AutoTokenizer would put the model family's own pre-tokenizer in its place when config.json
+    A folder that declares its tokenizer.json complete (tokenizer_class TokenizersBackend or PreTrainedTokenizerFast) is
+    loaded from that alone: AutoTokenizer would put the model family's own pre-tokenizer in its place if config.json
     says qwen2, and lose every token of more than one character.
     """
     if not Path(folder).is_dir():
@@ -83,14 +84,14 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-    except Exception as error:  # the Rust tokenizers raise a bare Exception, and transformers what its files lead to
+    except Exception as error:  # the Rust tokenizers raise a bare Exception, and transformers anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"no tokenizer could be loaded from {folder}: {first}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer in {folder} names no eos_token; answers could never end. Set it in its config."
         )
-    tokenizer.model_max_length = NO_LIMIT  # nothing is cut by it here, and transformers would warn of longer texts
+    tokenizer.model_max_length = NO_LIMIT  # it cuts nothing here, but transformers would warn of longer texts
     return tokenizer
 
 
@@ -103,11 +104,12 @@ def _names_only_its_json(folder: Path) -> bool:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what turns text into ids and back: model, merges, added tokens, normalizer, pre-tokenizer, decoder.
+    """Hash of the mapping between text and ids: model, merges, added tokens, normalizer, pre-tokenizer, decoder.
 
     Equal for the same tokenizer in another folder, under another name or with another chat template. Not part of it:
-    what adds BOS (prompts are always encoded by the learner itself) and which tokens are ends: a base model and its
-    instruct twin often differ in that alone, and learner_view swaps an end that the learner has not.
+    the rule that adds BOS (prompts are always encoded by the learner itself) and the choice of end tokens: a base model
+    and its instruct twin often differ in that alone, and learner_view replaces an end token that the learner does not
+    have.
     """
     if tokenizer.is_fast:
         content = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -119,22 +121,22 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that are no text: every special one (bos, eos, pad, unk, ...) and added ones of CONTROL_SHAPE."""
+    """Tokens that are no text: every special one (bos, eos, pad, unk, ...) and added ones of CONTROL_SHAPE."""
     added = tokenizer.added_tokens_decoder.items()
     shaped = (i for i, token in added if token.special or CONTROL_SHAPE.fullmatch(token.content))
     return frozenset((*tokenizer.all_special_ids, *shaped))
 
 
 class TextCodec:
-    """Prompts and answers to the ids of one agent, and its answers back to text.
+    """Encoder of prompts and answers for one agent, and decoder of its answers.
 
-    `ends` are the tokens that end an answer of this agent, and `eos_id` the first of them, which ends what is encoded;
-    `pad_id` and `fingerprint` are the tokenizer's; `control_ids` are the tokens that steer a model instead of being its
-    words. Prompts are cached, since every source's answers to a prompt need the same ids.
+    `ends` are the agent's end tokens, and `eos_id` the first of them, which is appended on encoding; `pad_id` and
+    `fingerprint` are the tokenizer's; `control_ids` are tokens that steer the model instead of being text. Prompts are
+    cached, since every source's answers to a prompt need the same ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
-        """ValueError when the tokenizer has no chat template, or one that does not read what it is given."""
+        """ValueError if the tokenizer has no chat template, or one that ignores its input."""
         self.tokenizer = tokenizer
         self.prompting = prompting = prompting.timed()
         if prompting.chat_template:
@@ -155,20 +157,20 @@ class TextCodec:
 
     @property
     def reads_clock(self) -> bool:
-        """Whether prompts are rendered by a template that reads a clock, which stands at `prompting.time`."""
+        """True if prompts are rendered by a template that reads a clock, which stands at `prompting.time`."""
         return self.prompting.chat_template and template_reads_clock(self.tokenizer)
 
     @property
     def added_end_line(self) -> str | None:
-        """A line for people on an end that the chat template alone names; None without one."""
+        """Log line on an end token that only the chat template names; None without one."""
         return self.ends.added_line(self.token_text)
 
     def token_text(self, number: int) -> str:
-        """A token by its name, as a line shows it."""
+        """Name of a token, on one line."""
         return one_line(str(self.tokenizer.convert_ids_to_tokens(number)))
 
     def require_fit(self, vocab_size: int | None) -> None:
-        """ValueError for a tokenizer with ids that a model of `vocab_size` tokens has not; None: it says none."""
+        """ValueError if the tokenizer has ids beyond the model's `vocab_size`; None skips the check."""
         if vocab_size is not None and len(self._has_token_V) > vocab_size:
             raise ValueError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has ids up to {len(self._has_token_V) - 1}, and the "
@@ -176,19 +178,19 @@ class TextCodec:
             )
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
-        """Ids of a prompt as the model sees it: with BOS where the tokenizer adds one, or inside the chat template.
+        """Ids of a prompt for the model: with BOS if the tokenizer adds one, or inside the chat template.
 
         With a chat template the text is one user message and the assistant's turn is opened; a text that spells out a
         control token is then refused, for it would end that turn. Without one, special tokens spelled out in a prompt
-        are special tokens: a data file may be written in a template of its own, and its BOS is not doubled.
-        ValueError also if a character has no token, or nothing is left to predict the first token of an answer from.
+        are special tokens: a data file may contain a template of its own, and its BOS is not doubled.
+        ValueError also if a character has no token, or there is no token from which to predict the answer's first one.
         """
         return self._prompt_ids(text)
 
     def prompt_lengths(self, texts: Sequence[str], most: int | None = None) -> list[int]:
-        """How many ids `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
+        """Number of ids that `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
 
-        With `most`, a text of more tokens may be said to have most + 1: of megabytes only the start is encoded.
+        With `most`, a longer text may be reported as most + 1: only the start of a very long text is encoded.
         """
         read = [self._as_read(text) for text in texts]
         is_long = [most is not None and self._starts_beyond(text, most) for text in read]
@@ -200,7 +202,7 @@ class TextCodec:
         return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
 
     def _starts_beyond(self, read: str, most: int) -> bool:
-        """Whether a start of a text has twice as many tokens as `most`, so that no other cut leaves fewer than that."""
+        """True if a prefix of a text has more than twice `most` tokens: the whole text then has more than `most`."""
         size = CHARACTERS_OF_A_TOKEN * most
         while size < len(read):
             if len(self._encode(read[:size], **self._prompt_options)) > 2 * most:
@@ -209,21 +211,21 @@ class TextCodec:
         return False
 
     def shown_prompt(self, text: str) -> str:
-        """What the model reads for a task, as text: template, system prompt and special tokens included."""
+        """Text of a task as the model reads it: template, system prompt and special tokens included."""
         return self.tokenizer.decode(
             list(self.encode_prompt(text)), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def opened_thinking(self, text: str) -> str:
-        """What a prompt has written of the thinking that its answer goes on with; nothing where it opens none."""
+        """Start of the thinking block that a prompt opens and its answer continues; empty if it opens none."""
         return self._opened(text)
 
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         """Ids of an answer that follows a prompt, then `eos_id` if the answer ended by itself.
 
-        Special tokens spelled out in the text stay text, where the tokenizer lets them: it matches added tokens that
-        are not marked special, and some have a piece of that name; `control_ids` tells. `decode_answer` gives the text
-        back wherever the tokenizer can write it. ValueError if a character has no token.
+        Special tokens spelled out in the text stay text, if the tokenizer allows it: it matches added tokens that are
+        not marked special, and some have a piece of that name; `control_ids` tells. `decode_answer` restores the text
+        if the tokenizer can write it. ValueError if a character has no token.
         """
         end = (self.eos_id,) if ended else ()
         for anchor, anchor_ids in self._anchors:
@@ -234,7 +236,7 @@ class TextCodec:
         return self._plain_ids(text) + end
 
     def encode_answers(self, texts: Sequence[str]) -> list[tuple[int, ...] | None]:
-        """What `encode_answer` gives for each text that has not ended, mostly in one call; None where it raises."""
+        """Batch of `encode_answer` for texts that have not ended, mostly in one call; None where it raises."""
         (anchor, start), *_ = (*self._anchors, ("", ()))
         try:
             found = self.tokenizer([anchor + text for text in texts], **PLAIN).input_ids if texts else []
@@ -246,20 +248,22 @@ class TextCodec:
         ]
 
     def decode_answer(self, ids: Sequence[int]) -> str:
-        """The text of an answer's ids, without special tokens; the first space is kept, nothing is cleaned up."""
+        """Text of an answer's ids, without special tokens; the first space is kept, nothing is cleaned up."""
         if not self._anchors:
             return self._text(ids)
         anchor, anchor_ids = self._anchors[0]
         return self._text([*anchor_ids, *ids])[len(anchor) :]
 
     def pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """The text of every token by itself; of a control token its name, of half a character U+FFFD."""
+        """Text of every token by itself; the name of a control token, U+FFFD for half a character."""
         names = self.tokenizer.convert_ids_to_tokens(list(ids))
         return tuple(self.decode_answer([token]) or str(name) for token, name in zip(ids, names, strict=True))
 
     def shows(self, ids: np.ndarray) -> bool:
-        """Whether the text of these ids shows them all: control tokens leave no trace in it, nor do ids that are no
-        token, which a model with more rows than its tokenizer has tokens may sample.
+        """True if the text of ids [T] shows them all.
+
+        Control tokens leave no trace in the text. Neither do ids without a token, which a model with more rows than its
+        tokenizer has tokens may sample.
         """
         known = self._has_token_V.take(ids, mode="clip").all() and ids.max(initial=0) < len(self._has_token_V)
         return bool(known) and self.control_ids.isdisjoint(ids.tolist())
@@ -270,8 +274,8 @@ class TextCodec:
             ids = self._encode(read, **self._prompt_options)
         except ValueError as error:
             missing = [repr(sign) for sign in dict.fromkeys(read) if not self._has_tokens(sign)]
-            said = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
-            raise ValueError(f"{error}{said}") from error
+            reason = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
+            raise ValueError(f"{error}{reason}") from error
         return self._checked(text, ids)
 
     def _has_tokens(self, sign: str) -> bool:
@@ -281,7 +285,7 @@ class TextCodec:
             return False
 
     def _as_read(self, text: str) -> str:
-        """A task's text inside the template of this agent."""
+        """Text of a task inside the template of this agent."""
         if not self.prompting.chat_template:
             return self.prompting.without_template(text)
         for content in contents(text):
@@ -298,10 +302,10 @@ class TextCodec:
         return {"add_special_tokens": True, "split_special_tokens": False}
 
     def _checked(self, text: str, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of a prompt as the tokenizer gives them, without an end of answers at its end and a doubled BOS."""
+        """Ids of a prompt, without end tokens at its end and without a doubled BOS."""
         ids = tuple(ids)
         if not self.prompting.chat_template:
-            # some tokenizers close every text with such an end; an answer cannot follow that
+            # some tokenizers close every text with an end token; an answer cannot follow that
             bos_id = self.tokenizer.bos_token_id
             while ids and ids[-1] in self._closing_ids and not (len(ids) == 1 and ids[0] == bos_id):
                 ids = ids[:-1]
@@ -338,7 +342,7 @@ class TextCodec:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _marks_the_start(self) -> bool:
-        """Whether a text encoded by itself reads differently after another: "x" then "x" decodes to "x x"."""
+        """True if a text encoded by itself decodes differently after another: "x" then "x" decodes to "x x"."""
         for probe in filter(self._can_write, PROBES):
             ids = self._plain_ids(probe)
             return self._text(ids + ids) != probe + probe
@@ -351,7 +355,7 @@ class TextCodec:
             return False
 
     def _appended_ids(self) -> frozenset[int]:
-        """The control tokens that the tokenizer itself puts behind every text."""
+        """Control tokens that the tokenizer itself appends to every text."""
         probe = next(filter(self._can_write, PROBES), None)
         if probe is None:
             return frozenset()
@@ -366,7 +370,7 @@ class TextCodec:
 
 
 def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
-    """The tokenizer of every agent: all must be able to read a prompt before anybody is asked it.
+    """Codec of every agent: all must be able to read a prompt before any agent is asked it.
 
     ValueError, one line that names the agent, for a tokenizer that does not fit its model.
     """
@@ -385,8 +389,10 @@ def _agent_codec(agent: AgentConfig) -> TextCodec:
 def longest_encodings(
     agents: Sequence[AgentConfig], codecs: Sequence[TextCodec]
 ) -> Callable[[Sequence[str], int], list[int]]:
-    """The tokens of each task's text as each agent reads it, for the agent that needs most of them; see
-    `prompt_lengths` for texts beyond the second argument. Its ValueError names the agent."""
+    """Function from texts to the highest number of tokens that any agent needs for each.
+
+    Its second argument is the `most` of `prompt_lengths`. Its ValueError names the agent.
+    """
 
     def lengths(agent: AgentConfig, codec: TextCodec, texts: Sequence[str], most: int) -> list[int]:
         try:

@@ -1,6 +1,6 @@
-"""What stands before step 1: this rank's place, its agent, the judge, the run folder, and what examines the run.
+"""Builds everything before step 1: this rank's place, its agent, the judge, the run folder, and the observers.
 
-Everything that a user may have to mend is found here, before an older run is displaced.
+All errors that a user may have to fix are raised here, before an older run is moved aside.
 """
 
 import json
@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.engine_rank import EngineRank
+from hacpo_mega.agent.rollout_worker import RolloutWorker
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
@@ -43,7 +43,7 @@ from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.models.files.chat_template import utc_now
 from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
-from hacpo_mega.samples.learner_view import ViewRules
+from hacpo_mega.samples.learner_view import ReencodingRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
 from hacpo_mega.trainer.joint_disk import JointDisk
@@ -66,8 +66,8 @@ from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 
 @dataclass(frozen=True)
-class Handed:
-    """What a benchmark hands in: what engines are asked, who judges, who looks on. Every run has the defaults."""
+class TrainerOverrides:
+    """Overrides for benchmarks: generation requests, judge, further observers. Every run has the defaults."""
 
     sampler: Callable[..., Sampler] = Sampler
     judge: Callable[..., RolloutJudge] = RolloutJudge
@@ -76,9 +76,10 @@ class Handed:
 
 @dataclass(frozen=True)
 class Built:
-    """A trainer's parts; `start` is the checkpoint that it goes on from, `goes_on` whether that is this run's own.
+    """Parts of a trainer.
 
-    config   what was asked, with the time at which clocks of chat templates stand
+    config   as the user wrote it, with the time at which the clocks of chat templates stand
+    start    the checkpoint that the run goes on from; `goes_on`: whether it is this run's own
     """
 
     config: Config
@@ -87,22 +88,22 @@ class Built:
     place: Place
     phase: Phases
     console: Console
-    agent: Agent | EngineRank
+    agent: Agent | RolloutWorker
     schedule: OnPolicy
     judge: RolloutJudge
     capability: CapabilityTracker
     skips: SkippedUpdates
-    view_rules: ViewRules
+    reencoding_rules: ReencodingRules
     report: StepReport
     trace: StepTrace
     disk: JointDisk
     observers: Observers
 
 
-def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -> Built:
-    """Takes this rank's place in the job, loads its agent as the run left it, opens the run folder.
+def build(config: Config, how: StartOptions, overrides: TrainerOverrides, stack: ExitStack) -> Built:
+    """Joins the job, loads this rank's agent as the run left it, opens the run folder. Collective over the job.
 
-    Collective over the job. An error inside `stack` ends the job with the name of this rank and its phase.
+    An error inside `stack` ends the job with the name of this rank and its phase.
     """
     parts = StartParts()
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
@@ -118,7 +119,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
     _require_named_code(config, place)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
-    phase = Phases(place, metrics, [observer.around for observer in handed.observers])
+    phase = Phases(place, metrics, [observer.around for observer in overrides.observers])
     phase.step = steps_done + 1
     kind = SCHEDULES[config.rollout.one_step_off]
     with phase("load", f"before step {phase.step}"):
@@ -127,8 +128,8 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
             prompts, num_dropped, held_out = _prompts(config, codecs)
             rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
             tried = prompts.groups[0][:MOST_ROWS]
-            judge = _judge(config, place, handed.judge, codecs[place.agent], rows, tried, console, stack)
-        agent = _agent(config, place, start, kind, handed)
+            judge = _judge(config, place, overrides.judge, codecs[place.agent], rows, tried, console, stack)
+        agent = _agent(config, place, start, kind, overrides)
     schedule = kind(prompts, agent, place, config, metrics)
     _say_agents(console, place, agent, num_dropped)
     goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
@@ -139,7 +140,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
     skips = _skips(config, agent)
     evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
     examiners = *_examiners(config, agent, metrics, phase), *_onlookers(config, trackers)
-    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *handed.observers]
+    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *overrides.observers]
     for observer in observers:
         observer.joins(agent, metrics)
     console.say(parts.finish(place.spans, metrics))
@@ -155,7 +156,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
         judge=judge,
         capability=CapabilityTracker(len(names), config.algorithm),
         skips=skips,
-        view_rules=ViewRules.of(config.algorithm, config.rollout, codecs),
+        reencoding_rules=ReencodingRules.of(config.algorithm, config.rollout, codecs),
         report=report,
         trace=StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced),
         disk=JointDisk(place, config, folder, console.say),
@@ -164,7 +165,7 @@ def build(config: Config, how: StartOptions, handed: Handed, stack: ExitStack) -
 
 
 def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """The lock of the run. Rank 0 gives it up also where it is ended at once, and notes before that a signal did so."""
+    """Takes the run's lock. Rank 0 releases it even if a signal kills it, after it has recorded that."""
     lock = stack.enter_context(RunLock(config.run_dir))
     place.on_termination(partial(record_termination, config.run_dir))
     place.at_end(lock.leave)
@@ -172,33 +173,33 @@ def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
 
 
 def _agent(
-    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], handed: Handed
-) -> Agent | EngineRank:
-    """This rank's: all of the agent that its configuration gives it."""
+    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], overrides: TrainerOverrides
+) -> Agent | RolloutWorker:
+    """Agent of this rank, or its rollout side alone on a rank that only generates."""
     spec = config.agents[place.agent]
     if not place.trains:
-        return EngineRank(spec, place, config, 0 if start is None else start.step, sampler=handed.sampler)
-    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=handed.sampler)
+        return RolloutWorker(spec, place, config, 0 if start is None else start.step, sampler=overrides.sampler)
+    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=overrides.sampler)
 
 
 def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
-    """Those to train on, how many others are too long for an agent, and those held out."""
+    """Training prompts, how many others are too long for an agent, and held-out prompts."""
     num_tokens = longest_encodings(config.agents, codecs)
     return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
 
 
-def _say_agents(console: Console, place: Place, agent: Agent | EngineRank, num_dropped: int) -> None:
-    layers = [said.decode() for said in place.gather_to_first(agent.layers_said.encode())]
+def _say_agents(console: Console, place: Place, agent: Agent | RolloutWorker, num_dropped: int) -> None:
+    layers = [line.decode() for line in place.gather_to_first(agent.backend_summary.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for mine in (agent.ends_said, agent.publication_said, agent.routing_said):
-        for said in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
-            console.say(said.decode())
+    for mine in (agent.ends_summary, agent.weight_sync_summary, agent.routing_summary):
+        for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
+            console.say(line.decode())
     if num_dropped:
         console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
 
 
 def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool, on_cpu: bool) -> None:
-    """The first lines of a start: said before models are loaded, which takes minutes where they are large."""
+    """Prints the first lines of a start, before models are loaded, which takes minutes for large ones."""
     agents = ", ".join(agent.name for agent in config.agents)
     ranks, first = RankMap.of(config).world_size, 1 if start is None else start.step + 1
     steps = f"steps {first} to {config.num_steps}" if first <= config.num_steps else "no step left but the export"
@@ -216,8 +217,10 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
 
 
 def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
-    """Where the run begins, and the configuration with the time at which the clocks of its chat templates stand: as the
-    run has it that it goes on with, else as rank 0 reads it now. Collective over the job."""
+    """The checkpoint to start from, and the configuration with the time of its chat templates' clocks.
+
+    That time is the resumed run's, else rank 0's current time. Collective over the job.
+    """
     start = agree_on_start(place, config, **how)
     if start is not None:
         config = with_times_of(config, start.config)
@@ -235,14 +238,14 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     first = json.loads(place.share_in_job(json.dumps(mine).encode()))
     apart = [f"{here} where rank 0 has {there}" for here, there in zip(mine, first) if here != there]
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
-    if said := place.first_message(found if apart else None):
-        raise ValueError(said)
+    if problem := place.first_message(found if apart else None):
+        raise ValueError(problem)
 
 
 def _require_named_code(config: Config, place: Place) -> None:
-    """Executes code of the user's own; before that, rank 0 sees whether its import ends. Collective over the job."""
-    if said := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
-        raise ValueError(said)
+    """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
+    if problem := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
+        raise ValueError(problem)
     require_named_functions(config)
 
 
@@ -256,8 +259,11 @@ def _judge(
     console: Console,
     stack: ExitStack,
 ) -> RolloutJudge:
-    """The cell's judge of rollouts. ValueError for data rows without a field that a grader asks for, and for a reward
-    that gives none for the rows `tried`; rank 0 asks it, but not a server. Collective over the job."""
+    """The cell's judge of rollouts. Collective over the job.
+
+    ValueError for data rows without a field that a grader asks for, and for a reward that gives none for the rows
+    `tried`. Rank 0 tries it, but never calls a server.
+    """
     judge = stack.enter_context(judge_of(config.reward))
     judge.require_fields(rows)
     for line in judge.how_called:
@@ -268,15 +274,15 @@ def _judge(
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
             console.say(line)
-    if said := place.first_message(refusal):
-        raise ValueError(said)
+    if problem := place.first_message(refusal):
+        raise ValueError(problem)
     beside = config.reward.while_sampling
     options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}
     return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))
 
 
 def _examiners(config: Config, agent: Agent, metrics: Metrics, phase: Phases) -> Iterator[Observer]:
-    """What the configuration asks of weights and gradients."""
+    """Observers of weights and gradients that the configuration asks for."""
     names = [agent.name for agent in config.agents]
     yield Verification(config.training.verify_weights_every, agent, phase)
     if config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
@@ -284,15 +290,15 @@ def _examiners(config: Config, agent: Agent, metrics: Metrics, phase: Phases) ->
 
 
 def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
-    """What looks at a step's answers for the user's own numbers and trackers."""
+    """Observers of a step's answers for the user's own metrics and trackers."""
     if config.logging.metrics:
         yield OwnMetrics(config.logging.metrics)
     if trackers:
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, [agent.name for agent in config.agents])
 
 
-def _rates(config: Config, place: Place, agent: Agent | EngineRank) -> Iterator[Observer]:
-    """How well known GPUs are used. Collective over the job: ranks of another kind would be rated wrongly."""
+def _rates(config: Config, place: Place, agent: Agent | RolloutWorker) -> Iterator[Observer]:
+    """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
     if place.device.type != "cuda":
         return
     peak = peak_flops(place.device, agent.dtype)

@@ -1,13 +1,14 @@
-"""All agents' states as one checkpoint: who writes what, when, and how a job takes it up again.
+"""One checkpoint of all agents: who writes what and when, and how a job resumes from it.
 
     every rank    writes and syncs its shards into step_N.writing, in a thread, while training goes on
-    the job       looks at the end of every step whether all have; then everybody says what it wrote
+    the job       checks at the end of every step whether all ranks have; then each announces its files
     rank 0        writes step.json, renames the folder to step_N: the commit, for all agents at once
 
-A job that dies before the rename has changed nothing; after it, every agent is at step N. Where the disk refuses a
-checkpoint, it is removed on all ranks and said, and training goes on to the next one. The thread speaks only in a
+A job that dies before the rename has changed nothing; after it, every agent is at step N. If the disk refuses a
+checkpoint, all ranks remove it and report it, and training goes on to the next one. The thread communicates only in a
 group that training does not use, and changes nothing that training reads.
-Not here: what lies on disk (checkpoint/files.py), what an agent's state is (megatron/checkpoint/sharded_state.py).
+
+Not here: the files (checkpoint/files.py), an agent's state (megatron/checkpoint/sharded_state.py).
 """
 
 import json
@@ -51,15 +52,15 @@ from hacpo_mega.megatron.checkpoint.stored_state import NotWritten
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers
 from hacpo_mega.trainer.joint_disk import JointDisk, disk_error
 
-# What a rank has written: path in the checkpoint, FileState as plain values.
+# Files that a rank has written: path in the checkpoint -> FileState as plain values.
 Files = dict[str, dict[str, int | str]]
 
 
 def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) -> Checkpoint | None:
-    """`find_start` for the whole job, with every byte compared to what was written. Collective over the job.
+    """`find_start` for the whole job, with every byte checked against its checksum. Collective over the job.
 
-    Rank 0 looks, so that all ranks go on from one step whatever a shared file system shows them; all ranks read. With
-    `last_whole` steps that are damaged are passed over and, when a whole one was found, moved aside and named.
+    Rank 0 looks, so that all ranks resume from one step whatever a shared file system shows them; all ranks read. With
+    `last_whole`, damaged steps are skipped and, once a whole one is found, moved aside and named.
     """
     is_first, damaged = place.coordinate.global_rank == 0, dict[int, str]()
     last_whole = how.get("last_whole", False)
@@ -93,13 +94,13 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run is between two steps, on this rank and as plain values, beside the agents' weights and optimizers.
+    """State of a run between two steps on this rank, beside the agents' weights and optimizers.
 
-    accuracy           mean reward on held-out prompts, over the agents; None where the last step had no evaluation
-    capability         the state of its tracker
-    num_skipped        of the agent's last updates, how many in a row were skipped
+    accuracy           mean reward on held-out prompts, over the agents; None if the last step had no evaluation
+    capability         state of its tracker
+    num_skipped        consecutive skipped updates at the end of the agent's history
     alarms             StepReport's state
-    ready              answers to the next step's prompts, with rollout.one_step_off
+    ready              prefetched answers to the next step's prompts, with rollout.one_step_off
     """
 
     steps_done: int
@@ -112,7 +113,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that was begun: of which state, where, and what this rank's thread will have written of it."""
+    """A checkpoint in progress: its state, its folders, and the files that this rank's thread will have written."""
 
     state: RunState
     folder: Path
@@ -122,14 +123,14 @@ class _Pending:
 
 
 class TerminationRequested(Exception):
-    """The run ends before its last step, by the signal of this number; it is on disk as it was after its last one."""
+    """The run ends before its last step because of the signal of this number; its last finished step is on disk."""
 
 
 class JointCheckpoint:
     """This rank's part in the checkpoints of a run.
 
-    safe_step   the step that the run would go on from if it died now; 0 is its start
-    lost        why the run's last step could not be kept, however long it waited; None where it was
+    safe_step   step that the run would resume from if it died now; 0 is its start
+    lost        why the run's last step could not be saved, after the full wait; None if it was saved
     """
 
     lost: str | None
@@ -137,7 +138,7 @@ class JointCheckpoint:
     def __init__(
         self, place: Place, config: Config, agent: Agent, disk: JointDisk, state: RunState, *, is_on_disk: bool
     ) -> None:
-        """`state` is how the run begins or goes on, `is_on_disk` whether its own folder has a checkpoint of that."""
+        """`state` is the run's state at the start; `is_on_disk` says whether its own folder has a checkpoint of it."""
         self._place, self._config, self._agent, self._disk = place, config, agent, disk
         self._is_first = place.coordinate.global_rank == 0
         # As loaded: a folder or a file may be made anew while the run goes on.
@@ -151,22 +152,22 @@ class JointCheckpoint:
 
     @property
     def is_on(self) -> bool:
-        """Whether this run is ever put on disk."""
+        """True if the run writes checkpoints at all."""
         return self._config.checkpoint.is_on
 
     def settle(self, state: RunState) -> None:
-        """A step has been done: a checkpoint holds this from now on, however far the next step has come."""
+        """Registers the state after a finished step; later checkpoints save it, however far the next step has come."""
         self._state = state
 
     def has_work(self) -> bool:
-        """Whether the step that has been done ends with a checkpoint, or one is being written. Collective."""
+        """True if a checkpoint is due after the last step, or one is being written. Collective."""
         self._is_due = self._falls_due()
         return self._is_due or self._pending is not None
 
     def go_on(self) -> None:
-        """Commits what all ranks have written by now, and begins the next checkpoint if it is due. Collective.
+        """Commits a checkpoint that all ranks have written, and begins the next if it is due. Collective.
 
-        Never two at a time: the one before is waited for. So is the run's last one, which also waits for room.
+        Never two at a time: the previous one is waited for. So is the run's last one, which also waits for disk space.
         """
         if self._pending and (self._is_due or self._all_have_written(self._pending)):
             self._try(self._commit)
@@ -177,9 +178,9 @@ class JointCheckpoint:
             self.lost = problem if is_last else None
 
     def keep(self) -> None:
-        """Returns when the last step that was done is on disk; before the first one there is nothing to keep.
+        """Blocks until the last finished step, if there is one, is on disk. Collective over the job.
 
-        No update may have been learnt since: the agents are written as they are. Collective over the job.
+        No update may have been learnt since: the agents are written as they are.
         """
         if self._pending:
             self._try(self._commit)
@@ -199,9 +200,9 @@ class JointCheckpoint:
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
     def _is_sound(self) -> bool:
-        """Whether every agent's state is finite: another would take the place of steps worth going back to. Collective.
+        """True if every agent's state is finite: a broken one must not displace steps worth going back to. Collective.
 
-        Where it is not, that is said; training goes on until training.max_skipped_updates end it.
+        If it is not, a warning says so; training goes on until training.max_skipped_updates ends it.
         """
         found = self._place.first_message(self._agent.not_finite())
         if found:
@@ -210,7 +211,7 @@ class JointCheckpoint:
         return not found
 
     def _try(self, save: Callable[[], None]) -> str | None:
-        """Training goes on without a checkpoint that the disk refuses; what it said. Older ones are as they were."""
+        """Calls `save`; returns the disk's refusal if there is one. Training goes on and older checkpoints stay."""
         try:
             return save()
         except OSError as problem:
@@ -222,12 +223,12 @@ class JointCheckpoint:
     # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
 
     def _save(self) -> None:
-        """A checkpoint of the last step that was done, which is waited for."""
+        """Saves the last finished step and waits for it."""
         self._begin()
         self._commit()
 
     def _begin(self) -> None:
-        """Begins to put the run on disk as it was after its last step; from here on it may change."""
+        """Begins to save the run as it was after its last step; from here on the live state may change."""
         folder = folder_of(self._config.run_dir, self._state.steps_done)
         writing = folder.with_name(folder.name + WRITING)
         with self._removed_if_refused(writing):
@@ -240,13 +241,13 @@ class JointCheckpoint:
         self._last = time.monotonic()
 
     def _commit(self) -> None:
-        """Waits until all have written what was begun, commits it, and removes what is no longer kept. Collective."""
+        """Waits until all ranks have written, commits the checkpoint, and removes expired ones. Collective."""
         pending, self._pending = self._pending, None
-        said: dict[str, Any] = {"agent": self._agent.name}
+        message: dict[str, Any] = {"agent": self._agent.name}
         with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
-            self._disk.attempt(self._finish, pending, said)
-            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(said).encode())]
+            self._disk.attempt(self._finish, pending, message)
+            words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(message).encode())]
             self._disk.require_folder()
             self._disk.attempt(self._seal, pending, words)
         self._set_safe(pending.state.steps_done)
@@ -265,7 +266,7 @@ class JointCheckpoint:
         return self._place.highest_in_job(0 if pending.files.done() else 1) == 0
 
     def _make_folders(self, writing: Path) -> None:
-        """Rank 0 makes the folders, if there is room for what will be in them."""
+        """Makes the folders, on rank 0, if the disk has room for the checkpoint."""
         if self._is_first:
             shutil.rmtree(writing, ignore_errors=True)  # this job's, resumed from a step before it
             require_bytes(checkpoint_bytes(self._config), self._config.run_dir)
@@ -275,7 +276,7 @@ class JointCheckpoint:
                 (writing / agent.name).mkdir()
 
     def _write(self, write: Callable[[], None], writing: Path, ready: ReadyAnswers | None) -> Files:
-        """In a thread: writes this rank's shards, and reads them once more for what the record says of them."""
+        """Writes this rank's shards, in a thread, and reads them once more for their checksums."""
         try:
             write()
         except NotWritten:
@@ -286,12 +287,12 @@ class JointCheckpoint:
             ready.write(writing / self._agent.name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
         return self._states_of(writing, self._is_own_shard)
 
-    def _finish(self, pending: _Pending, said: dict[str, Any]) -> None:
-        """Puts what this rank has written, and what belongs to it, into `said`."""
+    def _finish(self, pending: _Pending, message: dict[str, Any]) -> None:
+        """Adds this rank's files and counts to `message`."""
         files = pending.files.result() | self._states_of(pending.writing, self._is_index)
         state = pending.state
         counts = pending.counts | {"num_skipped": state.num_skipped}
-        said |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
+        message |= {"counts": counts, "alarms": [state.alarms] if self._place.is_leader else [], "files": files}
 
     def _seal(self, pending: _Pending, words: Sequence[dict[str, Any]]) -> None:
         if self._is_first:
@@ -314,17 +315,17 @@ class JointCheckpoint:
         return my.trains and name.startswith(f"__{my.world_rank}_")
 
     def _is_index(self, name: str) -> bool:
-        """An agent's files that are nobody's shards are its first rank's."""
+        """True for files that are nobody's shard, on the agent's first rank, which owns them."""
         return self._place.coordinate.agent_rank == 0 and not name.startswith("__")
 
     @property
     def safe_now(self) -> int:
-        """`safe_step` where this process finds it on disk; 0 where it is gone, and the run would begin anew."""
+        """`safe_step` if this process finds it on disk; 0 if it is gone, and the run would start over."""
         return self.safe_step if self._disk.has(self.safe_step) else 0
 
     @property
     def outlook(self) -> str:
-        """What the next start would do, as it is said when a signal ends the run."""
+        """Text on what the next start would do, printed when a signal ends the run."""
         where = f"goes on after step {step}" if (step := self.safe_now) else "begins anew: no step of it is on disk"
         return f"started again, the run {where}"
 
@@ -349,6 +350,6 @@ class JointCheckpoint:
 
 
 def _agent_state(name: str, words: Sequence[dict[str, Any]]) -> AgentState:
-    """An agent's state from what its ranks have said; the words are in the order of ranks, so its cells in theirs."""
+    """An agent's state from its ranks' messages, which are in the order of ranks, and so of its cells."""
     own = [word for word in words if word["agent"] == name]
     return AgentState(**own[0]["counts"], alarms=[alarms for word in own for alarms in word["alarms"]])

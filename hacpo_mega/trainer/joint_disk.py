@@ -1,9 +1,10 @@
-"""What all ranks of a job do when the disk refuses: everybody hears of it, and the end of a run waits for room.
+"""Disk errors of a job: all ranks learn of one, and the end of a run waits for room.
 
-What one rank finds must not end its part in a collective that the others are in: problems are agreed upon, then told.
-Waited for is what a person or the machine may mend meanwhile (MENDABLE); anything else, such as a name that is too
-long, ends the run at once. Not here: sizes (disk_space.py), logs that wait (logbook/files/backlog.py), and what a
-checkpoint is (joint_checkpoint.py).
+A rank must not leave a collective that the others are in: problems are agreed on first, then raised. Waiting is only
+for what a person or the machine may mend (MENDABLE); anything else, such as a name that is too long, ends the run at
+once.
+
+Not here: sizes (disk_space.py), unwritten logs (logbook/files/backlog.py), checkpoints (joint_checkpoint.py).
 """
 
 import errno
@@ -33,10 +34,10 @@ MENDABLE = frozenset(
 
 
 class JointDisk:
-    """The disk of a run, as the ranks of its job find it together.
+    """The disk of a run, as all ranks of its job see it.
 
-    logs      what this rank writes into the run folder     say   told what a person should know, on every rank
-    is_away   whether, when last looked at, another folder or none was at `run_dir` for any rank
+    logs      this rank's writer into the run folder     say   prints a message for a person, on every rank
+    is_away   whether, at the last check, any rank found another folder or none at `run_dir`
     """
 
     def __init__(self, place: Place, config: Config, logs: RunFolder, say: Callable[[str], None]) -> None:
@@ -44,14 +45,14 @@ class JointDisk:
         self.is_away = False
 
     def require_logs(self) -> None:
-        """OSError on every rank while logs of any rank wait to be written, or the run's folder is away. Collective."""
+        """OSError on every rank while any rank has unwritten logs, or the run's folder is away. Collective."""
         self.require_folder()
         self.agree(self._logs.unwritten())
 
     def require_folder(self) -> None:
-        """OSError on every rank where `run_dir` is not the folder that the run opened, for any of them. Collective.
+        """OSError on every rank if `run_dir` is not the folder that the run opened, on any rank. Collective.
 
-        RunStopped where it is another job's by now.
+        RunStopped if another job has taken it.
         """
         found = self._place.first_message(self._logs.misplaced())
         self.is_away = found is not None
@@ -59,35 +60,36 @@ class JointDisk:
             raise disk_error(errno.ESTALE, found)
 
     def attempt(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls it on every rank; OSError on every rank when one of them got one. Collective.
+        """Calls `function` on every rank; OSError on every rank if one of them got one. Collective.
 
-        What `function` does may be collective only if it fails on all ranks of its group or on none.
+        `function` may contain a collective only if it fails on all ranks of its group or on none.
         """
         self.agree(*_refusal(function, *arguments))
 
     def agree(self, problem: str | None, number: int | None = None) -> None:
-        """OSError on every rank of the job, with the first problem that any of them has. Collective.
+        """OSError on every rank of the job, with the first problem of any of them. Collective.
 
-        `number` is the kernel's for it; without one it is of those that are waited for.
+        `number` is the kernel's errno; without one the problem counts as one to wait for.
         """
         if found := self._place.first_message(problem and f"{number or 0} {problem}"):
-            said, _, text = found.partition(" ")
-            raise disk_error(int(said), text)
+            code, _, text = found.partition(" ")
+            raise disk_error(int(code), text)
 
     def has(self, step: int) -> bool:
-        """Whether this process finds the checkpoint of a step in `run_dir`; a run's start needs none."""
+        """True if this process finds the checkpoint of a step in `run_dir`; step 0 needs none."""
         return step == 0 or (folder_of(self._config.run_dir, step) / RECORD).exists()
 
     def outlook(self, safe_step: int) -> str:
-        """Which step is safe, and where, as the end of a line that says what failed."""
+        """Text on which step is safe, and where: the end of a line that reports a failure."""
         if self.is_away or not self.has(safe_step):
             return f"step {safe_step} was safe in the folder that was there: put it back"
         return f"step {safe_step} is safe"
 
     def patiently(self, function: Callable[[], None]) -> None:
-        """Calls what fails on all ranks or on none, until it does not or `wait_for_room_s` have passed; then OSError.
+        """Retries `function`, which fails on all ranks or none, until it succeeds or times out (`wait_for_room_s`).
 
-        At once where waiting mends nothing. For what ends a run: its weights would be lost to a disk one can clear.
+        Raises at once if waiting mends nothing. For the end of a run: its weights would be lost to a disk that can be
+        cleared.
         """
         deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
         while True:
@@ -105,9 +107,9 @@ class JointDisk:
             time.sleep(min(RETRY_S, left_s))
 
     def export(self, agent: Agent, safe_step: int, lost: str | None) -> None:
-        """Writes every agent as a Hugging Face folder. RunStopped where the disk has had no room for long.
+        """Writes every agent as a Hugging Face folder. RunStopped if the disk has had no room for too long.
 
-        `lost` is why the last step could not be kept, for which the run has waited already: RunStopped with the export.
+        `lost` is why the last step could not be saved, after the full wait: the agents are exported, then RunStopped.
         """
         try:
             if lost is None:
@@ -131,7 +133,7 @@ class JointDisk:
 
 
 def _refusal(function: Callable[..., None], *arguments: Any) -> tuple[str | None, int | None]:
-    """What the disk says to a call, and the kernel's number for it; None when it was done."""
+    """Message and errno of the OSError that a call raises; None when it succeeds."""
     try:
         function(*arguments)
     except OSError as error:
@@ -140,7 +142,7 @@ def _refusal(function: Callable[..., None], *arguments: Any) -> tuple[str | None
 
 
 def disk_error(number: int | None, text: str) -> OSError:
-    """An error that says only `text`, and carries the kernel's number; without one that of a full disk."""
+    """An OSError with only `text` as its message, and an errno; by default that of a full disk."""
     problem = OSError(text)
     problem.errno = number or errno.ENOSPC
     return problem

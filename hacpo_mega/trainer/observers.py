@@ -1,7 +1,7 @@
-"""Observers examine a run while it goes on: gradients, weights, held-out answers, GPU rates, users' own numbers.
+"""Observers of a run: gradients, weights, held-out answers, GPU rates, users' own numbers. Called at moments of a step.
 
-An observer may measure, write metrics, follow what it sees, and end the run; it changes no answer, no sample and no
-update that it is shown. Every rank calls every observer alike, in the order in which they are listed.
+An observer may measure, write metrics, track state, and end the run. It changes no answer, no sample and no update.
+Every rank calls every observer, in the order in which they are listed.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from hacpo_mega.config.named_function import named_function
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
-from hacpo_mega.logbook.step_report import StepFindings, StepReport
+from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.step_metrics import add_diagnosis, add_held_out
 from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
@@ -34,32 +34,32 @@ from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 class Observer:
-    """The moments of a run; an observer has those that it needs. `step` is the one under way, from 1."""
+    """Base class with the moments of a run; an observer overrides those that it needs. `step` counts from 1."""
 
     def around(self, _phase: str) -> AbstractContextManager[None]:
-        """What is done around every phase, from loading on."""
+        """Context around every phase, from loading on."""
         return nullcontext()
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Once: whom it looks at, and where it may write."""
+        """Called once, with the agent to observe and the metrics to write to."""
 
     def before_training(self, step: int) -> None:
-        """The agents stand, `step` is the first to come."""
+        """Called when the agents are built; `step` is the first to come."""
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """Update `m` of the step, from 0, is about to be learnt from."""
+        """Called before update `m` of the step, from 0."""
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """It has been learnt from."""
+        """Called after update `m`."""
 
     def after_learning(self, step: int, updates: Sequence[UpdateStats]) -> None:
-        """All updates of the step have been learnt from."""
+        """Called after all updates of the step."""
 
     def after_publishing(self, step: int) -> None:
-        """The engine has the new weights."""
+        """Called when the engine has the new weights."""
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
-        """All of a step is known but what writing it takes."""
+    def before_writing(self, step: int, found: StepResult) -> None:
+        """Called when the step is complete, before it is written."""
 
 
 class Observers:
@@ -79,18 +79,18 @@ class Observers:
 
 
 class Skips(Observer):
-    """Ends a run whose updates are all skipped."""
+    """Ends a run with too many skipped updates in a row."""
 
     def __init__(self, skips: SkippedUpdates) -> None:
         self._skips = skips
 
     def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """RunStopped when it is one too many."""
+        """Counts the update; RunStopped at the limit."""
         self._skips.see(step, m, update, stats)
 
 
 class Diagnosis(Observer):
-    """Measures own against cross gradients of every update of every so many steps."""
+    """Compares own and cross gradients of every update of every n-th step."""
 
     def __init__(self, every: int, agent: Agent, metrics: Metrics, phase: Phases,
                  names: Sequence[str]) -> None:  # fmt: skip
@@ -98,7 +98,7 @@ class Diagnosis(Observer):
         self._metrics, self._phase, self._names = metrics, phase, tuple(names)
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
-        """The agent is the same afterwards, to the last bit. Collective over the agent's ranks."""
+        """Measures the gradients; the agent is bit-identical afterwards. Collective over the agent's ranks."""
         if step % self._every:
             return
         with self._phase("diagnose"):
@@ -108,18 +108,18 @@ class Diagnosis(Observer):
 
 
 class Verification(Observer):
-    """Ends the run where an engine answers with other weights than its actor's."""
+    """Ends the run if an engine's weights differ from its actor's."""
 
     def __init__(self, every: int, agent: Agent, phase: Phases) -> None:
-        """Before training, and after every so many steps; 0: before training alone."""
+        """Checks before training, and after every n-th step; 0 checks before training only."""
         self._every, self._agent, self._phase = every, agent, phase
 
     def before_training(self, step: int) -> None:
-        """Collective over the cell."""
+        """Checks the weights. Collective over the cell."""
         self._verify(f"before step {step}")
 
     def after_publishing(self, step: int) -> None:
-        """Collective over the cell."""
+        """Checks the weights if it is due. Collective over the cell."""
         if self._every and step % self._every == 0:
             self._verify()
 
@@ -141,12 +141,12 @@ class Evaluation(Observer):
         self._is_on = bool(held_out)
 
     def before_training(self, step: int) -> None:
-        """Before a run's first step."""
+        """Evaluates before a run's first step."""
         if step == 1:
             self._evaluate(0, "before step 1")
 
     def after_publishing(self, step: int) -> None:
-        """Every so many steps, and after the last one."""
+        """Evaluates every n-th step, and after the last one."""
         every = self._config.evaluation.every_steps
         if step == self._config.num_steps or (every and step % every == 0):
             self._evaluate(step)
@@ -189,11 +189,11 @@ class Rates(Observer):
         self._step_began = self._update_began = time.perf_counter()
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Where it writes."""
+        """Notes the metrics to write to."""
         self._metrics = metrics
 
     def before_training(self, step: int) -> None:
-        """What comes before is no step."""
+        """Starts the clock of the first step."""
         self._step_began = time.perf_counter()
 
     def before_update(self, step: int, m: int, update: Sequence[Sample]) -> None:
@@ -207,7 +207,7 @@ class Rates(Observer):
             for name in (f"agent/{self._name}", "rate"):
                 self._metrics.add(f"{name}/learn_mfu", self._flops(update), seconds * self._peak_of_cell)
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Adds the tokens of the cell's answers, and once in the job the seconds of all GPUs."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
@@ -249,7 +249,7 @@ class OwnMetrics(Observer):
         """Only the leader of a cell counts its answers."""
         self._agent, self._metrics = agent, metrics
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """Adds the numbers of this cell's answers."""
         if not self._agent.place.is_leader:
             return
@@ -286,8 +286,8 @@ class TrackedAnswers(Observer):
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
-        """Of this rank's lane."""
+    def before_writing(self, step: int, found: StepResult) -> None:
+        """Shows the answers of this rank's lane."""
         rows = [list(row.values()) for row in _rows(found.pool.part(slice(self._num_prompts)), self._names)]
         spread: dict[str, list[float]] = {}
         for name, answers in zip(self._names, zip(*found.pool.trajectories_PNG)):

@@ -1,4 +1,4 @@
-"""The phases of a step: each is timed, shown, and named ("learn of step 3") in case this process dies in it."""
+"""Phases of a step: each is timed, shown, and named ("learn of step 3") in case this process dies in it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.logbook.files.metrics import Metrics
 
-# What else is to be done around a phase of this name.
+# Further context around a phase of this name.
 Around = Callable[[str], AbstractContextManager[None]]
 
 
 class Phases:
-    """Call it with a name around what belongs to the phase.
+    """Context of a phase: called with its name.
 
-    step   the one that is under way, from 1
+    step   the current one, from 1
     """
 
     def __init__(self, place: Place, metrics: Metrics, around: Sequence[Around] = ()) -> None:
@@ -22,7 +22,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: str, when: str = "") -> Iterator[None]:
-        """`when` is what is said of it in place of its step."""
+        """Enters the phase; `when` replaces the step in its label."""
         self._place.enter_phase(phase, when or f"of step {self.step}")
         with ExitStack() as stack:
             for around in self._around:

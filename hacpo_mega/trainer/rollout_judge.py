@@ -1,8 +1,9 @@
-"""Judges an agent's rollouts: all of them when they are there or, beside the engine, each as soon as it has ended.
+"""Judging of an agent's rollouts: all at the end or, beside the engine, each as soon as it has ended.
 
-Beside it a thread takes what has ended since it last looked to the judge, whose graders are processes of their own
-(guarded_workers.py). A judgement depends on its answer alone, so it is the same either way; but a grader of the user's
+Beside the engine, a thread passes ended answers to the judge, whose graders are processes of their own
+(guarded_workers.py). A judgement depends on its answer alone, so it is the same either way. But a grader of the user's
 own that has never worked is tried on the first answers of every such part, not on the first ones of the step.
+
 Not here: what a judgement is (judge.py).
 """
 
@@ -17,14 +18,14 @@ from hacpo_grading.judge import JudgeReport
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
-# Answers that the judge is given in one call: whoever ends the thread waits for no more.
+# Most answers in one call of the judge: ending the thread waits for one call at most.
 MOST_AT_ONCE = 64
 
 AnswerKey = tuple[int, int]  # prompt index, rollout index
 
 
 class RolloutJudge:
-    """One cell's judge of rollouts, on its leader. Use it as a context: leaving it ends the thread.
+    """One cell's judge of rollouts, on its leader. A context manager, whose exit ends the thread.
 
     hidden_s   seconds of judging that the last `judge` did not have to wait for
     """
@@ -38,11 +39,12 @@ class RolloutJudge:
         agent: str = "",
         opened: Callable[[str], str] = lambda _prompt: "",
     ) -> None:
-        """`agent` writes the answers. `while_sampling` asks for judging beside the engine, which a grader of this
-        process cannot do, nor one that compares the answers of a group. `opened` is what a prompt, as the agent reads
-        it, has written of an answer already (a <think>): it is judged as part of the answer.
+        """`agent` writes the answers. `opened` returns the start of an answer that a prompt, as the agent reads it,
+        already contains (a <think>): it is judged as part of the answer.
 
-        Where it is not a leader's it judges nothing: nobody else of a cell needs judgements.
+        `while_sampling` asks for judging beside the engine. A grader in this process cannot do that, nor one that
+        compares the answers of a group. On other ranks than the leader it judges nothing: only the leader needs
+        judgements.
         """
         self._judge, self._is_leader, self._agent, self._opened = judge, is_leader, agent, opened
         self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
@@ -55,7 +57,7 @@ class RolloutJudge:
 
     @property
     def on_answer(self) -> Callable[[Prompt, Rollout], None] | None:
-        """Whom to tell of an answer that has ended, while others have not; None: nobody."""
+        """Callback for an answer that has ended while others have not; None if judging waits for all."""
         return self._begin if self._goes_beside else None
 
     def _begin(self, prompt: Prompt, rollout: Rollout) -> None:
@@ -65,9 +67,9 @@ class RolloutJudge:
         self._ended.put((prompt, rollout))
 
     def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
-        """One judgement per rollout, in order; `prompts` are those that were answered. Waits for what was begun.
+        """One judgement per rollout, in order; `prompts` are the answered ones. Waits for judging in progress.
 
-        None at all where it is not a leader's.
+        An empty list on other ranks than the leader.
         """
         if not self._is_leader:
             return []
@@ -78,7 +80,7 @@ class RolloutJudge:
         return [(found | judged)[_key(rollout)] for rollout in rollouts]
 
     def take_report(self) -> JudgeReport:
-        """What went wrong since the last report, and what the last `judge` did not have to wait for."""
+        """Problems since the last report, and the seconds that the last `judge` did not have to wait for."""
         return replace(self._judge.take_report(), hidden_s=self.hidden_s)
 
     def _judge_all(self, asked: Sequence[tuple[Prompt, Rollout]]) -> dict[AnswerKey, Judgement]:
@@ -94,7 +96,7 @@ class RolloutJudge:
         return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
 
     def _run(self) -> None:
-        """The thread: what has ended since the last look, again and again, until there is no more."""
+        """Thread: judges the answers that have ended since its last look, until there are no more."""
         asked: list[tuple[Prompt, Rollout] | None] = []
         try:
             while None not in asked and not self._is_leaving:
@@ -104,11 +106,11 @@ class RolloutJudge:
                 start = time.monotonic()
                 self._found |= self._judge_all([answer for answer in asked if answer is not None])
                 self._judged_s += time.monotonic() - start
-        except BaseException as error:  # for whoever waits for the judgements
+        except BaseException as error:  # raised again by `_finish`
             self._error = error
 
     def _finish(self) -> Mapping[AnswerKey, Judgement]:
-        """Ends the thread and takes its judgements; what it died of is raised here."""
+        """Ends the thread and takes its judgements; raises the error that ended it."""
         start = time.monotonic()
         self._end_thread()
         self.hidden_s = max(0.0, self._judged_s - (time.monotonic() - start))

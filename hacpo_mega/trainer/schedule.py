@@ -1,16 +1,16 @@
-"""The schedule of a run: where a step's answers come from, and whose log-probs are their scores.
+"""Schedule of a run: where a step's answers come from, and whose log-probs are their scores.
 
                 main thread                                      engine                                     scores
     OnPolicy    roll_out 1, learn 1, publish 1, roll_out 2 ...   in the main thread                         actor's
     OneStepOff  roll_out 1, learn 1, publish 1, learn 2 ...      1, then 2 while 1 learns, 3 while 2 ...    engine's
 
 Chosen once, from `SCHEDULES`, in build.py.
+One step off, the policy after step t - 2 writes the answers of step t: `staleness_steps` is 1. The first step of a run,
+and the first after a checkpoint without prefetched answers, has none ready: its answers are generated when it begins,
+and are not stale. Where checkpoints are saved, the last step prefetches too: with a larger num_steps the run goes on as
+if it had never ended, at the price of one rollout beside its last updates. Prompts and seeds are functions of the run's
+seed and the step, so answers do not depend on timing.
 
-So one step off, the answers of step t are those of the policy after step t - 2: `staleness_steps` is 1. The first step
-of a run has nobody before it, and neither has the first one that goes on from a checkpoint without answers: its answers
-are generated when it begins, and are not stale. Where checkpoints are kept the last step begins answers, too: with a
-larger num_steps the run goes on from them as if it had never ended, at the price of one rollout beside its last
-updates. Prompts and seeds are functions of the run's seed and the step, so which answers come does not depend on time.
 Not here: the thread (rollout/vllm/engine_thread.py) and the two ways of scoring (hacpo_mega/agent/scoring.py).
 """
 
@@ -36,8 +36,8 @@ OnAnswer = Callable[[Prompt, Rollout], None]
 class OnPolicy:
     """Prompts, answers and scores of one cell, step by step; steps count from 0.
 
-    my_share   of the prompts of a lane, those that this cell answers
-    ready      answers to the step that comes next; None: there are none yet
+    my_share       the prompts of a lane that this cell answers
+    ready          prefetched answers to the next step; None if there are none
     is_on_policy   whether the policy that wrote a step's answers is the one that learns from them
     """
 
@@ -54,38 +54,38 @@ class OnPolicy:
         self.ready: ReadyAnswers | None = None
 
     def prompts_of(self, step: int) -> tuple[Prompt, ...]:
-        """Those of this lane."""
+        """The step's prompts of this lane."""
         return self._sampler.at(step, self._place.lane, self._config.lanes)
 
     def take_up(self, start: Checkpoint) -> None:
-        """Takes what a checkpoint has ready for its next step."""
+        """Restores prefetched answers from a checkpoint."""
 
     def roll_out(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
-        """This cell's answers, by prompt, then by rollout; `on_answer` is told of each that ends meanwhile."""
+        """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends."""
         return self._agent.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
 
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
-        """Log-probs of this cell's answers before any update of the step; None where nobody asks for them now.
+        """Log-probs of this cell's answers before any update of the step; None for answers that need none now.
 
-        own_P bool, to which of `prompts` this agent trains on its own answers; wanted_PG bool, which answers others
-        train on.
+        own_P      bool [P], prompts whose own answers this agent trains on
+        wanted_PG  bool [P, G], answers that others train on
         """
         return self._scoring.before_learning(prompts, rollouts, own_P, wanted_PG)
 
     def complete(
         self, rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
     ) -> list[Score | None]:
-        """The scores with those that were left to the step's first update, which has computed them by now."""
+        """Completes the scores with those that the step's first update has computed."""
         return self._scoring.after_learning(rollouts, scores, updates)
 
     def finish(self, _phase: Phases) -> None:
-        """Returns when the engine does nothing. A wait for this is counted under `_phase`."""
+        """Blocks until the engine is idle. The wait is counted under `_phase`."""
 
 
 class OneStepOff(OnPolicy):
-    """The same, each step's answers generated while the one before it is judged, exchanged and learnt."""
+    """Generates each step's answers while the previous step is judged, exchanged and learnt."""
 
     is_on_policy = False
     devices = BusyDevices
@@ -93,7 +93,7 @@ class OneStepOff(OnPolicy):
     _asked: tuple[Prompt, ...] = ()  # by the engine, at present
 
     def take_up(self, start: Checkpoint) -> None:
-        """Nothing where another seed or [rollout] table would have sampled other answers, or another number of them."""
+        """Restores prefetched answers, unless seed or [rollout] table have changed so that they would differ."""
         now, key = plain(self._config), ("seed", "rollout")
         if [start.config[name] for name in key] == [now[name] for name in key]:
             name = self._agent.name
@@ -104,7 +104,7 @@ class OneStepOff(OnPolicy):
             self.ready = read_answers(files, prompts, self._config.answers_per_prompt)
 
     def roll_out(self, step: int, on_answer: OnAnswer | None) -> list[Rollout]:
-        """Those that are ready, else generated now; those of the next step are begun."""
+        """Answers that are ready, else generated now; those of the next step are begun."""
         staleness, ready = 1, self.ready
         if ready is None:
             staleness, rollouts = 0, super().roll_out(step, on_answer)

@@ -1,8 +1,8 @@
-"""The loop: every agent answers, all share, each learns. This file is the table of contents of a HACPO step.
+"""The training loop: every agent answers, all share, each learns. The table of contents of a HACPO step.
 
-Every process of the job runs it, in lockstep, each for the agent, lane and cell that its rank belongs to
-(cluster/place.py). What stands before step 1 is made in build.py, when answers come and who scores them is chosen in
-schedule.py, what examines the run is in observers.py, and what a step measured is added up in logbook/step_report.py.
+Every process of the job runs it, in lockstep, for its own agent, lane and cell (cluster/place.py). build.py makes what
+stands before step 1, schedule.py decides when answers are generated and who scores them, observers.py examines the run,
+logbook/step_report.py sums up what a step measured.
 """
 
 import signal
@@ -16,30 +16,30 @@ from hacpo_mega.algorithm import learning_of, reward_tally
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.files.metrics import StepMetrics
-from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.logbook.steps.held_out import mean_held_out
 from hacpo_mega.records import Sample, UpdateStats
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
 from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer
-from hacpo_mega.trainer.build import Handed, build
+from hacpo_mega.trainer.build import TrainerOverrides, build
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.observers import Observer
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 class Trainer:
-    """All agents of a configuration, trained together. One per process; use it as a context: leaving it ends the job.
+    """All agents of a configuration, trained together. One per process; a context manager, whose exit ends the job.
 
-    config       what was asked, nobody writes to it
-    place        this process's place: agent, lane, cell, and the groups it belongs to
-    phase        around what belongs to a phase of a step: timed, shown, named when it fails
+    config       as the user wrote it; read-only
+    place        this process's position: agent, lane, cell, and its process groups
+    phase        context of a phase of a step: timed, shown, named when it fails
     agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
-    schedule     prompts of every step, a pure function of seed and step, when they are answered, and who scores that
-    judge        answers in, verdict and reward out
+    schedule     prompts of every step, a pure function of seed and step; when they are answered, and who scores that
+    judge        turns answers into verdicts and rewards
     capability   P_hat of all agents, equal on every rank
-    observers    what examines the run: weights, held-out answers, gradients, skipped updates
-    report, console, trace   what is measured, shown and written
-    checkpoint   what the run goes on from when it dies     disk   asked together by all ranks
+    observers    examine the run: weights, held-out answers, gradients, skipped updates
+    report, console, trace   measure, show and write
+    checkpoint   what the run resumes from     disk   disk errors, agreed on by all ranks
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Trainer:
         observers: Sequence[Observer] = (),
         **how: Unpack[StartOptions],
     ) -> None:
-        """Takes its place in the job, loads the agents as the run left them, opens its folder. Collective over the job.
+        """Joins the job, loads the agents as the run left them, opens the run folder. Collective over the job.
 
-        A run that `run_dir` holds goes on from its last checkpoint, unless the options of `how` say otherwise.
-        `sampler`, `judge` and `observers` are a benchmark's: what engines are asked, who judges, who looks on.
+        A run that `run_dir` holds resumes from its last checkpoint, unless the options of `how` say otherwise.
+        `sampler`, `judge` and `observers` are for benchmarks: generation requests, judge, further observers.
         """
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            built = build(config, how, Handed(sampler, judge, observers), stack)
+            built = build(config, how, TrainerOverrides(sampler, judge, observers), stack)
             self.config, self.place, self.phase, self.console = built.config, built.place, built.phase, built.console
             self.agent, self.schedule, self.judge = built.agent, built.schedule, built.judge
             self.capability, self.skips = built.capability, built.skips
-            self.view_rules, self.report, self.trace = built.view_rules, built.report, built.trace
+            self.reencoding_rules, self.report, self.trace = built.reencoding_rules, built.report, built.trace
             self.observers, self.disk = built.observers, built.disk
             self.steps_done = 0
             if built.start is not None:
@@ -76,7 +76,7 @@ class Trainer:
     def fit(self) -> bool:
         """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job.
 
-        False when a signal has ended it before that, with its last step on disk (docs/guide/troubleshooting.md).
+        Returns False when a signal has ended it early, with its last step on disk (docs/guide/troubleshooting.md).
         """
         if self.checkpoint.is_on:
             self.place.defer_signals()
@@ -119,9 +119,9 @@ class Trainer:
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
-            samples, views = learner_view(
+            samples, reencodings = learner_view(
                 pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
-                self.agent.codec, self.view_rules, scores_by_answer(rollouts, scores),
+                self.agent.codec, self.reencoding_rules, scores_by_answer(rollouts, scores),
                 routing_by_answer(rollouts))  # fmt: skip
         self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
         updates = self._learn(self.agent.plan(prompts[mine], samples))
@@ -129,11 +129,11 @@ class Trainer:
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
             self.agent.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
-        found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, views, updates
-        self._end_step(StepFindings(*found))
+        found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, reencodings, updates
+        self._end_step(StepResult(*found))
 
     def _answer_alone(self) -> None:
-        """The same step on a rank that only answers (placement = "apart"): it meets the others where all ranks meet."""
+        """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""
         with self.phase("roll_out"):
             self.schedule.roll_out(self.steps_done, None)
         with self.phase("wait"):
@@ -146,9 +146,9 @@ class Trainer:
         self._count_step(self.report.write_host(self.steps_done + 1, self.phase))
 
     def _learn(self, plan: Sequence[Sequence[Sample]]) -> list[UpdateStats]:
-        """The updates of the step. The cross band tightens with every one of them.
+        """Runs the updates of the step. The cross band tightens with every one of them.
 
-        The engine sleeps, unless one step off: its memory is what the actor learns in.
+        The engine sleeps, unless one step off: the actor learns in its memory.
         """
         step, updates = self.steps_done + 1, []
         with self.agent.devices.learning(self.phase):
@@ -160,19 +160,19 @@ class Trainer:
         self.observers.after_learning(step, updates)
         return updates
 
-    def _end_step(self, found: StepFindings) -> None:
-        """What makes a step one that was done: it is written, counted, kept when it is due, and shown."""
+    def _end_step(self, found: StepResult) -> None:
+        """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
         self.observers.before_writing(self.steps_done + 1, found)
         if self.config.scores_in_first_update:  # what was not scored before has been by now
             scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)
-        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.views)
+        notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
         known = notes, self.capability.values(), self.agent.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 
     def _count_step(self, reduced: StepMetrics) -> None:
-        """The step has been done, and what it measured is written."""
+        """Counts the step, whose metrics are written, and saves it if that is due."""
         self.steps_done += 1
         self.phase.step = self.steps_done + 1
         self.checkpoint.settle(self._state(mean_held_out(reduced.values, [agent.name for agent in self.config.agents])))
@@ -182,7 +182,7 @@ class Trainer:
         self._show(reduced)
 
     def _take_up(self, start: Checkpoint) -> None:
-        """What a checkpoint holds beside the agents' own state."""
+        """Restores what a checkpoint holds beside the agents' own state."""
         agent = start.agents[self.agent.name]
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
@@ -192,12 +192,12 @@ class Trainer:
         self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
 
     def _state(self, accuracy: float | None) -> RunState:
-        """What a checkpoint holds beside the agents' own state; `_take_up` is its inverse."""
+        """State for a checkpoint beside the agents' own; `_take_up` is its inverse."""
         rest = self.skips.num_in_row, self.report.state_dict(), self.schedule.ready
         return RunState(self.steps_done, accuracy, self.capability.state_dict(), *rest)
 
     def _exit_if_preempted(self) -> None:
-        """Ends the run at its last whole step if a signal has asked any rank for it. Collective over the job."""
+        """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
         if self.checkpoint.is_on and (number := self.place.agreed_signal()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()

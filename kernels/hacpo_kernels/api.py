@@ -1,4 +1,4 @@
-"""The public functions: check the arguments (checks.py), choose the backend (backends.py), compute, join autograd."""
+"""Public functions: check the arguments (checks.py), choose the backend (backends.py), compute, connect autograd."""
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def linear_logprob(
     fuse_main_grad: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Log-probs of `target` under softmax(hidden @ weight^T / temperature), without ever holding the logits.
+    """Log-probs [T] of `target` under softmax(hidden @ weight^T / temperature), without materialising the logits.
 
     hidden        [T, H] float; with sequence parallelism, gathered
     weight        [V_local, H], the dtype of hidden: this rank's vocabulary shard, its first row id `vocab_start`
@@ -84,7 +84,7 @@ def packed_objective(
     length: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
-    """HACPO's loss of packed sequences (reference.objective_from_mean has the formula), without a host sync on CUDA.
+    """HACPO's loss of packed sequences (formula: reference.objective_from_mean), without a host sync on CUDA.
 
     token_logprob   [T] nats under the learner now; cu_seqlens [B + 1] starts of the sequences, the last entry T
     source_logprob  [B] mean log-prob under the source; advantage [B] with omega in it; is_self [B] bool
@@ -124,7 +124,7 @@ def objective_from_mean(
     update_index: int,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, SequenceTerms]:
-    """The sequence-level part of packed_objective, from mean log-probs [B] in nats per token, on any device.
+    """Sequence-level part of packed_objective, from mean log-probs [B] in nats per token, on any device.
 
     Returns (loss_B, grad_B, terms), grad_B = d loss_B / d seq_logprob, both in the dtype of `seq_logprob`; not part of
     an autograd graph. Raises ValueError on arguments that do not fit.
@@ -139,7 +139,7 @@ def objective_from_mean(
 
 
 class _PackedLoss(torch.autograd.Function):
-    """Gives loss_B its gradient: every token of sequence b gets coefficient_b."""
+    """Connects loss_B [B] to autograd: every token of sequence b gets coefficient_b."""
 
     @staticmethod
     def forward(ctx, token_logprob_T, loss_B, coefficient_B, cu_seqlens):

@@ -1,7 +1,8 @@
-"""linear_logprob as autograd sees it: what both backends share around their two passes over the vocabulary.
+"""Autograd function of linear_logprob: shared by both backends, around their two passes over the vocabulary.
 
-Forward joins the vocabulary shards of a tensor-parallel group; backward drops the rows without gradient and folds the
+Forward merges the vocabulary shards of a tensor-parallel group. Backward drops the rows without gradient and folds the
 gradient of the logits into those of hidden and weight, chunk by chunk, in float32.
+
 Shapes: T tokens, N of them with a gradient, C a chunk of those, H hidden, V rows of the vocabulary shard.
 """
 
@@ -18,7 +19,7 @@ from hacpo_kernels.reference import LogitStats, RowGradients
 
 @dataclass(frozen=True)
 class Head:
-    """What linear_logprob's backward must know of its forward beside tensors."""
+    """Non-tensor arguments that linear_logprob's backward takes from its forward."""
 
     backend: Backend
     inverse_temperature: float
@@ -29,7 +30,7 @@ class Head:
 
 
 class LinearLogprob(torch.autograd.Function):
-    """Forward keeps one number per token; backward makes the logits again, chunk by chunk."""
+    """Forward keeps one number per token; backward recomputes the logits, chunk by chunk."""
 
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, head):
@@ -65,7 +66,7 @@ def _merge_over_group(stats: LogitStats, group: dist.ProcessGroup) -> LogitStats
 def _fold_chunks(
     ctx, hidden_TH: torch.Tensor, weight_VH: torch.Tensor, rows_N: torch.Tensor, rows: RowGradients
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of the logits, one bounded chunk at a time, folded into (grad_hidden [N, H], grad_weight [V, H])."""
+    """Folds the gradient of the logits, one bounded chunk at a time, into (grad_hidden [N, H], grad_weight [V, H])."""
     head, backend, dtype = ctx.head, ctx.head.backend, reference.compute_dtype(weight_VH.dtype)
     wants_hidden, wants_weight = ctx.needs_input_grad[:2]
     reduces = head.group is not None and head.reduce_hidden_grad
@@ -94,7 +95,7 @@ def _fold_chunks(
 
 
 def _weight_gradient(head: Head, weight_VH: torch.Tensor, grad_weight_VH: torch.Tensor) -> torch.Tensor:
-    """What autograd gets: the gradient, or with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
+    """Weight gradient [V, H] for autograd; with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
     if not head.fuse_main_grad:
         return grad_weight_VH.to(weight_VH.dtype)
     weight_VH.grad_added_to_main_grad = True

@@ -1,4 +1,4 @@
-"""The one place that chooses: Triton for CUDA tensors, plain torch elsewhere, or what the caller insists on."""
+"""Choice of the backend: Triton for CUDA tensors, plain torch elsewhere, or the caller's choice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from hacpo_kernels.reference import LogitStats, RowGradients
 
 @dataclass(frozen=True)
 class Backend:
-    """What a backend must do; reference.py says what each of these means."""
+    """Functions of a backend; reference.py defines each of them."""
 
     logit_stats: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], LogitStats]
     logit_gradient: Callable[[torch.Tensor, torch.Tensor, float, RowGradients], torch.Tensor]
@@ -42,7 +42,7 @@ TRITON = Backend(
 
 
 def choose_backend(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> Backend:
-    """Triton for CUDA tensors of one of `dtypes`, plain torch for everything else, unless `name` insists."""
+    """Triton for CUDA tensors of one of `dtypes`, plain torch for everything else, unless `name` is a backend."""
     if name not in ("auto", "triton", "reference"):
         raise ValueError(f"backend is {name!r}; expected auto, triton or reference")
     if name == "auto":

@@ -1,4 +1,4 @@
-"""What shapes the objective, as one record from the configuration to the kernel."""
+"""Parameters of the objective, as one record from the configuration to the kernel."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ CrossObjective = Literal["band", "own", "truncated", "likelihood"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far a ratio s may carry the loss (HACPO, arXiv 2603.02604), and what others' answers are trained with.
+    """Bounds of the ratio s in the loss (HACPO, arXiv 2603.02604), and the objective of others' answers.
 
     eps_low, eps_high   own answers: s is clipped to [1 - eps_low, 1 + eps_high] (eq. 47)
-    log_ratio_clamp     |log s| is held to this many nats before exp, against overflow; beyond it nothing is learned
+    log_ratio_clamp     |log s| is clamped to this many nats before exp, against overflow; no gradient beyond it
     cross               the objective of others' answers:
         band            HACPO's (eq. 50): c^alpha A with s clipped to [low(m), high], no gradient outside
         own             that of own answers
@@ -25,7 +25,7 @@ class Bounds:
     divergence_limit    truncated: nats per token by which a learner may find an answer of negative advantage unlikelier
                         than its source did
 
-    There are no defaults: a kernel that chose one would contradict a configuration sooner or later.
+    There are no defaults: they could contradict the configuration.
     Raises ValueError for a number that is below 0 or NaN, and for an unknown objective.
     """
 
@@ -49,15 +49,17 @@ class Bounds:
 
     @property
     def own_low(self) -> float:
-        """The lower end of the clip on own answers."""
+        """Lower end of the clip on own answers."""
         return 1.0 - self.eps_low
 
     @property
     def own_high(self) -> float:
-        """The upper end of the clip on own answers."""
+        """Upper end of the clip on own answers."""
         return 1.0 + self.eps_high
 
     def low(self, update_index: int) -> float:
-        """low(m) = min(1, 1 - delta + m delta_step): the lower end of the band of others' answers, which tightens with
-        every update m = 0, 1, ... of a step."""
+        """low(m) = min(1, 1 - delta + m delta_step): lower end of the band of others' answers.
+
+        It tightens with every update m = 0, 1, ... of a step.
+        """
         return min(1.0, 1.0 - self.delta + update_index * self.delta_step)

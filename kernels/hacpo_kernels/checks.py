@@ -1,9 +1,8 @@
-"""What the kernels refuse, before any launch: every error names the argument, what was found and what was expected.
+"""Argument checks before any launch: every error names the argument, the found and the expected value.
 
 Shapes, dtypes and devices are always checked. Values (a label outside the vocabulary, a negative length) are checked
-where looking costs nothing: in tensors on the CPU. In CUDA tensors looking would stop the queue, so a bad value comes
-out of the kernels as -inf or NaN, and never as a read out of bounds; pass the integer tensors on the CPU to have them
-checked.
+where that is free: in tensors on the CPU. For CUDA tensors a check would stop the queue, so a bad value makes the
+kernels return -inf or NaN, and never read out of bounds; pass the integer tensors on the CPU to have them checked.
 """
 
 import torch
@@ -28,7 +27,7 @@ def check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
 
 
 def check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index) -> None:
-    """ValueError that names the first argument of linear_logprob that does not fit. It looks at no label on CUDA."""
+    """ValueError that names the first argument of linear_logprob that does not fit. Labels on CUDA are not read."""
     check_tensor("hidden", hidden, (None, None), FLOATS)
     check_tensor("weight", weight, (None, hidden.shape[1]), (hidden.dtype,), hidden)
     check_tensor("target", target, (len(hidden),), INTEGERS, hidden if target.is_cuda else None)
@@ -49,7 +48,7 @@ def check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temper
 
 
 def check_segments(token_logprob, cu_seqlens) -> None:
-    """The packed layout that packed_objective and segment_sum share."""
+    """Checks the packed layout that packed_objective and segment_sum share: [T] and [B + 1]."""
     check_tensor("token_logprob", token_logprob, (None,), LOGPROBS)
     check_tensor("cu_seqlens", cu_seqlens, (None,), INTEGERS, token_logprob if cu_seqlens.is_cuda else None)
     if len(cu_seqlens) < 1:
@@ -67,7 +66,10 @@ def check_segments(token_logprob, cu_seqlens) -> None:
 
 
 def check_objective(num_sequences, anchor, source_logprob, advantage, is_self, update_index, length=None) -> None:
-    """`anchor` is the tensor whose device the others share. The bounds have checked themselves (bounds.py)."""
+    """Checks the [B] tensors of the objective; `anchor` is the tensor whose device the others share.
+
+    The bounds check themselves (bounds.py).
+    """
     check_tensor("source_logprob", source_logprob, (num_sequences,), LOGPROBS, anchor)
     check_tensor("advantage", advantage, (num_sequences,), LOGPROBS, anchor)
     check_tensor("is_self", is_self, (num_sequences,), (torch.bool,), anchor)

@@ -1,4 +1,4 @@
-"""linear_logprob in Triton, for Hopper: the two passes over the vocabulary that plain torch cannot do without logits.
+"""linear_logprob in Triton, for Hopper: two passes over the vocabulary that never materialise the logits.
 
 `logit_stats`      hidden @ weight^T tile by tile; a tile of logits lives only as float32 accumulators, and leaves
                    behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
@@ -6,9 +6,10 @@
 `logit_gradient`   the same tiles again, turned into the gradient of the logits: one bounded chunk in the inputs' dtype,
                    which two cuBLAS products (autograd.py) fold into the gradients of hidden and weight.
 
-A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and a
-row never meets another row: a token's log-prob has the same bits whatever it is batched with.
-Rounding logits to bf16 is what this file avoids: it alone moves a sequence's mean log-prob by the width of the clip.
+A split is a constant number of columns, never a function of the number of tokens, there is no atomic anywhere, and rows
+never interact: a token's log-prob has the same bits whatever it is batched with. Logits are never rounded to bf16: that
+alone would move a sequence's mean log-prob by the width of the clip.
+
 Shapes: T tokens, H hidden, V rows of the vocabulary shard without padding, S splits.
 """
 
@@ -32,7 +33,7 @@ GRADIENT_BUDGET, GRADIENT_ROWS = 1_250_000_000, 8192
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts its work. `tiles_per_split` column tiles share one set of partial statistics."""
+    """Tile sizes of a kernel. `tiles_per_split` column tiles share one set of partial statistics."""
 
     block_t: int
     block_v: int
@@ -57,8 +58,11 @@ def chunk_rows(num_columns: int) -> int:
 
 @triton.jit
 def _tile_place(tile, num_rows, num_splits, block_t: tl.constexpr, group_t: tl.constexpr):
-    """Which (row block, split) a work item is: group_t row blocks side by side, so that a wave of tiles shares weights
-    and hidden states in L2. Row blocks alone would read all of hidden again for every split."""
+    """(row block, split) of a work item, with group_t row blocks side by side.
+
+    So a wave of tiles shares weights and hidden states in L2. Row blocks alone would read all of hidden again for every
+    split.
+    """
     num_blocks = tl.cdiv(num_rows, block_t)
     per_group = group_t * num_splits
     first_block = (tile // per_group) * group_t
@@ -110,7 +114,7 @@ def _stats_kernel(
     group_t: tl.constexpr,
     upcast: tl.constexpr,
 ):
-    """Persistent: program p takes items p, p + programs, ...; an item is one row block and one vocabulary split."""
+    """Persistent kernel: program p takes items p, p + programs, ...; an item is a row block and a vocabulary split."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
     split_columns: tl.constexpr = block_v * tiles_per_split
@@ -160,7 +164,7 @@ def _join_kernel(
     inverse_temperature,
     block_t: tl.constexpr,
 ):
-    """One statistic per row from its splits, in the order of the vocabulary."""
+    """Joins the statistics of a row's splits, in the order of the vocabulary."""
     rows = tl.program_id(0).to(tl.int64) * block_t + tl.arange(0, block_t)
     inside = rows < num_rows
     to_log2 = inverse_temperature * LOG2_E
@@ -230,7 +234,7 @@ def _gradient_kernel(
 def logit_stats(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, inverse_temperature: float
 ) -> LogitStats:
-    """As reference.logit_stats, float32."""
+    """`reference.logit_stats` in Triton, float32 [T] each."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
     tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else STATS_BF16
     num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
@@ -255,14 +259,14 @@ def logit_stats(
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
-    """The weight as every chunk multiplies with it: as it is, or copied once to where TMA can read it."""
+    """The weight [V, H] for every chunk's product: unchanged, or copied once to where TMA can read it."""
     return aligned(weight_VH)
 
 
 def logit_gradient(
     hidden_CH: torch.Tensor, weight_VH: torch.Tensor, inverse_temperature: float, rows: RowGradients
 ) -> torch.Tensor:
-    """As reference.logit_gradient, but [C, V] in the dtype of hidden: what the tensor cores take next."""
+    """`reference.logit_gradient` in Triton, but [C, V] in the dtype of hidden, for the tensor cores."""
     num_rows, num_columns = len(hidden_CH), len(weight_VH)
     tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16
     gradient_CV = aligned_empty(hidden_CH, num_rows, num_columns)
@@ -277,7 +281,7 @@ def logit_gradient(
 
 
 def _launch(kernel, num_items: int, tiling: Tiling, *arguments: object, **constants: object) -> None:
-    """Run a persistent kernel, at most one program per SM, with the scratch that tensor descriptors are written to."""
+    """Runs a persistent kernel, at most one program per SM, with scratch memory for tensor descriptors."""
     device = arguments[0].device
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     with_scratch(
@@ -297,8 +301,11 @@ def _launch(kernel, num_items: int, tiling: Tiling, *arguments: object, **consta
 
 
 def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
-    """Launch on `device` with Triton's scratch allocator set. It belongs to a thread's context, autograd runs backward
-    in a thread of its own, and a caller may have set another: so it is set for this launch alone."""
+    """Launches on `device` with Triton's scratch allocator set, for this launch alone.
+
+    The allocator belongs to a thread's context, autograd runs backward in a thread of its own, and a caller may have
+    set another.
+    """
 
     def run() -> None:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
@@ -309,7 +316,7 @@ def with_scratch(launch: Callable[[], object], device: torch.device) -> None:
 
 
 def aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
-    """The same rows where TMA can read them: contiguous, 16-byte aligned. A copy only for odd sizes and strides."""
+    """The same rows [N, H] where TMA can read them: contiguous, 16-byte aligned. Copies only odd sizes and strides."""
     step = 16 // tensor_NH.element_size()
     if tensor_NH.stride(1) == 1 and tensor_NH.stride(0) % step == 0 and tensor_NH.data_ptr() % 16 == 0:
         return tensor_NH
@@ -320,5 +327,5 @@ def aligned(tensor_NH: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_empty(like: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """[num_rows, num_columns] that TMA can write: rows start on 32 bytes or better."""
+    """Tensor [num_rows, num_columns] that TMA can write: rows start on 32 bytes or better."""
     return like.new_empty((num_rows, triton.cdiv(num_columns, 16) * 16))[:, :num_columns]

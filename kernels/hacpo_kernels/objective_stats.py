@@ -1,8 +1,8 @@
-"""What is reported of the objective beside its loss: ratios, clips, bands and weights as sums and counts.
+"""Statistics of the objective: ratios, clips, bands and weights as sums and counts.
 
-Counting needs no borders of its own: a sequence's weight is 0 exactly where the objective gives it no gradient.
-It runs where the terms are. The trainer counts on the host, after an update, from terms that were copied there with
-the loss, so that it costs the device no launch and no synchronisation. Shapes: B sequences.
+Counting needs no bounds: a sequence's weight is 0 exactly where the objective gives it no gradient. It runs where the
+terms are. The trainer counts on the host, after an update, from terms that were copied there with the loss, so it costs
+the device no launch and no synchronisation. Shapes: B sequences.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 
 class SequenceTerms(NamedTuple):
-    """What the objective found for every sequence, all [B], without a graph; what statistics are counted from.
+    """Result of the objective for every sequence, all [B], without a graph; input of the statistics.
 
     loss_B       as the objective returns it
     ratio_B      s, float64; NaN for a sequence without tokens
@@ -29,23 +29,25 @@ class SequenceTerms(NamedTuple):
     is_self_B: torch.Tensor
 
     def of(self, chosen_B: torch.Tensor) -> "SequenceTerms":
-        """The terms of the chosen sequences, such as those of one source."""
+        """Terms of the chosen sequences (bool or index), such as those of one source."""
         return SequenceTerms(*(column_B[chosen_B] for column_B in self))
 
 
 class ObjectiveStats(NamedTuple):
-    """Every pair is float64 [2], (sum, count) over sequences: pairs of micro-batches and ranks add up, and a mean is
-    one division at the end. Sequences without tokens and sequences that are not finite are in no pair but `nonfinite`.
+    """Statistics over sequences. Every pair is float64 [2], (sum, count).
+
+    Pairs of micro-batches and ranks add up, and a mean is one division at the end. Sequences that have no tokens or are
+    not finite are in no pair but `nonfinite`.
 
     ratio_*                        s of own (`self`) and others' (`cross`) answers
-    ratio_*_min, ratio_*_max       float64 scalars; +inf and -inf when there is no such answer
+    ratio_*_min, ratio_*_max       float64 scalars; +inf and -inf if there is no such answer
     clipped_self                   own answers without a gradient: the clipped branch is the smaller one
     cross_below, _inside, _above   others' answers with s < low, low <= s <= 1, s > 1; only `inside` has a gradient
     weight_cross, weight_sq_cross  w and w^2: effective sample size = weight sum^2 / (count * weight_sq sum)
-    weight_cross_max               float64 scalar, the highest w; -inf when there is no such answer
-    gradient_sq_*                  (d loss / d mean log-prob)^2: what others' answers bring beside own ones
-    gradient_abs_*                 |w A|, the pull on an answer's mean log-prob; gradient_positive_* the part of it that
-                                   comes from A > 0, so from answers that are made likelier
+    weight_cross_max               float64 scalar, the highest w; -inf if there is no such answer
+    gradient_sq_*                  (d loss / d mean log-prob)^2: gradient energy of others' answers beside own ones
+    gradient_abs_*                 |w A|, the pull on an answer's mean log-prob; gradient_positive_* the part of it from
+                                   A > 0, so from answers that become likelier
     nonfinite                      counted over all sequences
     """
 
@@ -72,7 +74,7 @@ class ObjectiveStats(NamedTuple):
 
 
 def objective_stats(terms: SequenceTerms) -> ObjectiveStats:
-    """Counts the sequences of `terms`, on their device, without a host synchronisation."""
+    """Counts the sequences of `terms` [B], on their device, without a host synchronisation."""
     ratio_B, weight_B = terms.ratio_B, terms.weight_B
     gradient_B = weight_B * terms.advantage_B.double()
     finite_B = terms.loss_B.isfinite() & gradient_B.isfinite()

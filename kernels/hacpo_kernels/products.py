@@ -1,19 +1,20 @@
-"""Matrix products in the dtype of their sum: bf16 operands are added up in float32, not rounded between partial sums.
+"""Matrix products in the dtype of their sum: bf16 operands are summed in float32, not rounded between partial sums.
 
-torch's own float32 products on a CPU are MKL's, which leaves half of an AMD processor's vector width unused. Those of
-oneDNN, which comes with torch, use all of it: they are what runs here (docs/measurements/profile.md), unless
-`torch.backends.mkldnn.enabled` is switched off.
+torch's own float32 products on a CPU are MKL's, which leaves half of an AMD processor's vector width unused. oneDNN's,
+which come with torch, use all of it, so they run here (docs/measurements/profile.md), unless
+`torch.backends.mkldnn.enabled` is off.
 """
 
 import torch
 
-# Numbers of a product that is added to a sum: so many are still in the cache when they are.
+# Numbers of a product that are added to a sum at once: they are still in the cache then.
 ADDED_AT_ONCE = 1 << 20
 
 
 def product(left_MK: torch.Tensor, right_KN: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """left @ right in `dtype`, or in that of both; M may be several dimensions. Made for autograd functions: what
-    wants a gradient is multiplied by torch.
+    """left [..., M, K] @ right [K, N] in `dtype`, by default the operands'. For use inside autograd functions.
+
+    With a gradient wanted it is torch's own product.
     """
     if dtype is None or left_MK.dtype == right_KN.dtype == dtype:
         if _suits_onednn(left_MK, right_KN):
@@ -25,7 +26,7 @@ def product(left_MK: torch.Tensor, right_KN: torch.Tensor, dtype: torch.dtype | 
 
 
 def add_product(total_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.Tensor) -> None:
-    """total += left @ right, in place, in the dtype of `total`: float32 over all chunks, however many there are."""
+    """total [M, N] += left [M, K] @ right [K, N], in place, in the dtype of `total`: float32 over all chunks."""
     if left_MK.is_cuda and left_MK.dtype == right_KN.dtype != total_MN.dtype:
         torch.addmm(total_MN, left_MK, right_KN, out_dtype=total_MN.dtype, out=total_MN)
         return
@@ -39,7 +40,7 @@ def add_product(total_MN: torch.Tensor, left_MK: torch.Tensor, right_KN: torch.T
 
 
 def _suits_onednn(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
-    """Float32 on the CPU, a matrix that lies in one piece, and no gradient wanted: torch's operator has none."""
+    """True for float32 on the CPU, a contiguous matrix, and no gradient wanted: torch's operator has none."""
     return (
         left_MK.dtype == right_KN.dtype == torch.float32
         and left_MK.device.type == "cpu"

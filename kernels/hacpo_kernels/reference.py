@@ -1,13 +1,14 @@
-"""The two kernels in plain torch: the path that runs on CPU, and the formulas a reader checks against the paper.
+"""Both kernels in plain torch: the CPU path, and the formulas to check against the paper.
 
-linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part one vocabulary shard can
-                    do (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
+linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part of one vocabulary shard
+                    (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
-                    (others' answers: stepwise band and exponential factor), or what a rival trains others' answers
-                    with (`Bounds.cross`), once and for both backends to be held to.
+                    (others' answers: stepwise band and exponential factor), or another method's objective of others'
+                    answers (`Bounds.cross`). Both backends must match it.
 
 Not here: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
-(linear_logprob.py, sequence_objective.py). Everything computes in float32 or, when the inputs are float64, in float64.
+(linear_logprob.py, sequence_objective.py). Everything computes in float32, or in float64 for float64 inputs.
+
 Shapes: T tokens, H hidden, V rows of this rank's vocabulary shard without padding, R ranks, B sequences.
 """
 
@@ -18,7 +19,7 @@ import torch
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.products import product
 
-# The only logits that ever live on this path: so many elements at once (64 MiB of float32), whatever T and V are.
+# Most elements of logits that exist at once on this path (64 MiB of float32), whatever T and V are.
 LOGIT_BUDGET = 1 << 24
 
 
@@ -28,11 +29,11 @@ def chunk_rows(num_columns: int) -> int:
 
 
 class LogitStats(NamedTuple):
-    """What one vocabulary shard knows of softmax(z), z = hidden @ weight^T / temperature, per token [T].
+    """Softmax statistics of one vocabulary shard, z = hidden @ weight^T / temperature, per token [T].
 
-    max_T      max over the shard, -inf when it has no column
+    max_T      max over the shard, -inf if it has no column
     sum_T      sum of exp(z - max)
-    target_T   z at the target, -inf when the target is in another shard
+    target_T   z at the target, -inf if the target is in another shard
     """
 
     max_T: torch.Tensor
@@ -41,14 +42,14 @@ class LogitStats(NamedTuple):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays, everything else is computed in float32."""
+    """float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def logit_stats(
     hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, inverse_temperature: float
 ) -> LogitStats:
-    """The statistics of this shard. `column_T` is the target's row of `weight_VH`, or -1 when it is not here."""
+    """Statistics [T] of this shard. `column_T` is the target's row of `weight_VH`, or -1 if it is not here."""
     dtype = compute_dtype(hidden_TH.dtype)
     weight_HV = operand(weight_VH).t()
     stats = LogitStats(
@@ -64,7 +65,7 @@ def logit_stats(
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
-    """The weight as every chunk multiplies with it: converted once, not once per chunk."""
+    """The weight [V, H] in the form that every chunk multiplies with: converted once, not once per chunk."""
     return weight_VH.to(compute_dtype(weight_VH.dtype))
 
 
@@ -74,7 +75,7 @@ def _chunks(num_rows: int, num_columns: int) -> list[slice]:
 
 
 def _chunk_stats(z_CV: torch.Tensor, column_C: torch.Tensor) -> LogitStats:
-    """The statistics of one chunk of logits, which is overwritten."""
+    """Statistics of one chunk of logits, which is overwritten."""
     target_C = z_CV.gather(1, column_C.clamp(min=0)[:, None])[:, 0].masked_fill(column_C < 0, -torch.inf)
     max_C = z_CV.amax(dim=1)
     # A fully masked row has max -inf: subtracting it would make NaN of every column.
@@ -83,7 +84,7 @@ def _chunk_stats(z_CV: torch.Tensor, column_C: torch.Tensor) -> LogitStats:
 
 
 def merge_stats(shards_R: list[LogitStats]) -> LogitStats:
-    """Combine the shards in rank order, so that every rank of the group holds the same bits."""
+    """Combines the shards' statistics [T] in rank order, so that every rank of the group has the same bits."""
     max_T = torch.stack([shard.max_T for shard in shards_R]).amax(dim=0)
     # Where no shard has a column, max is -inf and -inf - -inf would be NaN.
     base_T = torch.where(max_T == -torch.inf, 0.0, max_T)
@@ -102,7 +103,7 @@ def finish_stats(stats: LogitStats) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RowGradients(NamedTuple):
-    """What backward knows of the rows it treats, each [C]. `column_C` is the target's row of the weight shard or -1."""
+    """Inputs of backward for each row, [C] each. `column_C` is the target's row of the weight shard or -1."""
 
     column_C: torch.Tensor
     logsumexp_C: torch.Tensor
@@ -128,7 +129,7 @@ def logit_gradient(
 
 
 def segment_sum(token_logprob_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Sum of every segment, float64 [B]: the clip is 3e-4 wide, a float32 running sum alone would blur it."""
+    """Sum of every segment, float64 [B]: the clip is 3e-4 wide, and a float32 running sum alone would blur it."""
     return torch.segment_reduce(token_logprob_T.double(), "sum", offsets=cu_seqlens.long())
 
 
@@ -140,10 +141,10 @@ def objective_from_mean(
     low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss of every sequence from its mean log-prob (nats per token), all tensors [B].
+    """Loss of every sequence from its mean log-prob (nats per token), all tensors [B]. Eq. 47 and 50.
 
     Returns (loss_B, ratio_B, weight_B), float64: the ratio s, and w with d loss_B / d seq_logprob_B = -w A.
-    `advantage_B` is A, with omega in it already; `low` is where the band begins.
+    `advantage_B` is A, with omega in it already; `low` is the lower end of the band.
     """
     difference_B = seq_logprob_B.double() - source_logprob_B.double()
     ratio_B = difference_B.clamp(-bounds.log_ratio_clamp, bounds.log_ratio_clamp).exp()
@@ -178,7 +179,7 @@ def _cross_objective(
     low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What others' answers are trained with: `Bounds.cross` says which equation is which."""
+    """Loss and weight of others' answers, [B] each: `Bounds.cross` names the equation."""
     if bounds.cross == "likelihood":
         return -mean_B * advantage_B, torch.ones_like(ratio_B)
     if bounds.cross == "truncated":
@@ -205,7 +206,7 @@ def packed_objective(
     low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """objective_from_mean on packed tokens: (loss_B, d loss_B / d token_logprob, ratio_B, weight_B).
+    """objective_from_mean on packed tokens [T]: (loss_B, d loss_B / d token_logprob, ratio_B, weight_B), [B] each.
 
     A sequence without tokens, or of length 0, has loss, coefficient and weight 0 and ratio NaN.
     """

@@ -1,10 +1,10 @@
-"""The packed objective in Triton: HACPO's loss, coefficient, ratio and weight of every sequence in one launch.
+"""Packed objective in Triton: HACPO's loss, coefficient, ratio and weight of every sequence in one launch.
 
-reference.objective_from_mean has the formula and says which equation is which; this file repeats it per sequence, in
-float64, so that thousands of small sequences cost one launch and no host synchronisation instead of a hundred.
-Counting is not done here but in objective_stats.py, from what the launch leaves behind.
+reference.objective_from_mean has the formula with its equation numbers. This file repeats it per sequence, in float64,
+so that thousands of small sequences cost one launch and no host synchronisation instead of a hundred. Counting is in
+objective_stats.py, from the results of the launch. No atomics; a sequence's sum depends on its tokens alone, never on
+its place in the batch.
 
-No atomics; a sequence's sum depends on its tokens alone, never on its place in the batch.
 Shapes: T tokens, B sequences.
 """
 
@@ -42,8 +42,11 @@ def _segment_bounds(
     num_sequences,
     num_tokens,
 ):
-    """Start and end of each sequence, int64, and whether they are nonsense. Nobody looked at them on the host: they are
-    forced inside the tokens, so that nothing else is read, and the sequence becomes NaN."""
+    """Start and end of each sequence, int64, and whether they are invalid.
+
+    The host has not checked them: they are clamped to the tokens, so that no read is out of bounds, and an invalid
+    sequence becomes NaN.
+    """
     inside = sequence < num_sequences
     start = tl.load(cu_seqlens_ptr + sequence, mask=inside, other=0).to(tl.int64)
     stop = tl.load(cu_seqlens_ptr + sequence + 1, mask=inside, other=0).to(tl.int64)
@@ -151,7 +154,7 @@ def _objective_kernel(
 
     loss = tl.where(empty, 0.0, tl.where(is_self, own_loss, cross_loss))
     weight = tl.where(too_high | too_low, 0.0, tl.where(is_self, own_weight, cross_weight))
-    # A NaN log-prob must not end as a silent 0 because comparisons with it are false.
+    # A NaN log-prob must not become a silent 0 because comparisons with it are false.
     weight = tl.where(difference != difference, difference, weight)
     weight = tl.where(empty, 0.0, weight)
     coefficient = -weight * advantage / length
@@ -162,7 +165,7 @@ def _objective_kernel(
 
 
 def segment_sum(token_logprob_T: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """As reference.segment_sum: float64 [B]."""
+    """`reference.segment_sum` in Triton: float64 [B]."""
     num_sequences = len(cu_seqlens) - 1
     total_B = token_logprob_T.new_empty(num_sequences, dtype=torch.float64)
     if num_sequences:
@@ -184,7 +187,7 @@ def packed_objective(
     low: float,
     bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As reference.packed_objective."""
+    """`reference.packed_objective` in Triton, [B] each."""
     num_sequences = len(cu_seqlens) - 1
     loss_B, coefficient_B = token_logprob_T.new_empty((2, num_sequences))
     ratio_B, weight_B = token_logprob_T.new_empty((2, num_sequences), dtype=torch.float64)

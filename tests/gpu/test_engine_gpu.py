@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.samples.routing import unknown
 
@@ -71,7 +71,7 @@ def assert_scores(engine, folder: Path) -> None:
 
 def test_the_engine_runs_on_the_runner_that_was_read(engine):
     """What docs/guide/gpus.md says of sampling is of vLLM's second model runner."""
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
 
 
@@ -113,7 +113,7 @@ def test_answers_of_a_second_thread_are_those_of_the_first(engine):
 def test_a_woken_cache_is_zero(engine, folders):
     engine.sleep()
     engine.wake()
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         assert not any(bool(layer.any()) for layer in worker_of(llm).model_runner.kv_caches)
     engine.load(load_file(folders[0] / "model.safetensors").items())
 
@@ -140,7 +140,7 @@ def test_the_trainers_kernels_are_not_watched(engine):
 
 
 def in_flight(engine) -> int:
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         queue = llm.llm_engine.engine_core.engine_core.batch_queue
     assert queue is not None, "vLLM begins no step ahead here: this tests nothing"
     return len(queue)
@@ -163,7 +163,7 @@ def routed_twice(folder: Path, _place, _ranks) -> list:
     options = {"gpu_memory_utilization": 0.2, "enforce_eager": True, "enable_return_routed_experts": True}
     asked = {"max_model_len": MAX_MODEL_LEN, "dtype": torch.bfloat16, "eos_ids": MANY_ENDS}
     engine, seen = Engine(folder, options=options, **asked), []
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 512
     prompts = [tokens[:100] for tokens in sequences()]
     for _ in range(2):

@@ -20,7 +20,7 @@ def alone():
 
 @pytest.fixture
 def actor(tmp_path):
-    actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, leaves="state")
+    actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, offload_mode="state")
     actor.learn(random_samples(4, seed=1), objective)
     return actor
 
@@ -29,15 +29,15 @@ def test_an_actors_state_leaves_the_device_and_comes_back(actor):
     offload, state = actor.optimizer.offload, kept(actor)
     expected, held = [tensor.cpu() for tensor in state], torch.cuda.memory_allocated()
     size = num_bytes(state)
-    offload.start_leaving()
-    offload.finish_leaving()
+    offload.begin_offload()
+    offload.finish_offload()
     assert held - torch.cuda.memory_allocated() >= size
     on_host = kept(actor)
     assert all(tensor.is_pinned() and tensor.device.type == "cpu" for tensor in on_host)
     assert all(torch.equal(tensor, then) for tensor, then in zip(on_host, expected, strict=True))
     with pytest.raises(RuntimeError, match="is in host memory"):
         actor.learn(random_samples(4, seed=2), objective)
-    offload.start_returning()
+    offload.begin_onload()
     actor.learn(random_samples(4, seed=3), objective)  # waits for them
     assert torch.cuda.memory_allocated() >= held
     assert [torch.equal(tensor.cpu(), then) for tensor, then in zip(state, expected, strict=True)].count(True) < len(
@@ -54,21 +54,21 @@ def test_copies_wait_for_the_work_before_them_and_are_waited_for():
         for _ in range(20):
             matrix = matrix @ matrix / 64
         state.add_(1.0)
-        offload.start_leaving()
-        offload.finish_leaving()
+        offload.begin_offload()
+        offload.finish_offload()
         assert float(offload.readable(state).min()) == float(offload.readable(state).max()) == trip
         taken = torch.full((64 << 20,), 7.0, device="cuda")
         for _ in range(20):
             taken.mul_(1.5).div_(1.5)
         del taken
-        offload.start_returning()
-        offload.require_home()
+        offload.begin_onload()
+        offload.ensure_on_device()
         assert float(state.min()) == float(state.max()) == trip
 
 
 def test_what_the_device_holds_falls_by_what_has_left():
     state = torch.zeros(256 << 20, device="cuda")
     offload, before = Offload([state]), held_bytes()
-    offload.start_leaving()
-    offload.finish_leaving()
+    offload.begin_offload()
+    offload.finish_offload()
     assert before - held_bytes() >= state.element_size() * (256 << 20)

@@ -16,17 +16,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_an_actor_leaves_the_device_and_comes_back(tmp_path):
     with one_rank("nccl"):
-        actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, leaves="everything")
+        actor = make_actor(make_folder(tmp_path / "model", "qwen3"), optimizer=ADAM, offload_mode="everything")
         whole = ActorOffload(actor.model, actor.optimizer)
         actor.learn(random_samples(4, seed=1), objective)
         expected, held = full_weights(actor), torch.cuda.memory_allocated()
         # weights in two bytes; gradients, main weights and both moments in four
         size = sum(buffer.numel for buffer in actor.model.buffers)
-        whole.leave()
+        whole.offload()
         assert held - torch.cuda.memory_allocated() > 17 * size
         with pytest.raises(RuntimeError, match="gradient buffers have left"):
             actor.learn(random_samples(4, seed=2), objective)
-        whole.come(to_learn=True)
+        whole.onload(to_learn=True)
         returned = full_weights(actor)
         assert all(torch.equal(returned[name], expected[name]) for name in expected)
         actor.learn(random_samples(4, seed=3), objective)

@@ -55,7 +55,9 @@ def visit(folder: Path) -> dict:
         "communication": {
             name: learned(folder, optimizer=ADAM, communication=options) for name, options in COMMUNICATION.items()
         },
-        "places": {leaves: learned(folder, optimizer=ADAM, dtype=torch.bfloat16, leaves=leaves) for leaves in PLACES},
+        "places": {
+            leaves: learned(folder, optimizer=ADAM, dtype=torch.bfloat16, offload_mode=leaves) for leaves in PLACES
+        },
     }
 
 
@@ -79,13 +81,13 @@ def learned(folder: Path, **options) -> tuple:
     An actor that can leave its device does so before each update.
     """
     actor, samples = make_actor(folder / "model", **WRITTEN, **options), random_samples(4, seed=5)
-    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") == "everything" else None
+    whole = ActorOffload(actor.model, actor.optimizer) if options.get("offload_mode") == "everything" else None
     scores, losses = [score.mean_logprob for score in actor.score(samples)], []
     for _ in range(2):
         if whole is not None:
-            whole.leave()
+            whole.offload()
             assert not any(buffer.param_data.numel() for buffer in buffers_of(actor.model))
-            whole.come(to_learn=True)
+            whole.onload(to_learn=True)
         losses.append(actor.learn(samples, objective).loss)
     buffers = buffers_of(actor.model)
     weights = dict(actor.weights())

@@ -262,15 +262,15 @@ def learn_and_leave(folder, leaves):
     adam = OptimizerConfig(lr=1e-2)
     half, lora = {"dtype": torch.bfloat16, "optimizer": adam}, lora_of("qwen3", folder)
     plain = [score.mean_logprob for score in make_actor(folder, **half).score(SAMPLES)]
-    actor = make_actor(folder, **half, lora=lora, leaves=leaves)
+    actor = make_actor(folder, **half, lora=lora, offload_mode=leaves)
     assert plain == [score.mean_logprob for score in actor.score(SAMPLES)]
     norms = []
     for _ in range(2):
         norms.append(actor.learn_supervised(SAMPLES, DIVISORS[1]).grad_norm)
         if leaves == "everything":
             away = ActorOffload(actor.model, actor.optimizer)
-            away.leave()
+            away.offload()
             assert not any(parameter.numel() for parameter in actor.model.parameters())
-            away.come(to_learn=True)
+            away.onload(to_learn=True)
     weights = {name: tensor.float().tolist() for name, tensor in full_weights(actor).items()}
     return norms, weights, [score.mean_logprob for score in actor.score(SAMPLES)]

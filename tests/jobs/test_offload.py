@@ -44,9 +44,9 @@ def visit_layouts(folder: Path) -> dict:
     found = {}
     for name, options in LAYOUTS.items():
         stays, _ = play(folder / "model", folder / name / "stays", **options)
-        offloads, actor = play(folder / "model", folder / name / "offloads", leaves="state", **options)
+        offloads, actor = play(folder / "model", folder / name / "offloads", offload_mode="state", **options)
         facts = look(actor)
-        leaves, actor = play(folder / "model", folder / name / "leaves", leaves="everything", **options)
+        leaves, actor = play(folder / "model", folder / name / "leaves", offload_mode="everything", **options)
         found[name] = stays, (offloads, leaves), facts, look_at_whole(actor)
     return found
 
@@ -55,8 +55,8 @@ def look(actor) -> dict:
     """What memory there is on both sides when the state has left, and what happens to who wants to learn then."""
     offload, at_home = actor.optimizer.offload, kept(actor)
     before = num_bytes(at_home)
-    offload.start_leaving()
-    offload.finish_leaving()
+    offload.begin_offload()
+    offload.finish_offload()
     facts = {"given back": before - num_bytes(at_home), "on the host": num_bytes([kept(actor)[1]])}
     for what in (actor.learn, lambda samples, loss: actor.gradient_products([samples], loss)):
         with pytest.raises(RuntimeError, match="is in host memory"):
@@ -72,13 +72,13 @@ def look_at_whole(actor) -> dict:
     at_home = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)] + kept(actor)
     storages = {tensor.untyped_storage().data_ptr(): tensor.detach() for tensor in at_home}
     scores, before = actor.score(samples), num_bytes(storages.values())
-    whole.leave()
+    whole.offload()
     facts = {"held": before, "still held": num_bytes(storages.values()), "numbers": sum(b.numel for b in buffers)}
     for use in (lambda: actor.score(samples), lambda: list(actor.weights())):
         with pytest.raises(RuntimeError):
             use()
     refuse_to_learn(actor, samples)
-    whole.come(to_learn=False)
+    whole.onload(to_learn=False)
     facts["scores"] = [score.mean_logprob for score in scores], [score.mean_logprob for score in actor.score(samples)]
     refuse_to_learn(actor, samples)
     return facts
@@ -198,19 +198,23 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
     """What every agent has done in two steps: (method, where the state was before it, where after it)."""
     for rank in range(3):
         noted = [tuple(note) for note in json.loads((offloading.parent / "noted" / f"{rank}.json").read_text())]
-        start = noted.index(("answer_greedily", "AWAY", "AWAY"))
-        assert noted[:start] == [("publish_weights", "AWAY", "AWAY"), ("verify_weights", "AWAY", "AWAY")]
+        start = noted.index(("answer_greedily", "ON_HOST", "ON_HOST"))
+        assert noted[:start] == [("publish_weights", "ON_HOST", "ON_HOST"), ("verify_weights", "ON_HOST", "ON_HOST")]
         step = [
-            ("roll_out", "AWAY", "RETURNING"),
-            ("score", "RETURNING", "RETURNING"),
-            *(("diagnose", "RETURNING", "HOME"), ("learn", "HOME", "HOME")),
-            *(("diagnose", "HOME", "HOME"), ("learn", "HOME", "HOME")),
-            *(("wake", "weights", "LEAVING"), ("wake", "cache", "AWAY"), ("publish_weights", "HOME", "AWAY")),
-            ("verify_weights", "AWAY", "AWAY"),
+            ("roll_out", "ON_HOST", "ONLOADING"),
+            ("score", "ONLOADING", "ONLOADING"),
+            *(("diagnose", "ONLOADING", "ON_DEVICE"), ("learn", "ON_DEVICE", "ON_DEVICE")),
+            *(("diagnose", "ON_DEVICE", "ON_DEVICE"), ("learn", "ON_DEVICE", "ON_DEVICE")),
+            *(
+                ("wake", "weights", "OFFLOADING"),
+                ("wake", "cache", "ON_HOST"),
+                ("publish_weights", "ON_DEVICE", "ON_HOST"),
+            ),
+            ("verify_weights", "ON_HOST", "ON_HOST"),
         ]
         assert noted[start + 1 :] == [
-            *(*step, ("save", "AWAY", "AWAY")),
-            *(*step, ("answer_greedily", "AWAY", "AWAY"), ("save", "AWAY", "AWAY")),
+            *(*step, ("save", "ON_HOST", "ON_HOST")),
+            *(*step, ("answer_greedily", "ON_HOST", "ON_HOST"), ("save", "ON_HOST", "ON_HOST")),
         ]
 
 

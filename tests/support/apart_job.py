@@ -7,7 +7,7 @@ from pathlib import Path
 
 from job import play_command
 
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.weights.engine_weights import EngineWeights
 
@@ -21,10 +21,10 @@ def fated(fate: str, step: int, folder: Path, *arguments: str) -> None:
               feed-forward it takes from full tensors alone, as an engine that quantizes would
     """
     if os.environ["RANK"] == "1":
-        publish, finish, generate = Publication.publish, EngineWeights.finish, Engine.generate
+        publish, finish, generate = WeightSync.publish, EngineWeights.finish, Engine.generate
         now, taken = [0], []
 
-        def publishing(self: Publication, of_step: int) -> None:
+        def publishing(self: WeightSync, of_step: int) -> None:
             now[0] = of_step
             try:
                 publish(self, of_step)
@@ -53,14 +53,14 @@ def fated(fate: str, step: int, folder: Path, *arguments: str) -> None:
             is_whole = fate == "stopped" and path[0] == "model.layers.0.mlp.gate_up_proj"
             return "it is told so" if is_whole else problem(self, path, parts)
 
-        Publication.publish, EngineWeights.finish, Engine.generate = publishing, finishing, generating
+        WeightSync.publish, EngineWeights.finish, Engine.generate = publishing, finishing, generating
         EngineWeights._problem = looking
     play_command(*arguments)
 
 
-def _refusals(publication: Publication, step: int) -> list[str]:
+def _refusals(weight_sync: WeightSync, step: int) -> list[str]:
     said = []
-    for ask in (lambda: publication.require(step), lambda: publication._engine.generate([[1]], [0], max_tokens=1)):
+    for ask in (lambda: weight_sync.require(step), lambda: weight_sync._engine.generate([[1]], [0], max_tokens=1)):
         with suppress(RuntimeError):
             try:
                 ask()

@@ -40,8 +40,8 @@ from vllm.v1.worker.utils import request_memory
 
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.engine_defaults import engine_defaults
-from hacpo_mega.rollout.vllm.engine_door import finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_memory import take_memory
+from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.rollout.vllm.host_process import free_memory_unmeasured
 from hacpo_mega.rollout.weights.engine_weights import EngineWeights, noted
@@ -112,7 +112,7 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7])
     weights = load_file(folder / "model.safetensors")
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         runner = worker_of(llm).model_runner
     model = runner.model
     before = said_by(engine)
@@ -164,7 +164,7 @@ def look(engine: Engine) -> None:
 @contextmanager
 def woken_on_cuda(engine: Engine) -> Iterator[None]:
     """The branches of CUDA in sleeping and waking; vLLM on the CPU has no memory to give back."""
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         pass
     engine._on_cuda = True
     with mock.patch.multiple(llm.llm_engine, sleep=mock.DEFAULT, wake_up=mock.DEFAULT):

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.vllm.engine_door import EngineDoor
+from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 
 
@@ -101,7 +101,7 @@ def play(make_door: Callable[[VllmOnDevice], Callable], *, first: str = "main") 
 
 
 def with_door(llm: VllmOnDevice) -> Callable:
-    return EngineDoor(lambda: llm).open
+    return EngineStreamGuard(lambda: llm).open
 
 
 def without_door(llm: VllmOnDevice) -> Callable:
@@ -124,7 +124,7 @@ def fail_inside() -> dict[str, object]:
     """An error inside, in the main thread and in one that has chosen no device."""
     with RecordedCuda().installed(torch_utils) as cuda:
         llm, found, parameters = VllmOnDevice(cuda), {}, Memory("the parameters")
-        door = EngineDoor(lambda: llm)
+        door = EngineStreamGuard(lambda: llm)
 
         def fail() -> None:
             with door.open() as inside:
@@ -151,7 +151,7 @@ def remember_another() -> str:
     """vLLM has been called beside the door, and remembers that stream."""
     with RecordedCuda().installed(torch_utils) as cuda:
         llm = VllmOnDevice(cuda)
-        door = EngineDoor(lambda: llm)
+        door = EngineStreamGuard(lambda: llm)
         llm.runner.main_stream  # noqa: B018
 
         def opened() -> None:
@@ -183,7 +183,7 @@ def ask_for_the_current_stream(make_door: Callable[[VllmOnDevice], Callable]) ->
 
 def through_the_engine(engine: Engine, calls: dict[str, Callable[[], object]]) -> dict[str, set[tuple[str, str]]]:
     """Where a live CPU engine calls vLLM in each of `calls`: (function of vLLM, stream), and what is current after."""
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         worker = llm.llm_engine.model_executor.driver_worker.worker
     asked = [(worker, "execute_model"), (worker, "reload_weights"), (worker, "get_model"), (llm, "reset_prefix_cache")]
     asked += [(llm, "sleep"), (llm, "wake_up"), (llm.llm_engine.engine_core, "shutdown")]
@@ -191,8 +191,8 @@ def through_the_engine(engine: Engine, calls: dict[str, Callable[[], object]]) -
         RecordedCuda().installed(torch_utils) as cuda,
         mock.patch.object(torch.cuda, "is_available", return_value=False),
     ):
-        engine._door._stream, found, noted = torch.cuda.Stream(), {}, set()
-        engine._door._stream.name = "engine"
+        engine._guard._stream, found, noted = torch.cuda.Stream(), {}, set()
+        engine._guard._stream.name = "engine"
 
         def noting(name: str, original: Callable) -> Callable:
             def call(*arguments, **options):

@@ -20,7 +20,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 Weights = dict[str, torch.Tensor]
 # A cache that does not hold all of the six answers of `routed` to their ends.
@@ -42,7 +42,7 @@ def visit(models: Path, tp: int) -> dict:
     engine.load(other.items())
     seen["other"], seen["wrong"]["full"] = engine.logprobs(sequences()), differing(engine, other)
     parts = engine.weights({name: tuple(tensor.shape) for name, tensor in first.items()})
-    seen["left over"], seen["shards"] = dict(parts.left_over), sorted(str(part.shard) for part in parts.parts)
+    seen["left over"], seen["shards"] = dict(parts.fallback), sorted(str(part.shard) for part in parts.parts)
     seen["wrong"]["nothing came"] = differing(engine, first)
     by_parts(engine, parts, first)
     seen["first again"], seen["wrong"]["parts"] = engine.logprobs(sequences()), differing(engine, first)
@@ -51,8 +51,8 @@ def visit(models: Path, tp: int) -> dict:
     ]
     seen["routed"] = [routed(engine) for _ in range(2)]  # the second time prompts are in the cache
     expert = next(name for name in first if "experts.0." in name)
-    parts.leave({expert: "asked for"})
-    seen["left with it"] = sorted(parts.left_over)
+    parts.use_fallback({expert: "asked for"})
+    seen["left with it"] = sorted(parts.fallback)
     by_parts(engine, parts, other)
     seen["other again"], seen["wrong"]["both"] = engine.logprobs(sequences()), differing(engine, other)
     looked_at = [name for name in first if ".layers.1." in name and (".experts.0." in name or ".gate." in name)]
@@ -66,7 +66,7 @@ def routed(engine: Engine) -> dict:
     """Sampled answers to prompts that begin alike, of which some are preempted and some cut, with their routing."""
     ended: list[int] = []
     prompts = [sequences()[2][:size] for size in (70, 70, 50, 3, 40, 60)]
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     preempt, preempted = scheduler._preempt_request, []
 
@@ -86,7 +86,7 @@ def routed(engine: Engine) -> dict:
 
 def returned(engine: Engine) -> list:
     """What vLLM's second runner would hand to this rank of a step that read three tokens of a prompt."""
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         config, runner = llm.llm_engine.vllm_config, worker_of(llm).model_runner
         connector = AuxOutputWorkerConnector(
             vllm_config=config, model=runner.get_model(), kv_cache_config=runner.kv_cache_config
@@ -109,7 +109,7 @@ def by_parts(engine: Engine, parts, full: Weights) -> None:
         for number, part in enumerate(parts.parts):
             receiver.view(number, part.shard, torch.float32).copy_(cut(full, part.shard))
             receiver.wrote(number, part.shard.size)
-        receiver.load((name, full[name]) for name in parts.left_over)
+        receiver.load((name, full[name]) for name in parts.fallback)
 
 
 def cut(full: Weights, shard: Shard) -> torch.Tensor:

@@ -88,11 +88,13 @@ class Limits:
     net_lines      by room, the most lines of code
     one_importer   files of the product that one file of their own room imports, and no other
     class_names    public classes whose name stands more than once, with how often
+    docstrings     by room, the most docstrings that open with a question word, "Of", "That" or "Those"
     """
 
     net_lines: dict[str, int]
     one_importer: list[str]
     class_names: dict[str, int]
+    docstrings: dict[str, int]
 
 
 @functools.cache

@@ -30,22 +30,22 @@ def play(folder: Path, out: Path, **options) -> tuple[Left, Actor]:
     """Two steps of two updates, each after a diagnosis; before the second step its state is written to `out`.
 
     out/away        while nobody needs it       out/returning   while it comes back
-    options   leaves: what can, its state or everything
+    options   offload_mode: what can, its state or everything
     """
     actor, stats = make_actor(folder, optimizer=ADAM, **options), []
     cell, cells = dist.get_rank() // actor.layout.tp, dist.get_world_size() // actor.layout.tp
     offload = actor.optimizer.offload
-    whole = ActorOffload(actor.model, actor.optimizer) if options.get("leaves") == "everything" else None
+    whole = ActorOffload(actor.model, actor.optimizer) if options.get("offload_mode") == "everything" else None
     for step in range(2):
         if whole is not None:
-            whole.leave()
-        offload.start_leaving()
-        offload.finish_leaving()
+            whole.offload()
+        offload.begin_offload()
+        offload.finish_offload()
         if step:
             write(actor, out / "away", copies=False)
         if whole is not None:
-            whole.come(to_learn=True)
-        offload.start_returning()
+            whole.onload(to_learn=True)
+        offload.begin_onload()
         if step:
             write(actor, out / "returning", copies=True)
         for number in range(2):

@@ -25,13 +25,13 @@ def main(config: Path, folder: Path, *overrides: str) -> None:
     wake, before_learning = Engine.wake, Scoring.before_learning
 
     def noted_wake(engine: Engine, *, cache: bool = True) -> None:
-        noted.append(("wake", "cache" if cache else "weights", agents[-1].offload.where.name))
+        noted.append(("wake", "cache" if cache else "weights", agents[-1].offload.residence.name))
         wake(engine, cache=cache)
 
     def noted_score(scoring: Scoring, *asked) -> list:
-        before = agents[-1].offload.where.name
+        before = agents[-1].offload.residence.name
         scores = before_learning(scoring, *asked)
-        noted.append(("score", before, agents[-1].offload.where.name))
+        noted.append(("score", before, agents[-1].offload.residence.name))
         return scores
 
     Engine.wake, Scoring.before_learning = noted_wake, noted_score
@@ -45,9 +45,9 @@ def noting(name: str, noted: list, agents: list):
 
     def method(agent: Agent, *arguments, **options):
         agents.append(agent)
-        before = agent.offload.where.name
+        before = agent.offload.residence.name
         answer = original(agent, *arguments, **options)
-        noted.append((name, before, agent.offload.where.name))
+        noted.append((name, before, agent.offload.residence.name))
         return answer
 
     return method

@@ -15,7 +15,7 @@ import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
 
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
@@ -26,7 +26,7 @@ from hacpo_mega.models.sharding.publish_plan import engine_shards
 from hacpo_mega.models.sharding.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 NUM_UPDATES = 3
@@ -74,12 +74,12 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
         eos_ids=[7],
         random_weights=True,
     )
-    publication = Publication(place, actor, engine)
+    weight_sync = WeightSync(place, actor, engine)
     seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
-        publication.publish()
-        seen["differences"].append(publication.differences())
+        weight_sync.publish()
+        seen["differences"].append(weight_sync.differences())
         samples, sampled = answer(engine, step, cell)
         seen["samples"].append(samples)
         seen["sampled"].append(sampled)
@@ -89,19 +89,19 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
             actor.learn_supervised(samples, num_trained_tokens=100)
             seen["stale"].append(actor.token_logprobs(samples))  # the engine that sampled them knows of no update
     actor.learn_supervised(samples, num_trained_tokens=100)
-    seen["behind"] = publication.differences()
+    seen["behind"] = weight_sync.differences()
     # As if the output layer had no packed copy on the CPU: it stays as it was.
-    packed, publication._parts._packed = publication._parts._packed, {}
-    publication.publish()
-    publication._parts._packed = packed
-    seen["stale head"] = publication.differences()
+    packed, weight_sync._parts._packed = weight_sync._parts._packed, {}
+    weight_sync.publish()
+    weight_sync._parts._packed = packed
+    seen["stale head"] = weight_sync.differences()
     names = [name for name, _ in actor.weights()]
     slots = stage_slots(actor.architecture, (actor.architecture.num_layers,), 0)
     engine_rank = place.coordinate.engine_rank
     by_arithmetic = engine_shards(slots, actor.architecture, tp=engine_tp, rank=engine_rank)
-    seen["shards"] = [set(map(str, shards)) for shards in ((p.shard for p in publication._parts.parts), by_arithmetic)]
-    seen["left over"] = publication.left_over
-    seen["mutated"] = {name: differences_after_mutation(engine, actor, publication, name) for name in names}
+    seen["shards"] = [set(map(str, shards)) for shards in ((p.shard for p in weight_sync._parts.parts), by_arithmetic)]
+    seen["left over"] = weight_sync.fallback
+    seen["mutated"] = {name: differences_after_mutation(engine, actor, weight_sync, name) for name in names}
     seen["followed in part"] = publish_in_part(place, engine, actor)
     engine.close()
     parallel_state.destroy_model_parallel()
@@ -110,7 +110,7 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
 
 def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
     """With loaders of which two do more with a tensor than to cut it: one on every rank, and one on rank 1 alone."""
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         model = worker_of(llm).get_model()
     original = model.load_weights
 
@@ -123,25 +123,25 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
             original([(name, tensor)])
 
     model.load_weights = load_weights
-    publication = Publication(place, actor, engine)
+    weight_sync = WeightSync(place, actor, engine)
     zeros = [torch.zeros_like(tensor) for _, tensor in actor.weights()]
     engine.load(zip([name for name, _ in actor.weights()], zeros))
-    behind = publication.differences()
+    behind = weight_sync.differences()
     place.spans.take_sent()
-    publication.publish()
+    weight_sync.publish()
     sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
     del model.load_weights
     with patch.object(importlib.metadata, "version", lambda name: f"9 of {name}"):
-        said_of_another = publication.said
+        said_of_another = weight_sync.summary
     return {
-        "left over": publication.left_over, "said": publication.said, "behind": behind,
+        "left over": weight_sync.fallback, "said": weight_sync.summary, "behind": behind,
         "said of another": said_of_another,
-        "differences": publication.differences(), "sent": sent,
-        "planned": publication.plan.sent_bytes()[place.coordinate.cell_rank],
+        "differences": weight_sync.differences(), "sent": sent,
+        "planned": weight_sync.plan.sent_bytes()[place.coordinate.cell_rank],
     }  # fmt: skip
 
 
-def differences_after_mutation(engine: Engine, actor: Actor, publication: Publication, victim: str) -> list[str]:
+def differences_after_mutation(engine: Engine, actor: Actor, weight_sync: WeightSync, victim: str) -> list[str]:
     """What is found in engines of which those on rank 1 were given one tensor with another last bit."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +151,7 @@ def differences_after_mutation(engine: Engine, actor: Actor, publication: Public
             yield name, tensor
 
     engine.load(weights())
-    return publication.differences()
+    return weight_sync.differences()
 
 
 def train_alone(folder: Path, tp: int, pp: int, samples_of_steps: list[list[TokenSequence]]) -> np.ndarray:

@@ -15,8 +15,8 @@ from publish_job import MAX_MODEL_LEN, answer, as_sequence
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-from hacpo_mega.agent import publication as publication_module
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent import weight_sync as publication_module
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
@@ -24,7 +24,7 @@ from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.publish_plan import publish_plan
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 LARGEST = 448.0
 LEARNT = [as_sequence([5, 6, 7], np.arange(8, 108, dtype=np.int32))]
@@ -53,7 +53,7 @@ def by_definition(full: dict[str, torch.Tensor], layer: int, name: str, tp: int,
 def differing(engine: Engine, full: dict[str, torch.Tensor], tp: int, rank: int) -> list[str]:
     """Tensors of the engine that are not, in every bit, what they are by definition."""
     found = []
-    with engine._door.open() as llm:
+    with engine._guard.open() as llm:
         held = dict(worker_of(llm).get_model().named_parameters())
     for layer in range(2):
         for name in FUSED:
@@ -67,7 +67,7 @@ def differing(engine: Engine, full: dict[str, torch.Tensor], tp: int, rank: int)
 
 def flip_a_bit(engine: Engine) -> str:
     """In the last scale of the model, whose name is returned."""
-    with engine._door.open() as llm, torch.inference_mode():
+    with engine._guard.open() as llm, torch.inference_mode():
         scales = [(n, t) for n, t in worker_of(llm).get_model().named_parameters() if "weight_scale" in n]
         name, tensor = scales[-1]
         tensor.view(torch.uint8).view(-1)[-1:].bitwise_xor_(1)
@@ -105,32 +105,32 @@ def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp
             )  # fmt: skip
         # Small buckets: a layer's tensors come in several.
         publication_module.publish_plan = partial(publish_plan, bucket_bytes=8_192)
-        publication = Publication(place, actor, engine)
-        seen = {"left over": publication.left_over, "differing": [], "differences": [], "gaps": []}
+        weight_sync = WeightSync(place, actor, engine)
+        seen = {"left over": weight_sync.fallback, "differing": [], "differences": [], "gaps": []}
         seen["of quantized folders"] = of_quantized_folders()
-        seen["buckets"] = len(publication.plan.buckets)
+        seen["buckets"] = len(weight_sync.plan.buckets)
         for step in range(2):
             if actor is not None:
                 full = {name: tensor.clone() for name, tensor in actor.weights()}
                 torch.save(full, out / f"{place.coordinate.cell_rank} after {step}.pt")
             place.spans.take_sent()
-            publication.publish(step)
+            weight_sync.publish(step)
             sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
-            seen["sent"] = (sent, publication.plan.sent_bytes()[place.coordinate.cell_rank])
+            seen["sent"] = (sent, weight_sync.plan.sent_bytes()[place.coordinate.cell_rank])
             if engine is not None and not torch.cuda.is_available():  # where kernels have forms of their own
                 full = torch.load(out / f"0 after {step}.pt")
                 seen["differing"].append(differing(engine, full, engine_tp, rank))
-            seen["differences"].append(publication.differences())
+            seen["differences"].append(weight_sync.differences())
             if engine is not None and actor is not None:
                 samples, sampled = answer(engine, step, 0)
                 scored = actor.token_logprobs(samples)
                 seen["gaps"].append([float(np.abs(a - b).mean()) for a, b in zip(sampled, scored, strict=True)])
             if actor is not None:
                 actor.learn_supervised(LEARNT, num_trained_tokens=100)
-        seen["behind"] = publication.differences()
-        seen["mended"] = publication.differences()
+        seen["behind"] = weight_sync.differences()
+        seen["mended"] = weight_sync.differences()
         flipped = flip_a_bit(engine) if place.coordinate.cell_rank == shape.cell_size - 1 else None
-        seen["flipped"] = flipped, publication.differences()
+        seen["flipped"] = flipped, weight_sync.differences()
         torch.save(seen, out / f"{place.coordinate.agent_rank}.pt")
         if engine is not None:
             engine.close()

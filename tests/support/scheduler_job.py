@@ -40,7 +40,7 @@ class Watched:
             eos_ids=[EOS],
             options=options,
         )
-        with self.engine._door.open() as llm:
+        with self.engine._guard.open() as llm:
             self.core = llm.llm_engine.engine_core.engine_core
             self.processor = llm.llm_engine.output_processor
         self.scheduler, self.steps, self.outputs, self.num_to_end = self.core.scheduler, [], [], 0
@@ -91,7 +91,7 @@ class Watched:
     def answers(self, num: int, longest: int, *, of_length: bool, stop_after: int | None = None, **how) -> dict:
         prompts, lengths = requests(num, longest)
         self.steps, self.outputs, told = [], [], []
-        with self.engine._door.open() as llm:
+        with self.engine._guard.open() as llm:
             llm.reset_prefix_cache()
             first = llm.request_counter.counter
         seeds = [answer_seed(1, 0, n // 8, n % 8, 0) for n in range(num)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from job import play_command
 
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.rollout.engine import Engine
@@ -19,7 +19,7 @@ from hacpo_mega.trainer import joint_disk
 
 METHODS = {
     Engine: ("wake", "generate", "sleep"),
-    Publication: ("publish", "differences"),
+    WeightSync: ("publish", "differences"),
     Actor: ("score", "gradient_products", "learn", "save", "save_hf"),
 }
 REFUSED = "alone"

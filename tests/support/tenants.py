@@ -42,11 +42,11 @@ class Tenant:
         assert not self.is_asleep
         self.to("sleep", True)
 
-    def come(self, *, to_learn: bool) -> None:
-        self.to("come", False)
+    def onload(self, *, to_learn: bool) -> None:
+        self.to("onload", False)
 
-    def leave(self) -> None:
-        self.to("leave", True)
+    def offload(self) -> None:
+        self.to("offload", True)
 
     def publish(self, _step: int) -> None:
         self.faults.point("publish")

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from run_cases import CHARACTERS
 
-from hacpo_mega.records import Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict, ViewCounts
+from hacpo_mega.records import Pool, Prompt, ReencodingCounts, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.samples import learner_view as view
-from hacpo_mega.samples.learner_view import ViewRules, trained_tokens
+from hacpo_mega.samples.learner_view import ReencodingRules, trained_tokens
 
 PAIRS = (*CHARACTERS, *map(str, range(10, 20)), "+1", "=1", ",1", ";1")
 PROMPTS = (Prompt(4, "a", "47+85=", "132"), Prompt(5, "b", "s5281=", "1258"))
 
 
 def rules_of(sources, **changes):
-    rules = ViewRules(
+    rules = ReencodingRules(
         tuple(sources),
         shares_answers=True,
         trains_changed=False,
@@ -76,4 +76,4 @@ def learner_view(*arguments):
     trained = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
     left_out = [(a.prompt_index, j, a.rollout_index) for j, view in enumerate(counts) for a in view.dropped]
     assert sorted(trained + left_out) == sorted(offered)
-    return samples, sum(counts, start=ViewCounts())
+    return samples, sum(counts, start=ReencodingCounts())

@@ -8,7 +8,7 @@ from repository import SHARED
 from run_cases import CHARACTERS
 from view_cases import PAIRS, PROMPTS, constant, learner_view, one_prompt, rules_of, trajectory
 
-from hacpo_mega.records import Pool, Stop, ViewCounts
+from hacpo_mega.records import Pool, ReencodingCounts, Stop
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 REAL = SHARED / "tokenizers"
@@ -75,7 +75,7 @@ def test_a_control_token_spelled_out_is_not_trained_on(tmp_path, text, stop):
     assert spelling.decode_answer(written.rollout.token_ids) == text
     assert spelling.shows(written.rollout.token_ids[: len(text)])
     seen, counts = seen_by(0, (reading, spelling), trajectory(reading, 0, 0, "1"), written, trains_changed=True)
-    assert (list(seen), counts) == ([0], ViewCounts(num_own=1, num_control_tokens=1))
+    assert (list(seen), counts) == ([0], ReencodingCounts(num_own=1, num_control_tokens=1))
     assert [answer.reason for answer in counts.dropped] == ["control_tokens"]
 
 
@@ -90,7 +90,7 @@ def test_the_end_of_a_twin_inside_an_answer_is_not_trained_on(tmp_path):
     ids = [*sources[0].encode_answer("1", False), 1, *sources[0].encode_answer("2", False), end]
     written = trajectory(sources[1], 1, 0, "12", ids=ids)
     seen, counts = seen_by(0, sources, trajectory(sources[0], 0, 0, "1"), written)
-    assert (list(seen), counts) == ([0], ViewCounts(num_own=1, num_control_tokens=1))
+    assert (list(seen), counts) == ([0], ReencodingCounts(num_own=1, num_control_tokens=1))
 
 
 def test_a_text_that_reads_differently_is_trained_on_only_when_asked(codecs):
@@ -103,7 +103,7 @@ def test_a_text_that_reads_differently_is_trained_on_only_when_asked(codecs):
     changing = Changing(codecs[0].tokenizer)
     own, written = trajectory(changing, 0, 0, "1"), trajectory(codecs[1], 1, 0, "10")
     sources = (changing, codecs[1])
-    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_compared=1, num_changed=1)
+    assert seen_by(0, sources, own, written)[1] == ReencodingCounts(num_own=1, num_compared=1, num_changed=1)
     seen, counts = seen_by(0, sources, own, written, trains_changed=True)
     assert (seen[1], counts.num_changed, counts.num_cross) == (list(codecs[0].encode_answer("10", True)), 1, 1)
 
@@ -132,7 +132,7 @@ def test_changed_texts_of_a_real_tokenizer(real_codecs):
     """Phi-3 has one sign for a space and for itself: an answer with it comes back as another text."""
     sources = (real_codecs["phi-3"], real_codecs["gpt-2"])
     own, written = trajectory(sources[0], 0, 0, "1"), trajectory(sources[1], 1, 0, "a\u2581b")
-    assert seen_by(0, sources, own, written)[1] == ViewCounts(num_own=1, num_compared=1, num_changed=1)
+    assert seen_by(0, sources, own, written)[1] == ReencodingCounts(num_own=1, num_compared=1, num_changed=1)
     assert seen_by(0, sources, own, written, trains_changed=True)[1].num_cross == 1
 
 
@@ -144,7 +144,7 @@ def test_ids_beyond_a_real_tokenizer(real_codecs):
     odd = trajectory(sources[0], 0, 0, sources[0].decode_answer(ids[:-1]), ids=ids)
     assert odd.rollout.text == "It is 2"
     seen, counts = seen_by(1, sources, odd, trajectory(sources[1], 1, 0, "1"))
-    assert (list(seen), counts) == ([1], ViewCounts(num_own=1, num_undecodable=1))
+    assert (list(seen), counts) == ([1], ReencodingCounts(num_own=1, num_undecodable=1))
     assert [answer.reason for answer in counts.dropped] == ["undecodable"]
 
 

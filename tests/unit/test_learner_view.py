@@ -19,7 +19,7 @@ from view_cases import (
     view_by_source,
 )
 
-from hacpo_mega.records import Pool, Stop, Verdict, ViewCounts
+from hacpo_mega.records import Pool, ReencodingCounts, Stop, Verdict
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
 
@@ -97,7 +97,9 @@ def test_every_sample_is_its_trajectory_in_the_learners_tokens(codecs):
     ratios = [11 / 10 if g == 0 else 11 / 9 for g in range(2)]  # ... "+1" is one token where g = 1
     ratios += [12 / 11, 12 / 11]
     assert counts.token_ratio_sum == pytest.approx(sum(ratios))
-    assert replace(counts, token_ratio_sum=0) == ViewCounts(num_own=4, num_cross=4, num_compared=4, num_reencoded=4)
+    assert replace(counts, token_ratio_sum=0) == ReencodingCounts(
+        num_own=4, num_cross=4, num_compared=4, num_reencoded=4
+    )
 
 
 def test_own_answers_keep_the_sampled_ids(codecs):
@@ -125,7 +127,7 @@ def test_an_identical_tokenizer_keeps_ids_and_gets_the_learners_end(codecs):
     assert samples[2].answer_ids.tolist() == [*odd_ids[:-1], codecs[0].eos_id]
     assert samples[3].answer_ids.tolist() == odd_ids
     assert odd_ids[-1] == odd_end  # the trajectory itself is untouched
-    assert counts == ViewCounts(num_own=2, num_cross=2, num_truncated=1)
+    assert counts == ReencodingCounts(num_own=2, num_cross=2, num_truncated=1)
 
 
 @pytest.mark.parametrize("ratio_length", ["own", "source"])
@@ -189,7 +191,7 @@ def test_an_answer_too_long_for_the_learner_is_dropped_whole(codecs):
     )
     samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs))
     assert [s.source for s in samples] == [0]
-    assert counts == ViewCounts(num_own=1, num_compared=1, num_too_long=1)
+    assert counts == ReencodingCounts(num_own=1, num_compared=1, num_too_long=1)
     fits, _ = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs, max_answer_tokens=25))
     assert len(fits[1].answer_ids) == 25
 
@@ -198,13 +200,13 @@ def test_an_answer_the_learner_has_no_tokens_for_is_dropped(codecs, tmp_path):
     digits = TextCodec(make_tokenizer(tmp_path, tuple("0123456789+=s")))
     pool = one_prompt((trajectory(digits, 0, 0, "12"),), (trajectory(codecs[1], 1, 0, "1;2"),))
     samples, counts = learner_view(pool, constant(pool), 0, digits, rules_of((digits, codecs[1])))
-    assert (len(samples), counts) == (1, ViewCounts(num_own=1, num_unencodable=1))
+    assert (len(samples), counts) == (1, ReencodingCounts(num_own=1, num_unencodable=1))
 
 
 def test_alone_nothing_of_others_is_encoded(codecs):
     pool = one_prompt((trajectory(codecs[0], 0, 0, "1"),), (trajectory(codecs[1], 1, 0, "1"),))
     samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs, shares_answers=False))
-    assert ([s.source for s in samples], counts) == ([0], ViewCounts(num_own=1))
+    assert ([s.source for s in samples], counts) == ([0], ReencodingCounts(num_own=1))
 
 
 def test_a_score_over_other_tokens_than_the_loss_trains_is_refused(codecs):
@@ -226,10 +228,10 @@ def test_every_source_is_counted_by_itself(codecs):
     sources = (codecs[0], codecs[1], codecs[0], codecs[1])
     _, counts = view_by_source(pool, constant(pool), 0, codecs[0], rules_of(sources))
     assert counts == (
-        ViewCounts(num_own=2, num_empty=1),
+        ReencodingCounts(num_own=2, num_empty=1),
         # 1213 with its end is 5 of the learner's tokens and 3 of the source's, 5 is 2 of both
-        ViewCounts(num_cross=2, num_compared=2, num_reencoded=2, token_ratio_sum=5 / 3 + 1),
-        ViewCounts(num_cross=2, num_truncated=1),
-        ViewCounts(num_unjudged=1, num_compared=1, num_too_long=1),
+        ReencodingCounts(num_cross=2, num_compared=2, num_reencoded=2, token_ratio_sum=5 / 3 + 1),
+        ReencodingCounts(num_cross=2, num_truncated=1),
+        ReencodingCounts(num_unjudged=1, num_compared=1, num_too_long=1),
     )
     assert [[answer.reason for answer in view.dropped] for view in counts] == [[], [], [], ["unjudged", "too_long"]]

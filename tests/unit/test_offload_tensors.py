@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hacpo_mega.megatron.train.offload import Offload, Where
+from hacpo_mega.megatron.train.offload import Offload, Residence
 
 
 def drawn(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -22,8 +22,8 @@ def offload(tensors) -> Offload:
 
 
 def go(offload: Offload) -> None:
-    offload.start_leaving()
-    offload.finish_leaving()
+    offload.begin_offload()
+    offload.finish_offload()
 
 
 def test_numbers_come_back_to_where_they_were_under_every_view(tensors, offload):
@@ -33,8 +33,8 @@ def test_numbers_come_back_to_where_they_were_under_every_view(tensors, offload)
         go(offload)
         assert [tensor.numel() for tensor in tensors] == [0, 0, 0]
         assert [view.untyped_storage().nbytes() for view in views] == [0, 0, 0], "the memory was not given back"
-        offload.start_returning()
-        offload.require_home()
+        offload.begin_onload()
+        offload.ensure_on_device()
         assert all(torch.equal(tensor, then) for tensor, then in zip(tensors, expected, strict=True))
         for tensor, view in zip(tensors, views, strict=True):
             tensor.add_(trip + 1)
@@ -47,9 +47,9 @@ def test_the_host_holds_each_number_once(tensors, offload):
     copies = [offload.readable(tensor) for tensor in tensors]
     assert all(torch.equal(copy, then) for copy, then in zip(copies, expected, strict=True))
     assert copies[0].untyped_storage().nbytes() == 4 * (6 + 12 + 1)
-    offload.start_returning()
+    offload.begin_onload()
     assert all(offload.readable(tensor) is copy for tensor, copy in zip(tensors, copies, strict=True))
-    offload.require_home()
+    offload.ensure_on_device()
     assert all(offload.readable(tensor) is tensor for tensor in tensors)
 
 
@@ -77,38 +77,38 @@ def test_use_while_away_is_an_error(tensors, offload, use):
 
 
 def test_nobody_waits_for_what_was_not_called_back(offload):
-    offload.start_leaving()
-    with pytest.raises(RuntimeError, match=r"on its way to the host: start_returning\(\) comes before its use"):
-        offload.require_home()
-    offload.finish_leaving()
+    offload.begin_offload()
+    with pytest.raises(RuntimeError, match=r"on its way to the host: begin_onload\(\) comes before its use"):
+        offload.ensure_on_device()
+    offload.finish_offload()
     with pytest.raises(RuntimeError, match="is in host memory"):
-        offload.require_home()
+        offload.ensure_on_device()
 
 
 def test_a_second_call_changes_nothing(tensors, offload):
     expected = [tensor.clone() for tensor in tensors]
-    offload.finish_leaving()
-    offload.start_returning()
-    offload.require_home()
-    assert offload.where is Where.HOME
-    offload.start_leaving()
-    offload.start_leaving()
-    offload.start_returning()
-    assert offload.where is Where.LEAVING
-    offload.finish_leaving()
-    offload.start_leaving()
-    assert offload.where is Where.AWAY
-    offload.start_returning()
-    offload.start_leaving()  # nobody has used them: they turn around
-    assert offload.where is Where.LEAVING
+    offload.finish_offload()
+    offload.begin_onload()
+    offload.ensure_on_device()
+    assert offload.residence is Residence.ON_DEVICE
+    offload.begin_offload()
+    offload.begin_offload()
+    offload.begin_onload()
+    assert offload.residence is Residence.OFFLOADING
+    offload.finish_offload()
+    offload.begin_offload()
+    assert offload.residence is Residence.ON_HOST
+    offload.begin_onload()
+    offload.begin_offload()  # nobody has used them: they turn around
+    assert offload.residence is Residence.OFFLOADING
     assert all(torch.equal(offload.readable(tensor), then) for tensor, then in zip(tensors, expected, strict=True))
 
 
 def test_of_nothing_nothing_leaves():
     offload = Offload(())
     go(offload)
-    offload.require_home()
-    assert offload.where is Where.HOME
+    offload.ensure_on_device()
+    assert offload.residence is Residence.ON_DEVICE
 
 
 def test_a_part_of_a_storage_cannot_leave(tensors):
@@ -118,7 +118,7 @@ def test_a_part_of_a_storage_cannot_leave(tensors):
 
 def test_where_there_is_no_room_to_return_nothing_is_taken(offload, tensors, monkeypatch):
     """As on a device that is full: half of the memory would be nobody's."""
-    expected, homes = [tensor.clone() for tensor in tensors], offload._at_home
+    expected, homes = [tensor.clone() for tensor in tensors], offload._originals
     go(offload)
     resize = torch.UntypedStorage.resize_
 
@@ -129,10 +129,10 @@ def test_where_there_is_no_room_to_return_nothing_is_taken(offload, tensors, mon
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     with pytest.raises(torch.OutOfMemoryError):
-        offload.start_returning()
+        offload.begin_onload()
     assert [home.untyped_storage().nbytes() for home in homes] == [0, 0, 0]
-    assert offload.where is Where.AWAY
+    assert offload.residence is Residence.ON_HOST
     monkeypatch.undo()
-    offload.start_returning()
-    offload.require_home()
+    offload.begin_onload()
+    offload.ensure_on_device()
     assert all(torch.equal(tensor, then) for tensor, then in zip(tensors, expected, strict=True))

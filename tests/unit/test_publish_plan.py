@@ -17,7 +17,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import Layout, block_cells
 from hacpo_mega.models.sharding.publish_plan import (
-    PublishPlan,
+    WeightSyncPlan,
     actor_stacks,
     engine_shards,
     publish_plan,
@@ -96,7 +96,7 @@ def engine_side(model: Architecture, num_ranks: int, engine_tp: int) -> list[lis
     return [list(engine_shards(slots, model, tp=engine_tp, rank=rank % engine_tp)) for rank in range(num_ranks)]
 
 
-def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, ep: int = 1, **options) -> PublishPlan:
+def plan_of(model: Architecture, tp: int, cp: int, pp: int, engine_tp: int, ep: int = 1, **options) -> WeightSyncPlan:
     sources = actor_side(model, tp, cp, pp, ep)
     targets = engine_side(model, len(sources), engine_tp)
     return publish_plan(sources, targets, 4, cell_size=tp * cp * pp, **options)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.vllm.engine_door import finish_steps
+from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps
 from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 
 

@@ -12,8 +12,8 @@ from hacpo_mega.algorithm import GradientProducts, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.sharing import fates_of
-from hacpo_mega.logbook.steps.step_metrics import add_answers, add_diagnosis, add_update, add_view
-from hacpo_mega.records import DroppedAnswer, Rollout, Stop, Trajectory, UpdateStats, Verdict, ViewCounts
+from hacpo_mega.logbook.steps.step_metrics import add_answers, add_diagnosis, add_reencodings, add_update
+from hacpo_mega.records import DroppedAnswer, ReencodingCounts, Rollout, Stop, Trajectory, UpdateStats, Verdict
 
 NAMES = ("a", "b", "c")
 LEARNER = 1
@@ -115,13 +115,14 @@ def test_signs_are_split_over_all_updates_of_a_step():
 def test_drift_of_reencoding_is_shown_per_source():
     """Source a: 8 answers read back, 2 of them changed and left out, 1 too long, 5 trained on; c has b's tokenizer."""
     metrics = Metrics("b", lambda payload: [payload])
-    views = (
-        ViewCounts(num_cross=5, num_compared=8, num_changed=2, num_too_long=1, num_reencoded=5, token_ratio_sum=6.0,
-                   dropped=(*[DroppedAnswer(0, g, "changed") for g in range(2)], DroppedAnswer(0, 2, "too_long"))),
-        ViewCounts(num_own=8, num_empty=1, dropped=(DroppedAnswer(0, 0, "zero_advantage"),)),
-        ViewCounts(num_cross=7, num_undecodable=1),
+    reencodings = (
+        ReencodingCounts(num_cross=5, num_compared=8, num_changed=2, num_too_long=1, num_reencoded=5,
+                         token_ratio_sum=6.0, dropped=(*[DroppedAnswer(0, g, "changed") for g in range(2)],
+                                                      DroppedAnswer(0, 2, "too_long"))),
+        ReencodingCounts(num_own=8, num_empty=1, dropped=(DroppedAnswer(0, 0, "zero_advantage"),)),
+        ReencodingCounts(num_cross=7, num_undecodable=1),
     )  # fmt: skip
-    add_view(metrics, LEARNER, NAMES, views)
+    add_reencodings(metrics, LEARNER, NAMES, reencodings)
     found = metrics.reduce().values
     pairs = {name: value for name, value in found.items() if "/from/" in name and value}
     assert pairs == {

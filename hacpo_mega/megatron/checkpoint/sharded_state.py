@@ -1,12 +1,13 @@
-"""What an actor leaves on disk and takes up again: float32 main weights and both moments of Adam.
+"""An actor's state on disk: float32 main weights and both moments of Adam.
 
 Every rank writes what it owns, once, as rectangles of the Hugging Face tensors (stored_state.py); nothing is gathered.
-So any tp, pp, number of cells and padding of the vocabulary can take it up. Megatron's own forms cannot:
+So a checkpoint loads into any tp, pp, number of cells and padding of the vocabulary. Megatron's own formats cannot:
 "dp_reshardable" is bound to tp and pp, "fully_reshardable" gathers the whole state on every data-parallel rank.
-Of an agent with LoRA that is what its adapters have; the model itself is in its folder, as the run began with it.
-Not stored, since it follows: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
-(zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (by the
+With LoRA only the adapters' state is stored; the model itself is in its folder, as the run began with it.
+Not stored, since it can be derived: the model's own weights (the main weights, rounded), the rows that pad a vocabulary
+(zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (from the
 number of updates), the reference policy (the model folder).
+
 Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint/files.py).
 """
 
@@ -40,12 +41,15 @@ from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles
 def save_state(
     model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, group: dist.ProcessGroup, *, copies: bool
 ) -> Callable[[], None]:
-    """What writes the actor, as it is now, into an empty folder that every rank sees, synced to disk.
+    """Returns a function that writes the actor's present state into an empty folder, synced to disk.
 
-    group    of gloo, over the agent, for the save alone
+    Every rank must see the folder.
+
+    group    gloo group of the agent, for the save alone
     copies   whether the actor may change before it is written, at the cost of a copy of its state in host memory
-    It is called once, in any thread, by all ranks of the agent; docs/design/checkpoints.md: why not Megatron's writers.
-    NotWritten when a rank cannot write its share; the actor is as it was.
+
+    All ranks of the agent call the function once, in any thread. NotWritten if a rank cannot write its share; the actor
+    stays unchanged. docs/design/checkpoints.md says why Megatron's writers are not used.
     """
     with megatron_platform():
         optimizer.make_moments()
@@ -54,14 +58,14 @@ def save_state(
         parts = {name: [part.on_host() for part in own] for name, own in parts.items()}
     if not torch.cuda.is_available():
         return partial(write_parts, parts, folder, group)
-    # Who writes is another thread, on another stream, which waits for nothing that was asked on this one.
+    # The writing thread uses another stream, which is not ordered behind this one.
     torch.cuda.current_stream().synchronize()
     return partial(_write, parts, folder, group, torch.cuda.current_device())
 
 
 @torch.no_grad()
 def not_finite(model: DistributedDataParallel, optimizer: ActorOptimizer) -> str | None:
-    """The first tensor of what `save_state` would write here that holds NaN or infinity, by its stored name."""
+    """First tensor that `save_state` would write here and that holds NaN or infinity, by its stored name."""
     with megatron_platform():
         optimizer.make_moments()
     parts = _parts(unwrapped(model), optimizer, written=True)
@@ -77,14 +81,14 @@ def _write(parts: Parts, folder: Path, group: dist.ProcessGroup, device: int) ->
 def load_state(
     model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path, *, num_updates: int, num_applied: int
 ) -> None:
-    """Makes the actor what it was when `folder` was written, to the last bit. Collective over the agent.
+    """Restores the actor from `folder`, to the last bit. Collective over the agent.
 
-    num_updates   updates of the run so far, where the learning rate stands
-    num_applied   those of them that were applied: Adam's step
+    num_updates   updates of the run so far, which set the learning rate
+    num_applied   updates that were applied: Adam's step
     """
     with megatron_platform():
         optimizer.make_moments()
-    optimizer.offload.require_home()
+    optimizer.offload.ensure_on_device()
     StateReader(folder).read(_parts(unwrapped(model), optimizer, written=False))
     with megatron_platform():
         optimizer.spread_main_weights(model)
@@ -92,11 +96,11 @@ def load_state(
 
 
 def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:
-    """This rank's share of the state, as views; `written` leaves out what another rank has, too."""
+    """This rank's share of the state, as views; `written` leaves out what another rank writes."""
     own, parts = place_of(model), defaultdict(list)
     for slot in _written_slots(model) if written else trained_slots(model, model.pg_collection.pp.rank()):
         share = _share(optimizer, model.get_parameter(slot.parameter), written=written)
-        if share is None:  # of this parameter other cells have everything
+        if share is None:  # other cells own all of this parameter
             continue
         for place in rectangles(slot, model.architecture, **own, start=share.start, stop=share.stop):
             first = place.start - share.start
@@ -107,7 +111,7 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
 
 
 def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written: bool) -> ParameterShare | None:
-    """What of a parameter this rank stores; of one that is not trained, a router's bias, the first cell writes all."""
+    """This rank's share of a parameter; a frozen one, such as a router's bias, is written by the first cell."""
     if parameter.requires_grad:
         return optimizer.share_of(parameter)
     if written and parallel_state.get_data_parallel_rank(with_context_parallel=True):
@@ -116,7 +120,7 @@ def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written:
 
 
 def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:
-    """The slots that this rank writes: a copy of an earlier stage's, and of another tensor rank's, is not written."""
+    """Slots that this rank writes: not copies of an earlier stage's or another tensor rank's slots."""
     stage = model.pg_collection.pp.rank()
     earlier = {source for before in range(stage) for slot in trained_slots(model, before) for source in slot.sources}
     for slot in trained_slots(model, stage):

@@ -1,8 +1,9 @@
-"""torch's index of a stored state, the file `.metadata`: which rectangle of which tensor lies where in which file.
+"""torch's index of a stored state, the file `.metadata`: file and offset of every rectangle of every tensor.
 
-torch pickles it, and a pickle that Python reads can run anything; this one is read as plain values (plain_pickle.py)
-and taken key by key. Whoever made a checkpoint can put wrong numbers into an index, and nothing else.
-Not here: what is done with it (stored_state.py). Imports no Megatron.
+torch pickles it, and unpickling in Python can execute anything; here it is read as plain values (plain_pickle.py) and
+taken key by key. A forged index can hold wrong numbers, and nothing else.
+
+Not here: reading and writing tensors (stored_state.py). Imports no Megatron.
 """
 
 import re
@@ -31,7 +32,7 @@ WHOLE, TENSOR, PROPERTIES, CHUNK, ITEM = (
     for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
 )
 STORED = (f"{PLACE}.filesystem", "_StorageInfo")
-# What an index holds besides and nobody here asks for: what made it, and of a tensor what all of ours have.
+# Further entries of an index, which are ignored: its writer, and tensor properties that are equal for all.
 UNREAD = (
     (f"{PLACE}.metadata", "StorageMeta"),
     (f"{PLACE}.metadata", "_MEM_FORMAT_ENCODING"),
@@ -42,7 +43,7 @@ NAMES = frozenset((SIZE, FLOAT32, WHOLE, TENSOR, PROPERTIES, CHUNK, ITEM, STORED
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of a folder that `write_parts` filled. ValueError, which names the file, for anything else."""
+    """Index of a folder that `write_parts` filled. ValueError, which names the file, for anything else."""
     file = folder / INDEX
     data = file.read_bytes()
     try:

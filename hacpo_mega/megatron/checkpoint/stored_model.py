@@ -1,7 +1,8 @@
-"""The weights of an agent's stored state as its run has them, whole, for one process: exports and evaluations.
+"""Whole weights of an agent's stored state, for one process: exports and evaluations.
 
-Of an agent with LoRA the state has the adapters; its weights are those of the model folder with them merged.
-Not here: the files of a state (stored_state.py), how adapters are merged (merging.py). Imports no Megatron.
+With LoRA the state has the adapters; they are merged into the weights of the model folder.
+
+Not here: the files of a state (stored_state.py), merging (merging.py). Imports no Megatron.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from hacpo_mega.models.sharding.segments import all_sources
 def model_weights(state: Path, base: Path, lora: Lora | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the model by name; `base` is the folder that its run began with, `dtype` the run's.
 
-    One tensor is in memory at a time, and of adapters all. Collective over nothing.
+    One tensor is in memory at a time, and all adapters. Not collective.
     """
     architecture = Architecture.from_folder(base)
     sources = all_sources(architecture)

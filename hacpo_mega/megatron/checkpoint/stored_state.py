@@ -1,9 +1,10 @@
-"""The file format of an agent's state: rectangles of whole tensors by name, written and read by torch's checkpoints.
+"""File format of an agent's state: rectangles of whole tensors by name, written and read by torch's checkpoints.
 
-A tensor of a checkpoint has the name and the shape that Hugging Face gives it, behind what it is ("param.", "exp_avg.",
-"exp_avg_sq."), always float32. Who wrote which rectangle of it is in torch's index (`.metadata`) and matters to nobody:
-any other rectangle can be read, so the layout that wrote a checkpoint does not bind the one that reads it, and one
-process without a group can read whole weights.
+A tensor of a checkpoint has the name and shape of the Hugging Face tensor, after a prefix for its kind ("param.",
+"exp_avg.", "exp_avg_sq."), always float32. torch's index (`.metadata`) records which file holds which rectangle. Any
+other rectangle can be read, so the layout that wrote a checkpoint does not bind the one that reads it, and a single
+process can read whole weights.
+
 Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 """
 
@@ -35,18 +36,18 @@ from hacpo_mega.megatron.checkpoint.stored_index import INDEX, read_index
 from hacpo_mega.megatron.weights.hf_reader import dtype_of
 from hacpo_mega.models.sharding.segments import Source
 
-# What is stored of every parameter: the float32 main weight and the moments of Adam, by torch's names.
+# Stored for every parameter: the float32 main weight and the moments of Adam, by torch's names.
 WEIGHT = "param"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
 
 
 class NotWritten(OSError):
-    """The disk has refused a share, and all ranks of the group know: each has this error, none waits for another."""
+    """A rank could not write its share. Every rank of the group raises this, so none waits for another."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rectangle of a tensor of `shape` that begins at `offsets`; `data` has its numbers, or gets them."""
+    """Rectangle of a tensor of `shape` that begins at `offsets`; `data` [*sizes] is written from, or read into."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -54,40 +55,40 @@ class Part:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its place, as torch's planner wants it."""
+        """The rectangle in the form of torch's planner."""
         return ChunkStorageMetadata(Size(self.offsets), self.data.shape)
 
     def on_host(self) -> "Part":
-        """The same numbers in host memory, where nobody changes them."""
+        """Copies the numbers to host memory, where they do not change."""
         return replace(self, data=self.data.to("cpu", copy=True))
 
 
 # The parts that one process has of every stored tensor.
 Parts = Mapping[str, Sequence[Part]]
-# A part on disk, as processes say it in JSON: name, shape, offsets, sizes; where in the file, of so many bytes.
+# A part on disk, as ranks exchange it in JSON: name, shape, offsets, sizes, offset in the file, bytes.
 Written = tuple[str, Sequence[int], Sequence[int], Sequence[int], int, int]
 
 
 def stored_name(kind: str, tensor: str) -> str:
-    """What a checkpoint calls the `kind` (of KINDS) of a Hugging Face tensor."""
+    """Name in a checkpoint of the `kind` (of KINDS) of a Hugging Face tensor."""
     return f"{kind}.{tensor}"
 
 
 def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes what this process has, synced, into a folder that all see. Collective over `group`; None: over nobody.
+    """Writes this process's parts, synced, into a shared folder. Collective over `group`; None: a single process.
 
     All processes together must have every number of every tensor once: torch refuses a gap and an overlap. NotWritten
-    when one cannot write.
+    if one cannot write.
     """
-    # torch's own save would say plans and results to each other as pickles.
+    # torch's own save would exchange plans and results as pickles.
     rank = 0 if group is None else group.rank()
     writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=True)
     writer.fs = _FolderAsItIs()
     try:
-        said = {"written": _write_share(writer, parts, rank)}
+        report = {"written": _write_share(writer, parts, rank)}
     except Exception as error:  # of any kind: the others wait for a word
-        said = {"error": str(error) or type(error).__name__}
-    message = json.dumps(said).encode()
+        report = {"error": str(error) or type(error).__name__}
+    message = json.dumps(report).encode()
     messages = [message] if group is None else gather_at_head(group, message)
     refusal = _finish(writer, messages) if rank == 0 else None
     if group is not None:
@@ -97,17 +98,17 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
 
 
 class _FolderAsItIs(FileSystem):
-    """Makes no folder: where that of a run has gone away while it wrote, nothing is to come to its place."""
+    """File system that makes no folder: if the run's folder disappears while it writes, none may take its place."""
 
     def mkdir(self, _path: str | os.PathLike) -> None:
-        """Nothing: whoever begins a checkpoint has made it."""
+        """Does nothing: the caller has made the checkpoint's folder."""
 
 
 def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Written]:
-    """Writes this process's file; what it has written, in the order of the file."""
+    """Writes this process's file; returns its parts in the order of the file."""
     planner = _WriteParts(flatten_state_dict=False)
     planner.set_up_planner(dict(parts))
-    # For the file's name alone: the one index of all is written under other terms (`_finish`).
+    # This only sets the file's name: `_finish` writes the one index of all ranks.
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     plan = planner.finish_plan(writer.prepare_local_plan(planner.create_local_plan()))
     results = {result.index: result.storage_data for result in writer.write_data(plan, planner).wait()}
@@ -120,15 +121,15 @@ def _write_share(writer: FileSystemWriter, parts: Parts, rank: int) -> list[Writ
 
 
 def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
-    """Writes the index of what all processes have written, in the order of ranks; why not, where one could not."""
-    said = [json.loads(message) for message in messages]
-    for rank, words in enumerate(said):
-        if "error" in words:
-            return f"its rank {rank} could not write: {words['error']}"
+    """Writes the index of all processes' parts, in the order of ranks; returns the refusal if one could not write."""
+    reports = [json.loads(message) for message in messages]
+    for rank, report in enumerate(reports):
+        if "error" in report:
+            return f"its rank {rank} could not write: {report['error']}"
     plans, results = [], []
-    for rank, words in enumerate(said):
-        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in words["written"]]))
-        results.append([_result(f"__{rank}_0.distcp", *written) for written in words["written"]])
+    for rank, report in enumerate(reports):
+        plans.append(SavePlan([_write_item(name, *where[:3]) for name, *where in report["written"]]))
+        results.append([_result(f"__{rank}_0.distcp", *written) for written in report["written"]])
     try:
         _, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
         writer.set_up_storage_writer(True)
@@ -139,9 +140,9 @@ def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
 
 
 class StateReader:
-    """A folder that `write_parts` filled. Every process reads for itself what it needs.
+    """Reader of a folder that `write_parts` filled. Every process reads for itself what it needs.
 
-    ValueError for a folder whose index names other things than a state's, or does not fit its files.
+    ValueError for an index that names other things than a state's, or does not fit its files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +152,7 @@ class StateReader:
         self._files.set_up_storage_reader(self._index, is_coordinator=False)
 
     def read(self, parts: Parts) -> None:
-        """Fills the data of all parts, on whatever device it is."""
+        """Fills the data of all parts, on any device."""
         items = [item for name, wanted in parts.items() for part in wanted for item in self._items(name, part)]
         try:
             self._files.read_data(LoadPlan(items), _ReadParts(parts)).wait()
@@ -162,7 +163,7 @@ class StateReader:
             raise ValueError(f"{self._folder} is damaged: its files are not what {INDEX} says ({line})") from error
 
     def _items(self, name: str, part: Part) -> list[ReadItem]:
-        """What is read for a part. ValueError unless the index has this tensor, in this shape, and all of the part."""
+        """Read requests of a part. ValueError unless the index has this tensor, in this shape, and all of the part."""
         found = self._index.state_dict_metadata.get(name)
         if found is None or tuple(found.size) != part.shape:
             there = "not there" if found is None else f"{list(found.size)} there"
@@ -174,9 +175,9 @@ class StateReader:
 
 
 def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a stored state as the run has them, `dtype` being its model's: (name, whole tensor) by name.
+    """Weights of a stored state, rounded to the run's `dtype`: (name, whole tensor) by name.
 
-    One tensor is in memory at a time. Collective over nothing.
+    One tensor is in memory at a time. Not collective.
     """
     reader = StateReader(folder)
     for source in sources:
@@ -186,7 +187,7 @@ def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) 
 
 
 class _WriteParts(DefaultSavePlanner):
-    """torch's planner, which knows whole tensors and its own sharded ones, for our parts."""
+    """Adapter of torch's save planner, which knows whole tensors and its own sharded ones, to our parts."""
 
     def create_local_plan(self) -> SavePlan:
         assert all(part.data.dtype == torch.float32 for parts in self.state_dict.values() for part in parts)
@@ -203,7 +204,7 @@ class _WriteParts(DefaultSavePlanner):
 
 
 class _ReadParts(DefaultLoadPlanner):
-    """torch's planner, as far as a reader of files asks it: where the numbers go."""
+    """Adapter of torch's load planner: destination of the numbers."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()

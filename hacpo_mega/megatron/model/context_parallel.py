@@ -1,37 +1,39 @@
 """Context parallelism: the cp ranks of a cell share the tokens of a micro-batch, and in attention its heads.
 
-Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of T, wherever its sequences begin. Each
-layer works on a token by itself, but attention: before it an all-to-all turns [T / cp, N, D] into [T, N / cp, D], the
-kernel runs over whole sequences as it does without cp, and an all-to-all turns its output back (DeepSpeed-Ulysses,
+Rank r of cp has the neighbouring tokens [r T / cp, (r + 1) T / cp) of a pack of T, wherever its sequences begin. Every
+layer but attention works on a token by itself. Before attention an all-to-all turns [T / cp, N, D] into [T, N / cp, D],
+the kernel runs over whole sequences as it does without cp, and an all-to-all turns its output back (DeepSpeed-Ulysses,
 arXiv 2309.14509). So sequences need no padding and no zigzag, the work of attention is even whatever their lengths are,
-and a layer keeps 1 / cp of its activations, but for key/value heads that are fewer than ranks. The output is turned
-back once more in backward, or it would be kept twice (`FromHeads`).
+and a layer keeps 1 / cp of its activations, unless there are fewer key/value heads than ranks. Backward turns the
+output back once more instead of keeping it twice (`FromHeads`).
 
-The law of gradients. With l_r the log-probs of the rows that rank r has, a loss L(l_1, ..., l_cp) is computed of all
-of them on every rank (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
+The law of gradients. With l_r the log-probs of the rows of rank r, every rank computes the loss L(l_1, ..., l_cp) from
+all of them (`sum_rows`), so every rank holds L itself, not a share of it. For a weight w
 
     dL/dw  =  sum over r, of  dL/dl_r  dl_r/dw
 
 and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all is a
 permutation of numbers over ranks, whose transpose is the all-to-all back, so a hidden state gets its whole gradient on
-the rank that has its token, from rows on any rank. What rank r adds to the gradient of w is then that of the uses of w
-for its own tokens, and the plain sum over dp x cp that train/schedule.py asks of Megatron is dL/dw.
+the rank that has its token, from rows on any rank. Rank r then adds to the gradient of w the uses of w for its own
+tokens, and the plain sum over dp x cp that train/schedule.py asks of Megatron is dL/dw.
 
 Not here: which layouts a model can have (models/sharding/layout.py). Megatron's own context parallelism, which cuts
-every sequence into 2 cp parts, is not used: its layers are told cp 1. Shapes: T tokens of a micro-batch and t = T / cp
-of them on a rank, N query and K key/value heads of a tensor rank, D head size, R trained rows.
+every sequence into 2 cp parts, is not used: its layers are built with cp 1.
+
+Shapes: T tokens of a micro-batch and t = T / cp of them on a rank, N query and K key/value heads of a tensor rank, D
+head size, R trained rows.
 """
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# Gives the memory behind a tensor another size in bytes. An operation, so that who counts memory sees it.
+# Resizes the storage of a tensor, in bytes. A registered operation, so that memory traces see it.
 resize = torch.ops.inductor.resize_storage_bytes_
 
 
 def own_tokens(num_tokens: int) -> slice:
-    """Which of the tokens of a micro-batch this rank has; cp must divide their number."""
+    """Slice of a micro-batch's tokens that this rank has; cp must divide their number."""
     group = parallel_state.get_context_parallel_group()
     share, left = divmod(num_tokens, group.size())
     assert left == 0, (num_tokens, group.size())
@@ -39,16 +41,16 @@ def own_tokens(num_tokens: int) -> slice:
 
 
 def own_rows(rows_R: torch.Tensor, tokens: slice) -> slice:
-    """Which of the trained rows, that read these rising positions, read one of `tokens`. On the CPU."""
+    """Slice of the trained rows, at rising positions [R], that read one of `tokens`. On the CPU."""
     first, last = torch.searchsorted(rows_R, torch.tensor([tokens.start, tokens.stop])).tolist()
     return slice(first, last)
 
 
 def sum_rows(logprob_N: torch.Tensor, own: slice, num_rows: int) -> torch.Tensor:
-    """The log-probs of all rows [R] on every rank of cp, of which this one has those of `own`.
+    """Log-probs of all rows [R] on every rank of cp, from this rank's [N] in the slice `own`.
 
-    Each is a number and cp - 1 zeros added up, so every rank has the same bits. Backward hands on the gradient of the
-    own rows, as it is: see the law above.
+    Each is a number plus cp - 1 zeros, so every rank has the same bits. Backward passes on the gradient of the own rows
+    unchanged: see the law above.
     """
     group = parallel_state.get_context_parallel_group()
     return logprob_N if group.size() == 1 else _SumRows.apply(logprob_N, own, num_rows, group)
@@ -85,11 +87,11 @@ class _AllToAllHeads(torch.autograd.Function):
 
 
 class FromHeads:
-    """An attention's output of heads, which it keeps for backward, as that of tokens, which nobody keeps: it is redone.
+    """Converts attention output from head shards to token shards without keeping the result: backward redoes it.
 
-    Whoever reads it, the projection behind it, would keep the same numbers once more, on other ranks. So they are let
-    go of once that has read them, and are there again when the gradient of what it answered is: a permutation has the
-    same bits. It costs one more all-to-all of four.
+    Attention keeps its output by heads for backward. The projection after it would keep the same numbers again, by
+    tokens. So that storage is freed once the projection has read it, and refilled when the gradient of its result
+    arrives: a permutation has the same bits..
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -100,12 +102,12 @@ class FromHeads:
         """From [T, N / cp, D] to [t, N, D]; differentiable."""
         tokens_tND = all_to_all_heads(heads_TND, self._group, gathers_tokens=False)
         is_kept = self._group.size() > 1 and tokens_tND.grad_fn is not None
-        # By `data`, which has no version: autograd would take numbers that are redone for others.
+        # Through `data`, which has no version counter: autograd would take the refilled numbers for changed ones.
         self._last = (heads_TND.detach(), tokens_tND.data) if is_kept else None
         return tokens_tND
 
     def let_go(self, answer: torch.Tensor) -> None:
-        """All who read the last output have, and `answer` is what was made of it."""
+        """Frees the last output, which all readers have read; `answer` is the projection's result."""
         if self._last is None:
             return
         redoing, self._last = [self._last], None
@@ -123,7 +125,7 @@ class FromHeads:
 
 
 def redo_output(attention: torch.nn.Module) -> None:
-    """Lets an attention of Megatron keep no output of tokens; one whose projection is not trained keeps none anyway."""
+    """Makes a Megatron attention free its output by tokens; one with a frozen projection keeps none anyway."""
 
     def over(attention: torch.nn.Module, _given: tuple, answer: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         if any(parameter.requires_grad for parameter in attention.linear_proj.parameters()):
@@ -144,7 +146,7 @@ def _gather_heads(tensor_TND: torch.Tensor, group: dist.ProcessGroup, out: torch
 
 
 def _exchanged(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What the ranks have for this one [cp, ...], where `by_rank` is what it has for each."""
+    """All-to-all: `by_rank` [cp, ...] has what this rank sends to each; returns what it receives from each."""
     received = torch.empty_like(by_rank)
     dist.all_to_all_single(received, by_rank, group=group)
     return received
@@ -153,9 +155,9 @@ def _exchanged(by_rank: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def whole_sequences(
     query_tND: torch.Tensor, key_tKD: torch.Tensor, value_tKD: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, N / cp, D], and the keys and values that they meet [T, max(K, cp) / cp, D].
+    """Queries [T, N / cp, D], and their keys and values [T, max(K, cp) / cp, D].
 
-    Of fewer key/value heads than ranks each goes to several, which have the queries that share it.
+    With fewer key/value heads than ranks, each goes to several ranks, which have the queries that share it.
     """
     copies = max(1, group.size() // key_tKD.shape[1])
     if copies > 1:

@@ -1,8 +1,8 @@
-"""The activation between the two matrices of a feed-forward, act(gate) * up, which keeps its input alone for backward.
+"""Gated activation of a feed-forward, act(gate) * up, which keeps only its input for backward.
 
-Written in torch's operations it keeps the activated gate and the product's factors beside that input: 4 f numbers of a
-token for f columns, and 2 f here. Backward computes the activated gate again, by the same operations in the same order:
-forward and gradient have the bits of torch's own. Not here: the product itself, which the second matrix keeps.
+In torch's operations it would also keep the activated gate and the product's factors: 4 f numbers of a token for f
+columns, against 2 f here. Backward computes the activated gate again, by the same operations in the same order: forward
+and gradient have torch's own bits. Not here: the product itself, which the second matrix keeps.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of the gate, number by number, called (gate, out=), and its gradient, (grad, gate, grad_input=)."""
+    """Elementwise function of the gate, called (gate, out=), and its gradient, (grad, gate, grad_input=)."""
 
     function: Callable[..., torch.Tensor]
     backward: Callable[..., torch.Tensor]
@@ -34,7 +34,7 @@ ACTIVATIONS = {
 class GatedActivation:
     """act(gate) * up of [..., 2 f], gate before up, as Megatron builds and calls an activation.
 
-    No module: Megatron would ask it for its part of a checkpoint.
+    Not a Module: Megatron would ask it for its part of a checkpoint.
     """
 
     def __init__(self, name: str, **_config: object) -> None:
@@ -42,7 +42,7 @@ class GatedActivation:
         self.activation = ACTIVATIONS[name]
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The product, [..., f]."""
+        """The product, [..., f], of gate and up [..., 2 f]."""
         return _Gated.apply(gate_up, self.activation)
 
 

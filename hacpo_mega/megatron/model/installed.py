@@ -1,8 +1,8 @@
-"""What Megatron would find of TransformerEngine and apex is whole, or not there; else one line, before Megatron looks.
+"""Check that TransformerEngine and apex are each complete or absent; else one line, before Megatron imports them.
 
 Neither is in a lock: both are built from source (launch/image/). TransformerEngine's wheels on the public index lack
 the extension for torch, and the public package called apex is another project. Megatron takes an ImportError for "not
-installed" and goes on without: one that was built for another torch would be left out in silence.
+installed" and silently goes on without: a build for another torch would be ignored.
 """
 
 import importlib.metadata
@@ -19,7 +19,7 @@ APEX_REMEDY = "Build it for this torch (launch/image/Dockerfile has the lines), 
 
 
 def version_problem(version: str) -> str | None:
-    """What is wrong with a version of TransformerEngine; None where Megatron takes it."""
+    """Problem with a version of TransformerEngine; None if Megatron supports it."""
     if FIRST <= tuple(int(part) for part in version.split(".")[:2]) < BEYOND:
         return None
     return f"transformer-engine {version} is installed; Megatron takes 2.9 up to, not including, 2.12. {REMEDY}"

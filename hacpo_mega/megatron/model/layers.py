@@ -1,4 +1,4 @@
-"""The layers Megatron's local spec lacks: packed attention, an output bias, and the norms of norms.py.
+"""Layers that Megatron's local spec lacks: packed attention, an output bias, and the norms of norms.py.
 
 With them one layer spec serves the CPU and any GPU without TransformerEngine. Shapes: T tokens of a packed micro-batch,
 t = T / cp of them on a rank, N query heads and K key/value heads of this rank, D head size.
@@ -24,7 +24,7 @@ from hacpo_mega.megatron.model.norms import AddNormed, OffsetRMSNorm, RMSNorm, W
 from hacpo_mega.megatron.model.shared_prompts import PackedSegments, Run, gather_tokens, met_tokens
 from hacpo_mega.models.families.architecture import Architecture
 
-# torch 2.11 has no such argument and lets grouped heads through; later versions want to be told.
+# torch 2.11 has no such argument and accepts grouped heads; later versions need it.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -33,7 +33,7 @@ class PackedAttention(torch.nn.Module):
 
     CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention over sequences of
     similar length. Both take the same path with and without gradients, so a score and the training forward agree to the
-    last bit. With context parallelism they see all tokens of this rank's share of the heads (context_parallel.py).
+    last bit. With context parallelism they get all tokens for this rank's share of the heads (context_parallel.py).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PackedAttention(torch.nn.Module):
         window: int | None = None,
         **_place: object,
     ) -> None:
-        """`window` is how many tokens each one sees, itself among them; None: all before it."""
+        """`window` is the number of tokens that each one attends to, itself included; None: all before it."""
         super().__init__()
         assert config.attention_dropout == 0.0, "dropout would make a score differ from the training forward"
         self.scale, self.window, self.cp = softmax_scale, window, pg_collection.cp
@@ -60,7 +60,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSegments,
         **_megatron_options: object,
     ) -> torch.Tensor:
-        """Return the attention output of this rank's tokens [t, N, D]."""
+        """Attention output of this rank's tokens [t, N, D]."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
         flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
         attend = _attend_flash if flash else _attend_in_groups
@@ -100,7 +100,7 @@ def _attend_in_groups(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Neighbouring segments of similar length attend as one padded batch: a call for each costs more than its work.
+    """Attends in padded batches of neighbouring segments of similar length: one call for each would cost more.
 
     The padding comes after a segment, where causality hides it from every token of the segment.
     """
@@ -130,7 +130,7 @@ def _attend_padded(
     places_T = is_token_BL.flatten().nonzero()[:, 0]
 
     def pad(tensor_TND: torch.Tensor) -> torch.Tensor:
-        """[B, N, longest, D], as scaled_dot_product_attention wants it."""
+        """Pads to [B, N, longest, D], the form of scaled_dot_product_attention."""
         padded = tensor_TND.new_zeros(is_token_BL.numel(), *tensor_TND.shape[1:]).index_copy(0, places_T, tensor_TND)
         return padded.unflatten(0, is_token_BL.shape).transpose(1, 2)
 
@@ -151,7 +151,7 @@ def _attend_prefixed(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Segments that meet the keys of a prompt before their own."""
+    """Attention of segments that meet the keys of a prompt before their own."""
     back_BQM = run.back_BQM
     sees_BQM = (back_BQM >= 0) if window is None else (back_BQM >= 0) & (back_BQM < window)
     query_BQND = gather_tokens(query_GND, run.query_BQ)
@@ -169,7 +169,7 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 class TwoRopes(SelfAttention):
-    """Megatron's self-attention where layers with a window turn by angles of their own, which come after the others."""
+    """Megatron's self-attention for models whose layers with a window have rotary angles of their own."""
 
     def __init__(self, *place: object, has_window: bool, **options: object) -> None:
         super().__init__(*place, **options)
@@ -178,7 +178,7 @@ class TwoRopes(SelfAttention):
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As Megatron's, with the cosines and sines of both kinds, [T, 1, 1, 8P]."""
+        """Same as Megatron's, from cosines and sines of both kinds [T, 1, 1, 8P], those for windows last."""
         mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
 

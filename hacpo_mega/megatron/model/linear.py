@@ -1,9 +1,9 @@
-"""How Megatron's linear layers multiply: with the products of hacpo_kernels. All else of them stays Megatron's.
+"""Products of Megatron's linear layers, taken from hacpo_kernels. Everything else of the layers stays Megatron's.
 
-A matrix's gradient is added to the sum of its update where it is computed, not made first and added after that.
-Megatron has this as gradient_accumulation_fusion, with a kernel of apex. Here it is `add_product`, on every device: a
-gradient is not made whole, and one of half-precision numbers is not rounded to half precision before float32 adds it
-up. The other two products of a layer are `product` on a CPU alone: elsewhere it is torch's own.
+A matrix's gradient is added to the update's sum where it is computed, instead of being made first and added later.
+Megatron has this as gradient_accumulation_fusion, with a kernel of apex. Here it is `add_product`, on every device: no
+gradient is ever whole, and one of half-precision numbers is not rounded to half precision before the float32 sum. The
+other two products of a layer use `product` on a CPU alone; elsewhere they are torch's own.
 """
 
 from typing import Any
@@ -13,22 +13,22 @@ from hacpo_kernels import add_product, product
 from torch.autograd.function import Function, FunctionCtx
 from torch.overrides import TorchFunctionMode
 
-# By whose layers a model has: do gradients add up at once? TransformerEngine's can, too, when they are told to.
+# Whether gradients are added at once, by layer implementation. TransformerEngine's layers have an option for it.
 ADDS_AT_ONCE = {"local": True, "te": False}
 MATMULS = (torch.matmul, torch.Tensor.matmul)
 
 
 class GradientKernel:
-    """What Megatron's linear layers call by the names of apex's extension."""
+    """Stand-in for apex's extension, under the names that Megatron's linear layers call."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(input_TK: torch.Tensor, gradient_TN: torch.Tensor, sum_NK: torch.Tensor) -> None:
-        """sum += gradient^T @ input, in float32."""
+        """sum [N, K] += gradient [T, N]^T @ input [T, K], in float32."""
         add_product(sum_NK, gradient_TN.t(), input_TK)
 
 
 class _Products(TorchFunctionMode):
-    """What is called matmul is `product`."""
+    """Replaces matmul by `product`."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in MATMULS and not kwargs:
@@ -37,7 +37,7 @@ class _Products(TorchFunctionMode):
 
 
 def multiplying(megatrons: type[Function]) -> type[Function]:
-    """A function of Megatron's, which is applied as it is on other devices."""
+    """Wraps an autograd function of Megatron's, which is applied unchanged on other devices."""
 
     class Multiplying(megatrons):
         @classmethod

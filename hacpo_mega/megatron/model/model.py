@@ -1,9 +1,10 @@
-"""A Hugging Face architecture as a Megatron model whose last stage answers hidden states, not logits.
+"""A Hugging Face architecture as a Megatron model whose last stage returns hidden states, not logits.
 
 The language-model head is a fused kernel outside (hacpo_kernels.linear_logprob), so no [T, V] tensor ever exists here.
 Shapes: T tokens of a packed micro-batch, t = T/cp of them on a rank, H hidden size, V vocabulary (V/tp on a rank), P
-pairs of a head's numbers that turn with the position.
-Not here: where weights come from and go (names.py, reshard.py), and how a model trains (actor.py).
+rotary pairs of a head.
+
+Not here: reading and writing weights (names.py, reshard.py), training (actor.py).
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from hacpo_mega.models.sharding.segments import padded_vocab_size
 
 
 class HiddenStateModel(GPTModel):
-    """GPTModel over packed sequences: turned by explicit positions, hidden states instead of logits."""
+    """GPTModel over packed sequences: rotary by explicit positions, hidden states instead of logits."""
 
     def __init__(
         self,
@@ -44,17 +45,17 @@ class HiddenStateModel(GPTModel):
         later: Sequence["HiddenStateModel"] = (),
         **options: Any,
     ) -> None:
-        """`chunks` has the layers of all chunks of the pipeline; `fuses_norms`: a norm is a part of what follows.
+        """`chunks` has the layers of every pipeline chunk; `fuses_norms`: a norm is part of the projection after it.
 
-        `later` are the chunks of this rank after this one, its first; each is forwarded by itself (train/schedule.py),
-        but they have their parameters, gradients and state together.
+        `later` are this rank's further chunks, after this first one. Each is forwarded by itself (train/schedule.py),
+        but they share parameters, gradients and state.
         """
         super().__init__(position_embedding_type="none", **options)
         self.architecture, self.chunks, self.fuses_norms = architecture, chunks, fuses_norms
         self.lora: Lora | None = None  # megatron/weights/lora.py
         if later:
             self.later = torch.nn.ModuleList(later)
-        # Not a buffer: a wrapper that casts the model to half precision must leave the angles alone.
+        # Not a buffer: a wrapper that casts the model to half precision must not touch the angles.
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for place, layer in enumerate(self.decoder.layers):
@@ -63,17 +64,17 @@ class HiddenStateModel(GPTModel):
 
     @property
     def own_chunks(self) -> list["HiddenStateModel"]:
-        """This chunk and the rank's later ones."""
+        """All chunks of this rank, this one first."""
         return [self, *getattr(self, "later", ())]
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """As Megatron asks a rank for it: its head is of its last chunk."""
+        """Weight [V/tp, H] that Megatron asks a rank for; the head belongs to the rank's last chunk."""
         last = self.own_chunks[-1]
         return super().shared_embedding_or_output_weight() if last is self or self.pre_process else last.head_weight
 
     @property
     def head_weight(self) -> torch.nn.Parameter:
-        """Of a last chunk that is not the first one, too."""
+        """Weight [V/tp, H] of the head, also of a last chunk that is not the first one."""
         return self.output_layer.weight
 
     def _preprocess(
@@ -84,10 +85,10 @@ class HiddenStateModel(GPTModel):
         padding_mask: torch.Tensor | None = None,
         **_unused: Any,
     ) -> tuple:
-        """Embeddings (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
+        """Embeddings [t/tp, 1, H] (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
-        Where layers with a window have frequencies of their own, theirs come after the others (layers.py, TwoRopes).
-        `padding_mask` goes to every feed-forward as it is (moe.py).
+        Where layers with a window have frequencies of their own, those follow the others (layers.py, TwoRopes).
+        `padding_mask` goes to every feed-forward unchanged (moe.py).
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if hidden is not None and self.architecture.traits.scaled_embedding:
@@ -103,7 +104,7 @@ class HiddenStateModel(GPTModel):
         return hidden, turns[:, None, None, :], None, None, None, padding_mask
 
     def _postprocess(self, hidden_states: torch.Tensor, **_unused: Any) -> torch.Tensor:
-        """Between stages [t/tp, 1, H] as Megatron sends it; from the last [t, H], the same on every tensor rank."""
+        """Between stages [t/tp, 1, H], as Megatron sends it; from the last [t, H], the same on every tensor rank."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -127,12 +128,12 @@ def build_model(
     transformer: str = "local",
     overrides: dict[str, Any] | None = None,
 ) -> HiddenStateModel:
-    """This rank's part of the model, at its place in Megatron's groups; weights are random until loaded.
+    """Builds this rank's part of the model, at its place in Megatron's groups; weights are random until loaded.
 
-    `recompute` is what backward computes again (none, mlp, full), `transformer` whose layers these are (local, te),
-    `overrides` are further fields of Megatron's TransformerConfig (fusions, uneven stages). Raises ValueError
-    for a layout the architecture cannot have, for more positions than it was made for, and for a field that is not the
-    user's to set.
+    `recompute` names the activations that backward computes again (none, mlp, full), `transformer` the layer
+    implementation (local, te), `overrides` further fields of Megatron's TransformerConfig (fusions, uneven stages).
+    Raises ValueError for a layout the architecture cannot have, for more positions than it was made for, and for a
+    field that the user may not set.
     """
     cells = parallel_state.get_data_parallel_world_size()
     layout = Layout.of(tp, pp, overrides or {}, cp=cp, ep=ep, cells=cells)
@@ -150,7 +151,7 @@ def build_model(
 def stage_model(
     architecture: Architecture, config: TransformerConfig, *, max_positions: int, transformer: str = "local"
 ) -> HiddenStateModel:
-    """What Megatron makes of this rank's place in its groups, whether or not the layout makes sense."""
+    """Megatron's model for this rank's place in its groups, without a check of the layout."""
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)  # by which Megatron chooses its schedule
     rounds = [None] if vpp is None else range(vpp)
@@ -197,7 +198,7 @@ def transformer_config(
         "fp16": dtype is torch.float16,
         "activation_func": silu,
     }
-    # The fusions are for whoever has what they need, such as apex, to switch on.
+    # Users who have what the fusions need, such as apex, can switch them on.
     defaults = {
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -223,10 +224,11 @@ def forward_packed(
 ) -> torch.Tensor:
     """One forward of this rank's stage over segments packed end to end; usable in a Megatron forward step.
 
-    As records.MicroBatch has them, on the CPU so that reading the longest segment does not wait for the device; without
-    `prefixes_S2` none sees another. T must be a multiple of tp * cp. Returns hidden states of
-    this rank's tokens, after the final norm [t, H] on the last stage; on the others, Megatron's [t/tp, 1, H]. Every
-    stage but the first gets its input by set_input_tensor. `routing_TLK`, of all layers, says what routers do.
+    Arguments as in records.MicroBatch, on the CPU so that reading the longest segment does not wait for the device:
+    tokens_T and positions_T [T], cu_seqlens [S + 1], prefixes_S2 [S, 2]; without `prefixes_S2` no segment attends to
+    another. T must be a multiple of tp * cp. Returns hidden states of this rank's tokens: after the final norm [t, H]
+    on the last stage; on the others, Megatron's [t/tp, 1, H]. Every stage but the first gets its input by
+    set_input_tensor. `routing_TLK`, for all layers, overrides the routers.
     """
     assert cu_seqlens.device.type == "cpu", cu_seqlens.device
     num_tokens, tp = tokens_T.numel(), parallel_state.get_tensor_model_parallel_world_size()
@@ -244,7 +246,7 @@ def forward_packed(
 
 
 def _of_rank(model: HiddenStateModel, routing_tLK: torch.Tensor) -> torch.Tensor:
-    """What this chunk's layers are told of the tokens that a tensor rank has between its layers: neighbours."""
+    """Routing [t/tp, own layers, K] of this tensor rank's tokens (neighbours) in this chunk's layers."""
     first = model.decoder.layers[0].layer_number - 1
     mine = routing_tLK.chunk(model.pg_collection.tp.size())[model.pg_collection.tp.rank()]
     return mine[:, first : first + len(model.decoder.layers)].contiguous()
@@ -259,7 +261,7 @@ def lm_head_weight(model: torch.nn.Module) -> torch.nn.Parameter:
 
 
 def vocab_start(model: torch.nn.Module) -> int:
-    """The vocabulary id of the first row of lm_head_weight."""
+    """Vocabulary id of the first row of lm_head_weight."""
     bare = unwrapped(model)
     return bare.pg_collection.tp.rank() * (bare.vocab_size // bare.pg_collection.tp.size())
 

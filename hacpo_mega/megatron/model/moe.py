@@ -1,19 +1,22 @@
-"""A router and experts in the place of a feed-forward, each expert whole on one rank of ep.
+"""Mixture-of-experts layer: a router and experts in place of a feed-forward, each expert whole on one rank of ep.
 
 Megatron's own layer is not used (core 0.16.1): without TransformerEngine its float32 router does not run, its
-dispatcher wants CUDA's streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
+dispatcher needs CUDA streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
 
-    router      the k experts of a token, and the share of each in what comes of it (router.py)
-    dispatch    the rows of this rank's tokens, sorted by expert, go to the ranks that have the experts (all-to-all)
+    router      the k experts of a token, and their shares in its output (router.py)
+    dispatch    an all-to-all sends the rows of this rank's tokens, sorted by expert, to the ranks with the experts
     experts     down(act(gate x) * up x), for all rows of an expert together
-    combine     rows come back, and a token's are added up by its shares, in float32
-    shared      a feed-forward that all tokens go to, where the family has one: cut over tp, as every other is
+    combine     rows come back, and a token's are summed by its shares, in float32
+    shared      a feed-forward for all tokens, where the family has one: split over tp, as every other is
 
-Each rank brings the tokens that it has: of tp under sequence parallelism, of cp. So what a rank adds to the gradient of
-the router is that of its own tokens, as with a norm; what it adds to an expert's is that of all rows it was sent.
-Nothing is dropped, filled up or drawn, and no number depends on whether gradients are kept: an answer that is scored
-twice has one score. The permutations are gathers in forward and in backward, so the bits repeat on CUDA.
-Not here: which ranks share experts (platform.py), and where weights come from (models/sharding/segments.py).
+Each rank brings its own tokens: of tp under sequence parallelism, of cp. So a rank adds to the router's gradient the
+part of its own tokens, as with a norm, and to an expert's gradient the part of all rows it was sent.
+No token is dropped, there is no padding and no randomness, and no number depends on whether gradients are kept: an
+answer that is scored twice has one score. The permutations are gathers in forward and in backward, so the bits repeat
+on CUDA.
+
+Not here: which ranks share experts (platform.py), where weights come from (models/sharding/segments.py).
+
 Shapes: n tokens of a rank, k experts of a token, E experts, e = E / ep of them on this rank, R rows that it computes, H
 hidden size, F width of an expert.
 """
@@ -42,10 +45,10 @@ ALIGNED = 8
 
 
 class ExpertLayer(torch.nn.Module):
-    """The experts of a layer and their router, as Megatron builds and calls a feed-forward."""
+    """Experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
-    architecture: Architecture  # of a class that `expert_layer` makes
-    place: int  # among the layers of its stage (model.py)
+    architecture: Architecture  # set by `expert_layer`
+    place: int  # index among the layers of its stage (model.py)
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -57,8 +60,9 @@ class ExpertLayer(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
         """[n, 1, H] -> the same shape, and no bias.
 
-        `padding_mask` is what Megatron hands to a router of each token, also where backward computes it again: here
-        the experts that it goes to, int16 [n, layers of the stage, k], -1 where the router says; None: it says all.
+        `padding_mask` is the one per-token argument that Megatron passes to a router, also where backward computes it
+        again. Here it carries the replayed experts, int16 [n, layers of the stage, k], -1 where the router decides;
+        None: it always does.
         """
         hidden_nH = hidden.flatten(0, -2)
         shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
@@ -67,19 +71,19 @@ class ExpertLayer(torch.nn.Module):
         if self.group.size() == 1:
             rows_RH = self.experts(rows_RH, counts_E)
         else:
-            way = Way.of(counts_E, len(order), self.group)
-            rows_RH = way.back(self.experts(way.there(rows_RH), way.counts_e))
+            exchange = ExpertDispatch.of(counts_E, len(order), self.group)
+            rows_RH = exchange.combine(self.experts(exchange.dispatch(rows_RH), exchange.counts_e))
         output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
         return output if self.shared is None else output + self.shared(hidden)[0], None
 
 
 def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
-    """The class of these experts; a spec with arguments would make Megatron warn of every layer that it builds."""
+    """Makes the layer's class for an architecture; a spec with arguments would make Megatron warn for every layer."""
     return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
 
 
 def _shared_experts(architecture: Architecture, config: TransformerConfig) -> MLP:
-    """Megatron's feed-forward, which asks its configuration for the width."""
+    """Megatron's feed-forward, which takes its width from its configuration."""
     config = copy(config)
     config.ffn_hidden_size = architecture.shared_ffn
     activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
@@ -89,7 +93,7 @@ def _shared_experts(architecture: Architecture, config: TransformerConfig) -> ML
 
 
 class Experts(torch.nn.Module):
-    """The experts of this rank."""
+    """Experts of this rank."""
 
     def __init__(self, architecture: Architecture, config: TransformerConfig, num_experts: int) -> None:
         super().__init__()
@@ -99,12 +103,12 @@ class Experts(torch.nn.Module):
         self.down = ExpertMatrix(config, num_experts, hidden, width)
 
     def forward(self, rows_RH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert, of which each has so many -> the rows that come of them [R, H]."""
+        """Rows [R, H] sorted by expert, and their number per expert [e] -> output rows [R, H]."""
         return self.down(self.activation(self.gate_up(rows_RH, counts_e)), counts_e)
 
 
 class ExpertMatrix(torch.nn.Module):
-    """A matrix of every expert of this rank, that of one below that of the other (segments.py, Cut.EXPERTS)."""
+    """One matrix of every expert of this rank, stacked along the rows (segments.py, Cut.EXPERTS)."""
 
     def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -112,13 +116,13 @@ class ExpertMatrix(torch.nn.Module):
         self.weight = as_experts(random_weight(config, num_experts * rows, columns))
 
     def forward(self, rows_RK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-        """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+        """Every row [R, K] times the matrix of its expert, [R, N]; rows are sorted by expert, counts [e]."""
         return expert_product(rows_RK, self.weight.unflatten(0, (self.num_experts, -1)), counts_e)
 
 
 def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter, of which Megatron is told that it has the experts of this rank."""
-    weight.allreduce = False  # Megatron's word for an expert's: buffers and an optimizer of their own
+    """Marks a parameter as expert weights of this rank for Megatron."""
+    weight.allreduce = False  # Megatron's mark of expert weights: buffers and an optimizer of their own
     # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
     set_tensor_model_parallel_attributes(weight, True, 0, 1)
     return weight
@@ -128,7 +132,7 @@ def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def by_expert(experts_nk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that sorts pairs of a token and one of its experts by expert [n k], and how many each has [E]."""
+    """Order [n k] that sorts (token, expert) pairs by expert, and the number of rows per expert [E]."""
     return experts_nk.flatten().argsort(stable=True), counts_of(experts_nk, num_experts)
 
 
@@ -137,7 +141,7 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """A token's row for each of its experts, sorted by expert: [n, H] -> [n k, H]."""
+    """Permute: a token's row for each of its experts, sorted by expert: [n, H] -> [n k, H]."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, order: torch.Tensor, per_token: int) -> torch.Tensor:
@@ -154,7 +158,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The rows of a token by their shares, added up in float32: [n k, H] -> [n, H]."""
+    """Unpermute: a token's rows weighted by their shares, summed in float32: [n k, H] -> [n, H]."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows_RH: torch.Tensor, order: torch.Tensor, shares_nk: torch.Tensor) -> torch.Tensor:
@@ -181,12 +185,12 @@ class _Combine(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Way:
-    """Rows of this rank to the ranks that have their experts, and back.
+class ExpertDispatch:
+    """All-to-all token dispatch and combine over the expert-parallel group.
 
-    sent, received   how many rows go to each rank of ep, and come from it
-    order            what sorts by expert the rows that come, which are sorted by rank
-    counts_e         how many rows each expert of this rank then has
+    sent, received   number of rows that go to each rank of ep, and come from it
+    order            sorts the received rows, which are sorted by rank, by expert: [R]
+    counts_e         number of rows of each expert of this rank
     """
 
     group: dist.ProcessGroup
@@ -196,8 +200,8 @@ class Way:
     counts_e: torch.Tensor
 
     @classmethod
-    def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "Way":
-        """Of a rank with `num_rows` rows, of which every expert of the layer gets so many. Collective over `group`."""
+    def of(cls, counts_E: torch.Tensor, num_rows: int, group: dist.ProcessGroup) -> "ExpertDispatch":
+        """Plans the exchange of `num_rows` rows, `counts_E` [E] of them per expert. Collective over `group`."""
         to_re = counts_E.view(group.size(), -1)
         from_re = torch.empty_like(to_re)
         dist.all_to_all_single(from_re, to_re.contiguous(), group=group)
@@ -206,25 +210,25 @@ class Way:
         labels_R = experts_e.repeat_interleave(from_re.flatten(), output_size=sum(received))
         return cls(group, sent, received, labels_R.argsort(stable=True), from_re.sum(dim=0))
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of this rank's experts, sorted by expert."""
+    def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sends this rank's rows [n k, H]; returns the rows of this rank's experts, sorted by expert [R, H]."""
         return _Permute.apply(_Exchange.apply(rows, self.group, self.received, self.sent), self.order)
 
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """What came of this rank's rows, in the order in which they went."""
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sends results [R, H] back; returns this rank's, in their original order [n k, H]."""
         return _Exchange.apply(_Permute.apply(rows, _inverse(self.order)), self.group, self.sent, self.received)
 
 
 def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
-    """The counts as numbers: waits for the device.
+    """Counts as Python numbers: waits for the device.
 
-    A trace of memory, which has no numbers, replaces it: each line of them is of `_num_rows`, shared evenly.
+    A memory trace, which has no numbers, replaces this function: each line of counts is of `_num_rows`, shared evenly.
     """
     return counts.tolist()
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; its gradient goes the way back."""
+    """All-to-all of rows; its gradient is the reverse all-to-all."""
 
     @staticmethod
     def forward(
@@ -263,19 +267,19 @@ class _Permute(torch.autograd.Function):
 
 
 def expert_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Every row times the matrix of its expert, [R, N]; rows are sorted by expert, of which each has so many."""
+    """Every row [R, K] times the matrix [N, K] of its expert, [R, N]; rows are sorted by expert, counts [e]."""
     product = grouped_product if _fits(rows_RK, weight_eNK) else looped_product
     return product(rows_RK, weight_eNK, counts_e)
 
 
 def _fits(rows_RK: torch.Tensor, weight_eNK: torch.Tensor) -> bool:
-    """Whether torch's grouped product takes them: half precision on CUDA, in rows of 16 bytes."""
+    """True if torch's grouped product supports them: half precision on CUDA, in rows of 16 bytes."""
     aligned = not any(size % ALIGNED for size in weight_eNK.shape[1:])
     return rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and aligned
 
 
 def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Every row times the matrix of its expert, [R, N], an expert after the other. Waits for the device."""
+    """`expert_product` with one product per expert. Waits for the device."""
     (counts,) = _known(counts_e[None], len(rows_RK))
     return _Looped.apply(rows_RK, weight_eNK, counts)
 
@@ -301,17 +305,17 @@ class _Looped(torch.autograd.Function):
             return grad_rows, None, None
         grad_weight = torch.empty_like(weight_eNK)
         for grad, rows, into_weight in zip(grads, rows_RK.split(ctx.counts), grad_weight, strict=True):
-            torch.mm(grad.T, rows, out=into_weight)  # of no rows: zeros
+            torch.mm(grad.T, rows, out=into_weight)  # zeros if there are no rows
         return grad_rows, grad_weight, None
 
 
 def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
-    """What the gradient of the matrices needs, which frozen ones have not."""
+    """Rows [R, K] that the gradient of the matrices needs; None if these are frozen."""
     return rows_RK if ctx.needs_input_grad[1] else None
 
 
 def grouped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """The same as one kernel."""
+    """`expert_product` as one kernel."""
     return _Grouped.apply(rows_RK, weight_eNK, counts_e.cumsum(0).to(torch.int32))
 
 
@@ -338,5 +342,5 @@ class _Grouped(torch.autograd.Function):
             return grad_rows, None, None
         grad_weight = torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e)
         has_none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
-        # Of an expert without rows the kernel leaves on Blackwell what was in the memory before.
+        # On Blackwell the kernel leaves the gradient of an expert without rows uninitialised.
         return grad_rows, grad_weight.masked_fill_(has_none_e[:, None, None], 0.0), None

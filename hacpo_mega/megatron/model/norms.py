@@ -1,4 +1,4 @@
-"""The norms that Megatron's local spec lacks: under sequence parallelism, over all heads, after a block, by 1 + w.
+"""Norms that Megatron's local spec lacks: under sequence parallelism, over all heads, after a block, scaled by 1 + w.
 
 Shapes: T tokens of this rank, N heads of this rank, D head size, H hidden size.
 """
@@ -14,9 +14,9 @@ from torch.nn.functional import rms_norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, built as Megatron builds norms.
+    """torch's RMSNorm with Megatron's constructor.
 
-    Under sequence parallelism each rank sees a slice of the tokens, so its weight gradient is a part of the sum; the
+    Under sequence parallelism each rank has a slice of the tokens, so its weight gradient is a part of the sum; the
     attribute `sequence_parallel` makes Megatron's finalize_model_grads add the parts.
     """
 
@@ -25,27 +25,27 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any leading shape, normalised over the last dimension."""
+        """[..., H], normalised over the last dimension."""
         return _normed(x, self.weight, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """An RMSNorm whose folders hold what its scale is beyond 1 (Gemma), multiplied in float32 and rounded once."""
+    """RMSNorm scaled by 1 + weight (Gemma), multiplied in float32 and rounded once."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Any leading shape, normalised over the last dimension."""
+        """[..., H], normalised over the last dimension."""
         return _normed(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
 def _normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """torch's RMSNorm, to the last bit; its gradient in float32 on the CPU by a formula (_Normed)."""
+    """torch's RMSNorm of [..., H], to the last bit; its gradient in float32 on the CPU by a formula (_Normed)."""
     if x.device.type == "cpu" and x.dtype is torch.float32:
         return _Normed.apply(x, weight_H, eps)
     return rms_norm(x, weight_H.shape, weight_H, eps)
 
 
 class _Normed(torch.autograd.Function):
-    """y = r x w with r = (mean of x^2 + eps)^-1/2, and of its gradient g
+    """y = r x w with r = (mean of x^2 + eps)^-1/2, and with g the gradient of y
 
         dx = r g w - x r^3 sum(g x w) / H        dw = sum over rows of r g x
 
@@ -69,9 +69,9 @@ class _Normed(torch.autograd.Function):
 
 
 class WholeRMSNorm(torch.nn.Module):
-    """An RMSNorm over all heads together, of which a tensor-parallel rank has some (OLMo 2).
+    """RMSNorm over all heads together, of which a tensor-parallel rank has some (OLMo 2).
 
-    The weight [N * D] is this rank's part. Every rank sees all tokens here, and the squares are summed over ranks.
+    The weight [N * D] is this rank's part. Every rank has all tokens here, and the squares are summed over ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
@@ -95,7 +95,7 @@ class WholeRMSNorm(torch.nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum that every rank reads, so its gradient is the sum of theirs."""
+    """Sum that every rank reads, so its gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -112,14 +112,14 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class AddNormed(torch.nn.Module):
-    """The sum with the residual where a block's output is normalised first; Megatron's is a plain one."""
+    """Residual addition where a block's output is normalised first; Megatron's is a plain one."""
 
     def __init__(self, config: TransformerConfig, norm: type[RMSNorm]) -> None:
         super().__init__()
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-        """The function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""
+        """Function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""
         return self._add
 
     def _add(
@@ -127,6 +127,6 @@ class AddNormed(torch.nn.Module):
     ) -> torch.Tensor:
         output, bias = output_with_bias
         assert dropout == 0.0, dropout
-        # Megatron switches gradients on here, also where nothing is trained: the norm's weight would keep it all.
+        # Megatron enables gradients here even if nothing is trained: the norm's weight would then keep its input.
         with torch.set_grad_enabled(output.requires_grad or residual.requires_grad):
             return residual + self.norm(output if bias is None else output + bias)

@@ -1,10 +1,11 @@
-"""Rotary positions: frequencies of a model, the cosines and sines of a micro-batch, and how attention turns by them.
+"""Rotary positions: frequencies of a model, cosines and sines of a micro-batch, and their application in attention.
 
-Cosines and sines are made once a micro-batch, and all layers turn queries and keys by the same. Megatron's own function
-would make them twice in every layer, and keep them for backward.
-Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding. T tokens, N heads of size D,
-P pairs that turn.
-Not here: which kinds there are, and their numbers (models/families/rope.py).
+Cosines and sines are made once a micro-batch for all layers. Megatron's own function would make them twice in every
+layer, and keep them for backward.
+Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding.
+Shapes: T tokens, N heads of size D, P rotary pairs.
+
+Not here: the kinds of scaling and their numbers (models/families/rope.py).
 """
 
 import math
@@ -34,7 +35,7 @@ def rope_frequencies(architecture: Architecture) -> torch.Tensor:
 
 
 def window_frequencies(architecture: Architecture) -> torch.Tensor:
-    """Of layers with a window, where they have their own: float32 [P], else [0]."""
+    """Rotary frequencies of layers with a window, if they have their own: float32 [P], else [0]."""
     theta = architecture.window_theta
     return torch.empty(0) if theta is None else _plain(architecture.rotary_dim, theta)
 
@@ -44,14 +45,14 @@ def _plain(size: int, theta: float) -> torch.Tensor:
 
 
 def rope_magnitude(architecture: Architecture) -> float:
-    """What cosines and sines are multiplied with; not those of layers that have frequencies of their own."""
+    """Factor of cosines and sines; not for layers that have frequencies of their own."""
     return architecture.rope.attention_factor if isinstance(architecture.rope, YarnRope) else 1.0
 
 
 def cosines_and_sines(
     positions_T: torch.Tensor, frequencies_P: torch.Tensor, magnitude: float, config: TransformerConfig
 ) -> torch.Tensor:
-    """[T, 4P] in the dtype of the model, cosines first.
+    """Cosines, then sines, of positions [T] and frequencies [P]: [T, 4P] in the dtype of the model.
 
     Both numbers of a pair turn by the same angle: neighbours, or one from each half.
     """
@@ -62,9 +63,9 @@ def cosines_and_sines(
 
 
 def rotate(tensor_TND: torch.Tensor, turns: torch.Tensor, config: TransformerConfig, **_unused: object) -> torch.Tensor:
-    """Queries or keys, turned by `cosines_and_sines` [T, 1, 1, 4P] of their tokens; further numbers stay as they are.
+    """Queries or keys [T, N, D], rotated by `cosines_and_sines` [T, 1, 1, 4P]; dimensions beyond 2P stay unchanged.
 
-    As Megatron's apply_rotary_pos_emb with a token's own angle, to the last bit.
+    Equals Megatron's apply_rotary_pos_emb with a token's own angle, to the last bit.
     """
     tensor = tensor_TND.unsqueeze(1)
     cosines, sines = turns.chunk(2, dim=-1)
@@ -77,14 +78,14 @@ def rotate(tensor_TND: torch.Tensor, turns: torch.Tensor, config: TransformerCon
 
 
 def _llama3(frequencies_P: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:
-    """Keep wavelengths below original/high, divide those above original/low, blend between."""
+    """Keeps wavelengths below original/high, divides those above original/low, blends between."""
     turns_P = rope.original_positions * frequencies_P / (2 * math.pi)
     keep_P = ((turns_P - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return frequencies_P * (keep_P + (1.0 - keep_P) / rope.factor)
 
 
 def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Tensor:
-    """Keep the pairs that turn often, divide those that turn seldom, blend linearly in the number of the pair."""
+    """Keeps the pairs that turn often, divides those that turn seldom, blends linearly in the pair's index."""
     num_pairs = len(frequencies_P)
 
     def pair_that_turns(often: float) -> float:

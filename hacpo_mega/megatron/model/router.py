@@ -1,20 +1,20 @@
-"""Which experts a token goes to, and the share of each in what comes of them.
+"""Router of a mixture: the experts of each token, and their shares in its output.
 
-Softmax of float32 logits over all experts, the k largest of them, made to add up to 1 where the family does that.
-Nothing is drawn: an answer that is scored twice has one score.
-As DeepSeek-V3 (arXiv 2412.19437, eq. 13 to 16; GLM-4.5): sigmoids in place of the softmax, and a bias that says which
-are the largest and is in no share. Pre-training moved it to even the load; here it stays as it was loaded, to the bit.
-
-The auxiliary losses of a layer, which agents.megatron switches on (Megatron's names), over the T tokens that a
-micro-batch reads, without its padding: f_e of them go to expert e, p_te is the softmax (or the sigmoids, made to add up
-to 1):
+Softmax of float32 logits over all experts, the k largest of them, normalised to sum 1 where the family does that.
+Routing is deterministic: an answer that is scored twice has one score.
+DeepSeek-V3 (arXiv 2412.19437, eq. 13 to 16) and GLM-4.5: sigmoids instead of the softmax, and a bias that takes part in
+the choice of experts but not in the shares. Pre-training moved it to even the load; here it keeps its loaded bits.
+Auxiliary losses of a layer, which agents.megatron switches on (Megatron's names), over the T tokens that a micro-batch
+reads, without its padding: f_e of them go to expert e, p_te is the softmax (or the sigmoids, normalised to sum 1):
 
     moe_aux_loss_coeff   E / (k T^2) sum_e f_e sum_t p_te, 1 where the load is even (arXiv 2101.03961, eq. 4 to 6)
     moe_z_loss_coeff     1 / T sum_t logsumexp(logits_t)^2 (arXiv 2202.08906, eq. 5)
 
-Each is a mean over the tokens of the update, added up over layers. f has no gradient. The first is of a micro-batch:
-unlike all else that is learnt it depends on how an update is packed.
-Not here: what becomes of a token at its experts (moe.py).
+Each is a mean over the tokens of the update, summed over layers. f has no gradient. The first is computed per
+micro-batch: it alone depends on how an update is packed.
+
+Not here: the experts (moe.py).
+
 Shapes: n tokens of a rank, k experts of a token, E experts, H hidden size.
 """
 
@@ -26,14 +26,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from hacpo_mega.models.families.architecture import Architecture
 
-# Of transformers, so that shares which are all zero stay so.
+# As in transformers: shares that are all zero stay zero.
 LEAST = 1e-20
-# What stands for an expert in what a router is told of a token: the router says, and nobody reads the token.
+# Special values in place of a replayed expert: the router decides; the token is padding, which nobody reads.
 UNTOLD, PADDING = -1, -2
 
 
 class Router(torch.nn.Module):
-    """Which experts a token goes to, and the share of each in what comes of it."""
+    """Chooses the experts of each token, and their shares in its output."""
 
     def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class Router(torch.nn.Module):
             self.bias = torch.nn.Parameter(zeros_E, requires_grad=False)
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
-        # Of the pairs that were replayed: those that this router had not chosen, and all.
+        # Counts of replayed pairs: those that this router had not chosen, and all.
         self.replayed_2 = torch.zeros(2, dtype=torch.int64, device=self.weight.device)
         self.coefficients = coefficients(config)
-        # Tokens of the update that is learned from, over all cells; 0: no auxiliary losses.
+        # Tokens of the current update, over all cells; 0: no auxiliary losses.
         self.num_tokens = 0
         # Both losses of this rank's tokens, a sum over tokens, over the forwards that were learned from.
         self.losses_2 = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
@@ -58,10 +58,10 @@ class Router(torch.nn.Module):
     def forward(
         self, hidden_nH: torch.Tensor, replayed_nk: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shares, float32 [n, k], and the experts that they are of, int64 [n, k], the largest first.
+        """Shares, float32 [n, k], and their experts, int64 [n, k], the largest first, of hidden states [n, H].
 
-        A token goes to the experts that `replayed_nk` says, in that order, if it says any (not -1): with the shares
-        that this router gives them, through which it learns (samples/routing.py).
+        A token goes to the experts of `replayed_nk` [n, k], in that order, if it has any (not -1). They get this
+        router's shares, through which it learns (samples/routing.py).
         """
         logits_nE = _Logits.apply(hidden_nH, self.weight)
         scores_nE = logits_nE.softmax(dim=-1) if self.bias is None else logits_nE.sigmoid()
@@ -101,7 +101,7 @@ class Router(torch.nn.Module):
             group = parallel_state.get_tensor_and_context_parallel_group()
             if group.size() > 1:
                 dist.all_reduce(counts_E, group=group)
-            # A sum over pairs is k T: of a micro-batch of padding alone it is 0.
+            # The sum over pairs is k T; it is 0 for a micro-batch of padding alone.
             per_pair_E = counts_E * self.architecture.num_experts / counts_E.sum().clamp(min=1)
             balance = ((probs_nE * is_read_n[:, None]).sum(dim=0) * per_pair_E).sum()
         if for_logits:
@@ -110,8 +110,10 @@ class Router(torch.nn.Module):
         return (for_balance * balance + for_logits * logits) / self.num_tokens
 
     def _largest(self, scores_nE: torch.Tensor) -> torch.Tensor:
-        """The experts of every token [n, k]; of the groups whose two largest scores add up to most, where there are
-        several."""
+        """Experts of every token [n, k], from scores [n, E].
+
+        With several groups of experts, only from the groups whose two largest scores have the largest sums.
+        """
         if self.bias is not None:
             scores_nE = scores_nE + self.bias
         if self.architecture.num_groups > 1:
@@ -124,12 +126,12 @@ class Router(torch.nn.Module):
 
 
 def coefficients(config: TransformerConfig) -> tuple[float, float]:
-    """Of a layer's moe_aux_loss and moe_z_loss."""
+    """Coefficients of a layer's moe_aux_loss and moe_z_loss."""
     return config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
 
 
 class _AddLoss(torch.autograd.Function):
-    """The shares as they are; backward adds the gradient of a loss that the micro-batch's own does not hold."""
+    """Passes the shares [n, k] through; backward adds the gradient of a loss outside of the micro-batch's own."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, shares_nk: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -143,7 +145,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _Logits(torch.autograd.Function):
-    """float32 logits, which keep their input as it is; of a frozen router, none."""
+    """float32 logits [n, E]; keeps the input in its own dtype, and nothing for a frozen router."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden_nH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
@@ -159,12 +161,12 @@ class _Logits(torch.autograd.Function):
 
 
 def random_weight(config: TransformerConfig, rows: int, columns: int) -> torch.nn.Parameter:
-    """A matrix as Megatron begins one; it is loaded before it is used."""
+    """A weight with Megatron's initialisation; it is loaded before it is used."""
     weight = torch.empty(rows, columns, device=torch.cuda.current_device(), dtype=config.params_dtype)
     return torch.nn.Parameter(config.init_method(weight))
 
 
 def counts_of(experts_nk: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many rows every expert gets [E], of the experts of every token."""
+    """Number of rows per expert [E], from the experts of every token [n, k]."""
     numbers = experts_nk.flatten()
     return numbers.new_zeros(num_experts).scatter_add_(0, numbers, torch.ones_like(numbers))

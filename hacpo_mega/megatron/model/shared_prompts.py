@@ -1,9 +1,12 @@
-"""Prompts that several answers share: read once in a micro-batch, seen by each of the answers.
+"""Shared prompts: several answers' prompt is read once in a micro-batch, and each of the answers attends to it.
 
-A segment of a pack (records.MicroBatch) may see the tokens of another one before its own. Keys and values are gathered
-for it, prompt and answer end to end; queries stay as they are. So the matrices of a layer work on a prompt once for all
-of its answers, and attention on its queries, too. The gradient of a key that several segments have met is their sum.
-Not here: which answers share a prompt (samples/packing.py), and attention itself (layers.py).
+A segment of a pack (records.MicroBatch) may attend to the tokens of another one before its own. Keys and values are
+gathered for it, prompt and answer end to end; queries stay in place. So the matrices of a layer work on a prompt once
+for all of its answers, and so does attention on its queries. The gradient of a key that several segments attend to is
+their sum.
+
+Not here: which answers share a prompt (samples/packing.py), attention itself (layers.py).
+
 Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D head size.
 """
 
@@ -23,13 +26,12 @@ class Run:
     """Neighbouring segments of similar length, which attend as one padded batch.
 
     B segments, Q queries and M keys of the longest.
-
     lengths       tokens of each segment
-    query_BQ      places of their queries among those of the run, key_BM of their keys in the pack: int64. Where a
-                  segment has no more of them, its last one, which causality hides from all others
+    query_BQ      int64, places of their queries among those of the run; key_BM of their keys in the pack. A shorter
+                  segment repeats its last place, which causality hides from all others
     is_query_BQ   bool, which of the queries are a segment's own
     back_BQM      int64, how many places before a query a key is; negative behind it
-    The tensors are None where segments meet no other keys than their own.
+    The tensors are None if segments attend to their own keys alone.
     """
 
     lengths: list[int]
@@ -40,7 +42,10 @@ class Run:
 
     @staticmethod
     def prefixed(lengths: list[int], key_lengths: list[int], places: torch.Tensor) -> "Run":
-        """Of segments whose last `lengths` keys, of `key_lengths` at `places`, are their own."""
+        """Run of segments with keys of a prompt before their own.
+
+        Each has `key_lengths` keys at `places` [M], of which the last `lengths` are its own.
+        """
         own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
         counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
         key_BM = (keys_B.cumsum(0) - keys_B)[:, None] + torch.minimum(counting_M, keys_B[:, None] - 1)
@@ -55,16 +60,16 @@ class Run:
 
 @dataclass
 class PackedSegments(PackedSeqParams):
-    """Megatron's description of a pack whose segments may meet more keys than they have queries.
+    """Megatron's description of a pack, extended to segments with more keys than queries.
 
-    key_places    int64 [M] on the device, the tokens whose keys they meet, segment after segment; None: their own
+    key_places    int64 [M] on the device, the tokens whose keys they attend to, segment after segment; None: their own
     """
 
     key_places: torch.Tensor | None = None
 
     @cached_property
     def runs(self) -> list[Run]:
-        """All segments, in order; the same for every layer, so they are made once."""
+        """All segments, in order, as runs; cached, since every layer uses the same."""
         lengths, key_lengths = (starts.diff().tolist() for starts in (self.cu_seqlens_q, self.cu_seqlens_kv))
         runs, first_key = [], 0
         for group in similar_lengths(lengths, key_lengths):
@@ -76,8 +81,9 @@ class PackedSegments(PackedSeqParams):
 
 
 def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tuple[int, int]]]:
-    """Cut segments, of so many tokens and so many keys, into runs: the longest at most half again the shortest in both;
-    those that meet other keys than their own apart.
+    """Splits segments, with their numbers of tokens and keys, into runs of similar ones.
+
+    In a run the longest is at most half again the shortest in both; segments with other keys than their own run apart.
     """
     runs: list[list[tuple[int, int]]] = []
     low = high = low_key = high_key = 0
@@ -94,7 +100,10 @@ def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tup
 
 
 def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, device: torch.device) -> PackedSegments:
-    """How attention is told of the segments of a micro-batch; int32 on the CPU."""
+    """Segments of a micro-batch in the form that attention needs.
+
+    cu_seqlens [S + 1] and prefixes_S2 [S, 2] are int32 on the CPU.
+    """
     lengths_S = cu_seqlens.diff()
     keys_S, key_starts, places = lengths_S, cu_seqlens, None
     if prefixes_S2 is not None and bool(prefixes_S2.any()):
@@ -112,7 +121,7 @@ def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, 
 
 
 def _key_places(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor) -> torch.Tensor:
-    """[M]: of every segment the tokens before its own, then its own."""
+    """Key places [M]: for every segment the tokens before its own, then its own."""
     starts = torch.stack([prefixes_S2[:, 0], cu_seqlens[:-1]], dim=1).flatten().long()
     lengths = torch.stack([prefixes_S2[:, 1], cu_seqlens.diff()], dim=1).flatten().long()
     ends = lengths.cumsum(0)
@@ -120,7 +129,7 @@ def _key_places(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor) -> torch.Te
 
 
 def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The rows `places`, of any shape, of a tensor [T, K, D]: [*places, K, D]. Gradients of equal places add up."""
+    """Rows `places`, of any shape, of a tensor [T, K, D]: [*places, K, D]. Gradients of equal places add up."""
     # embedding: what index_select's gradient does on the CPU takes a call for every row.
     return embedding(places, tensor_TKD.flatten(1)).unflatten(-1, tensor_TKD.shape[1:])
 
@@ -129,10 +138,10 @@ def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tenso
 def met_tokens(
     tensors: Sequence[torch.Tensor], places: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, ...] | Sequence[torch.Tensor]]:
-    """What segments meet of tensors [T, K, D]: their rows `places`, as in `gather_tokens`; None: themselves.
+    """Context with the keys or values that segments attend to: rows `places` of tensors [T, K, D], or all (None).
 
-    Who keeps them for backward keeps the T rows, and gathers them again: a prompt of 16,000 tokens that 16 answers
-    share would be 256,000 rows of every layer, which no limit of a micro-batch counts.
+    Backward keeps the T rows, and gathers them again: a prompt of 16,000 tokens that 16 answers share would be 256,000
+    rows of every layer, which no limit of a micro-batch counts.
     """
     if places is None:
         yield tensors

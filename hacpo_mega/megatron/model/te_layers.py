@@ -1,9 +1,9 @@
-"""The layers of TransformerEngine, where it is installed: which actor has them, and Megatron's spec of them.
+"""TransformerEngine's layers, where it is installed: which actor uses them, and Megatron's spec of them.
 
-The norm before a projection is a part of it (names.py knows both), norms and matrices are TransformerEngine's, and
-attention reads the packed micro-batch as it is (THD). The local layers (layers.py) stay the reference. bf16 only: fp8
-keeps scales that change from one forward to the next, so an answer scored twice would have two scores.
-Written against TransformerEngine 2.9 to 2.11. Imports it nowhere: Megatron does, and installed.py before it.
+The norm before a projection is part of the projection (names.py knows both forms), norms and matrices are
+TransformerEngine's, and attention reads the packed micro-batch (THD). The local layers (layers.py) stay the reference.
+bf16 only: fp8 keeps scales that change from one forward to the next, so an answer scored twice would have two scores.
+Written against TransformerEngine 2.9 to 2.11. Never imported here: Megatron imports it, after installed.py's check.
 """
 
 import copy
@@ -24,10 +24,10 @@ from hacpo_mega.models.families.architecture import Architecture
 def chosen_transformer(
     asked: str, architecture: Architecture, *, dtype: torch.dtype, on_cuda: bool, version: str | None
 ) -> str:
-    """The layers, "local" or "te", of an actor that is asked for "auto", "local" or "te".
+    """Layer implementation, "local" or "te", of an actor that asks for "auto", "local" or "te".
 
-    `version` is that of the installed TransformerEngine, None where there is none. ValueError, in one line, where
-    "te" cannot be.
+    `version` is that of the installed TransformerEngine, None if there is none. ValueError, in one line, if "te" is not
+    possible.
     """
     if asked == "te" and not architecture.fits_te:
         raise ValueError(
@@ -51,8 +51,7 @@ def chosen_transformer(
 class PackedTEAttention(torch.nn.Module):
     """TransformerEngine's attention over packed sequences.
 
-    With context parallelism it is told of this rank's share of the heads alone, which it sees over all tokens
-    (context_parallel.py).
+    With context parallelism it is built for this rank's share of the heads, and gets all tokens (context_parallel.py).
     """
 
     def __init__(
@@ -76,17 +75,17 @@ class PackedTEAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **megatron_options: object,
     ) -> torch.Tensor:
-        """Return the attention output of this rank's tokens [t, N * D]."""
+        """Attention output of this rank's tokens [t, N * D]."""
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         output = self.attend(*whole, attention_mask, packed_seq_params=packed_seq_params, **megatron_options)
         return self.from_heads(output.unflatten(1, (-1, query_tND.shape[2]))).flatten(1)
 
 
 class WithBias:
-    """A row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+    """Row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
 
     def __new__(cls, *sizes: int, linear: type, bias: bool, **options: object) -> torch.nn.Module:
-        """The linear itself; `bias` is the one of Megatron's configuration."""
+        """Returns the linear itself; `bias` is the one of Megatron's configuration."""
         return linear(*sizes, bias=True, **options)
 
 

@@ -1,8 +1,8 @@
-"""Whose kernels an actor's optimizer has: Adam, the norm of all gradients, and their scaling when they are clipped.
+"""Fused kernels of an actor's optimizer: Adam, the global gradient norm, and gradient scaling in clipping.
 
 TransformerEngine and apex have each of them as one launch over a list of tensors. Megatron takes the first that it can
-import, for the whole process, also where no kernel of it could run; here the configuration says. All compute Adam with
-decoupled weight decay on the same fp32 state, so checkpoints do not know whose it was.
+import, for the whole process, even if its kernels cannot run; here the configuration decides. All compute Adam with
+decoupled weight decay on the same fp32 state, so checkpoints do not depend on the choice.
 """
 
 from collections.abc import Callable, Collection
@@ -15,11 +15,13 @@ from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
 from hacpo_mega.megatron.model.installed import APEX_VERSION, VERSION
 
-SAID = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
+VERSIONS = {"te": f"TransformerEngine {VERSION}", "apex": f"apex {APEX_VERSION}", "torch": f"torch {torch.__version__}"}
 
 
 class Kernels(NamedTuple):
-    """`apply(op, flag, lists, *arguments)` runs `l2norm` or `scale` over lists of tensors."""
+    """Functions of one implementation; `apply(op, flag, lists, *arguments)` runs `l2norm` or `scale` on lists of
+    tensors.
+    """
 
     adam: type[torch.optim.Optimizer]
     apply: Callable[..., Any]
@@ -28,13 +30,13 @@ class Kernels(NamedTuple):
 
 
 def _norm_of_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], _of_each: bool) -> tuple:
-    """As Megatron's, which has the host wait for the norm of every tensor: to the last bit, and it waits for none."""
+    """Global norm [1], bit-identical to Megatron's, but without a host wait for the norm of every tensor."""
     norms = torch.stack(torch._foreach_norm(lists[0]))
     return torch.linalg.vector_norm(norms)[None], None
 
 
 def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
-    """As Megatron's, in a few launches for all tensors instead of two for each."""
+    """Megatron's scaling, in a few launches for all tensors instead of two for each."""
     read, written = lists
     if not written:
         return
@@ -43,7 +45,7 @@ def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]]
     torch._foreach_mul_(written, scale)
 
 
-# What is there, in the order in which "auto" takes it. installed.py has refused what is there in part.
+# Installed implementations, in the order of preference of "auto". installed.py has refused incomplete ones.
 THERE: dict[str, Kernels] = {}
 try:
     from transformer_engine.pytorch import optimizers as te
@@ -63,15 +65,15 @@ THERE["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _n
 
 
 def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(THERE)) -> str:
-    """Whose kernels, "te", "apex" or "torch", an optimizer has that is asked for "auto" or one of them.
+    """Implementation ("te", "apex" or "torch") for an optimizer that asks for "auto" or one of them.
 
-    `there` is what is installed, best first. ValueError, in one line, for what cannot be.
+    `there` lists the installed ones, best first. ValueError, in one line, if it is not possible.
     """
     if asked == "auto":
         return next(name for name in there if on_cuda or name == "torch")
     if asked not in there:
         raise ValueError(
-            f'optimizer.kernels = "{asked}", but {SAID[asked].partition(" ")[0]} is not installed here: build it '
+            f'optimizer.kernels = "{asked}", but {VERSIONS[asked].partition(" ")[0]} is not installed here: build it '
             '(launch/image/Dockerfile), or set "auto"'
         )
     if asked != "torch" and not on_cuda:
@@ -80,7 +82,7 @@ def chosen_kernels(asked: str, *, on_cuda: bool, there: Collection[str] = tuple(
 
 
 def use_kernels(name: str) -> None:
-    """Has Megatron make and run optimizers with these kernels, in the whole process, from now on."""
+    """Makes Megatron build and run optimizers with these kernels, in the whole process, from now on."""
     kernels = THERE[name]
     construction.USING_PYTORCH_OPTIMIZER = name == "torch"
     construction.Adam = distrib_optimizer.Adam = kernels.adam

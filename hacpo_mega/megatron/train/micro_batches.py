@@ -27,8 +27,8 @@ from hacpo_mega.records import ExpertLoad, MicroBatch, Sample, TokenSequence, Up
 from hacpo_mega.samples.packing import empty_microbatch
 
 
-class Told(list):
-    """Micro-batches, evened, of which each is told when it is taken."""
+class EvenBatches(list):
+    """Micro-batches with counts balanced across cells; iteration reports progress."""
 
     def __init__(self, batches: Sequence[MicroBatch], on_progress: Callable[[], None]) -> None:
         super().__init__(evened(batches))
@@ -41,14 +41,14 @@ class Told(list):
 
 
 def places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
-    """Where the sequences of a micro-batch stand in `sequences`."""
+    """Index in `sequences` of each sequence of a micro-batch."""
     # by identity: comparing records would compare their token arrays
     place_of = {id(sequence): place for place, sequence in enumerate(sequences)}
     return [place_of[id(sequence)] for sequence in batch.sequences]
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch as a loss function reads it, which asks for no routing; itself on the CPU."""
+    """Moves a micro-batch to the device for the loss function, which needs no routing; unchanged on the CPU."""
     if device.type == "cpu":
         return batch
     tensors = {
@@ -66,7 +66,7 @@ def update_stats(
     step: OptimizerStep,
     experts: ExpertLoad | None,
 ) -> UpdateStats:
-    """What an update of these micro-batches has done."""
+    """Statistics of an update from these micro-batches."""
     return UpdateStats(
         reports=tuple(reports),
         loss=loss,
@@ -102,13 +102,13 @@ def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def _is_of_others(batch: MicroBatch) -> bool:
-    """Whether it holds other agents' answers; of what is no sample nothing is known, and it is scored, too."""
+    """True if it holds other agents' answers; sequences that are no samples count as own, as in scoring."""
     first = batch.sequences[0]
     return isinstance(first, Sample) and not first.is_self
 
 
 class ExpertCounts:
-    """What the routers of this rank's part of a model count; a model without experts has none."""
+    """Reads the counters of the routers in this rank's part of a model; there are none without experts."""
 
     def __init__(self, model: HiddenStateModel) -> None:
         layers = [layer for chunk in model.own_chunks for layer in chunk.decoder.layers]
@@ -120,7 +120,7 @@ class ExpertCounts:
         self._has_losses = model.architecture.has_experts and any(self._coefficients)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Forgets what was counted before; until `load` the routers learn from their auxiliary losses, too.
+        """Resets the counters; until `load` the routers also learn from their auxiliary losses.
 
         `batches` are this cell's. Collective over the agent where there are such losses.
         """
@@ -135,7 +135,7 @@ class ExpertCounts:
             router.num_tokens = self._num_tokens
 
     def load(self) -> ExpertLoad | None:
-        """What was counted since; None where no token had experts. Collective over the agent, if it has experts."""
+        """Load since `begin`; None if no token had experts. Collective over the agent, if it has experts."""
         a = self._architecture
         if not a.has_experts:
             return None
@@ -152,7 +152,7 @@ class ExpertCounts:
         return found if found is None or not self._has_losses else replace(found, **self._losses())
 
     def _losses(self) -> dict[str, float]:
-        """Means over tokens and layers of the losses that are switched on. Collective over the agent."""
+        """Means over tokens and layers of the enabled losses. Collective over the agent."""
         sums_2 = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for router in self._routers.values():
             sums_2 += router.losses_2
@@ -163,9 +163,9 @@ class ExpertCounts:
 
 
 def expert_load(counts_LE: torch.Tensor, replayed_L2: torch.Tensor | None = None) -> ExpertLoad | None:
-    """Of so many rows that every expert of every layer had, int64 [layers, experts]; None of none.
+    """Load from the number of rows per layer and expert, int64 [L, E]; None if a layer has none.
 
-    `replayed_L2` says of those that were replayed how many were changed by it, and how many there are.
+    `replayed_L2` holds the replayed choices that differ from the router's own, and all replayed ones.
     """
     total_L1 = counts_LE.sum(dim=1, keepdim=True)
     if not total_L1.all():

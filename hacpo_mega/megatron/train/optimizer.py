@@ -1,7 +1,8 @@
-"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning rate of an update.
+"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning-rate schedule.
 
 The learning rate is a pure function of the update's number, so a resumed run needs only the count of its updates.
-Not here: gradients (schedule.py makes them) and what a checkpoint stores.
+
+Not here: gradients (schedule.py), checkpoints (sharded_state.py).
 """
 
 import math
@@ -18,12 +19,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.train.fused_optimizer import SAID, chosen_kernels, use_kernels
+from hacpo_mega.megatron.train.fused_optimizer import VERSIONS, chosen_kernels, use_kernels
 from hacpo_mega.megatron.train.offload import Offload
 from hacpo_mega.megatron.train.overlap import buffers_of
 
-# What of an actor can be in host memory meanwhile: nothing, the optimizer's state, or everything.
-Leaves = Literal["nothing", "state", "everything"]
+# Offloadable part of an actor: nothing, the optimizer's state, or everything.
+OffloadMode = Literal["nothing", "state", "everything"]
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -44,8 +45,11 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one optimizer step did. `grad_norm` is over the whole model, before clipping; `applied` is false when it or
-    the loss was not finite and the parameters were left as they were."""
+    """Result of one optimizer step.
+
+    `grad_norm` is over the whole model, before clipping; `applied` is false if it or the loss was not finite and the
+    parameters stayed unchanged.
+    """
 
     grad_norm: float
     lr: float
@@ -54,10 +58,10 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class ParameterShare:
-    """What a rank's optimizer has of a parameter: the numbers start:stop of it, flattened.
+    """This rank's share of a parameter in the optimizer: the numbers start:stop of it, flattened.
 
-    state   of these numbers, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies, unless
-            they are away (offload.py): then those on the host, to be read alone
+    state   [stop - start] each, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies, unless
+            they are offloaded (offload.py): then the host copies, read-only
     """
 
     start: int
@@ -74,10 +78,13 @@ class ActorOptimizer:
         config: OptimizerConfig,
         total_updates: int,
         *,
-        leaves: Leaves = "nothing",
+        offload_mode: OffloadMode = "nothing",
     ) -> None:
-        """`leaves` is what can leave the device: its state, as `self.offload` is told, with moments from the start; or
-        everything, the model's weights too, as `self.weights` is told (actor_offload.py)."""
+        """`offload_mode` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
+
+        An offloadable state has moments from the start. Everything includes the model's weights (`self.weights`;
+        actor_offload.py).
+        """
         self.config = config
         self.total_updates = total_updates
         self.num_updates = self.num_applied = 0
@@ -90,29 +97,29 @@ class ActorOptimizer:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if self.kernels == "torch":
                 group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
-        if leaves != "nothing":
+        if offload_mode != "nothing":
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if leaves != "nothing" else ())
+        self.offload = Offload(self._own_state() if offload_mode != "nothing" else ())
         # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
         # A router's bias, float32 and a few numbers, stays.
         frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         main = (tensor for part in self.parts for group in part.shard_fp32_groups for tensor in group)
         whole = [*(buffer.param_data for buffer in buffers_of(model)), *frozen]
-        self.weights = Offload(whole, [*trained, *main], "the model") if leaves == "everything" else Offload(())
+        self.weights = Offload(whole, [*trained, *main], "the model") if offload_mode == "everything" else Offload(())
 
     @property
-    def said(self) -> str:
-        """Whose Adam it is and of which version, for people."""
-        return f"Adam of {SAID[self.kernels]}"
+    def summary(self) -> str:
+        """Adam implementation with its version, for the startup log."""
+        return f"Adam of {VERSIONS[self.kernels]}"
 
     @property
     def parts(self) -> list[DistributedOptimizer]:
-        """The distributed optimizers of Megatron's chain; experts have one of their own, sharded over other ranks."""
+        """Distributed optimizers of Megatron's chain; experts have one of their own, sharded over other ranks."""
         return self.megatron.chained_optimizers
 
     def make_moments(self) -> None:
-        """Gives Adam its moments, as zeros, where the first update has not yet; parameters stay as they are."""
+        """Allocates Adam's moments as zeros, if no update has yet; parameters stay unchanged."""
         without = [part for part in self.parts if not part.optimizer.state]
         if not without:
             return
@@ -123,7 +130,7 @@ class ActorOptimizer:
         self.set_progress(self.num_updates, self.num_applied)
 
     def _own_state(self) -> list[torch.Tensor]:
-        """All that lies in no buffer of the model: main weights of half-precision ones, and the moments."""
+        """State outside the model's buffers: main weights of half-precision parameters, and the moments."""
         groups = [group for part in self.parts for group in part.shard_fp32_from_float16_groups]
         main = [tensor for group in groups for tensor in group]
         # torch counts Adam's steps in tensors of no dimension, which stay where they are
@@ -131,11 +138,11 @@ class ActorOptimizer:
         return main + [tensor for tensor in states if isinstance(tensor, torch.Tensor) and tensor.dim()]
 
     def _states(self) -> Iterator[dict[str, Any]]:
-        """What Adam keeps of every parameter that this rank has a share of."""
+        """Adam's state of every parameter that this rank has a share of."""
         return (state for part in self.parts for state in part.optimizer.state.values())
 
     def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
-        """This rank's share of the state of a parameter, once there are moments; None where it has nothing of it."""
+        """This rank's share of a parameter's state, once there are moments; None if it has none."""
         part = next((part for part in self.parts if parameter in part.model_param_gbuf_map), None)
         if part is None:
             return None
@@ -146,13 +153,13 @@ class ActorOptimizer:
 
     def spread_main_weights(self, model: DistributedDataParallel) -> None:
         """Rounds the main weights into the model's own, whole on all ranks. Collective over the agent."""
-        self.offload.require_home()
+        self.offload.ensure_on_device()
         for part in self.parts:
             part._copy_main_params_to_model_params()
         model.start_param_sync(force_sync=True)
 
     def set_progress(self, num_updates: int, num_applied: int) -> None:
-        """Where the learning rate stands (updates), and Adam's bias correction (those that were applied)."""
+        """Sets the counts behind the learning rate (updates) and Adam's bias correction (applied updates)."""
         self.num_updates, self.num_applied = num_updates, num_applied
         # torch's Adam counts in every parameter's state, the fused ones in the group.
         for state in self._states():
@@ -163,29 +170,28 @@ class ActorOptimizer:
                 group["step"] = num_applied
 
     def counted_gradients(self) -> list[torch.Tensor]:
-        """The gradients in the model's buffers that this rank counts: over all ranks every element of the model once.
+        """Gradients in the model's buffers that this rank counts: over all ranks every element of the model once.
 
-        Megatron decides which, as for the norm: of this rank's data-parallel shard, without copies on other tensor
-        ranks and without the tied head of another stage. fp32 views, until the buffers are filled again.
+        Megatron selects them, as for the norm: this rank's data-parallel shard, without copies on other tensor ranks
+        and without the tied head of another stage. Flat fp32 views, valid until the buffers are filled again.
         """
-        self.offload.require_home()  # Megatron lays every gradient beside its main weight
+        self.offload.ensure_on_device()  # Megatron pairs every gradient with its main weight
         self.megatron.prepare_grads()
         parts = self.megatron.chained_optimizers
         return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
 
     def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks that share the elements of `counted_gradients`. In place; collective over the agent."""
+        """Sums a tensor, in place, over the ranks that share `counted_gradients`. Collective over the agent."""
         torch.distributed.all_reduce(values, group=self.megatron.get_grad_stats_parallel_group())
         return values
 
     def step(self, loss: float) -> OptimizerStep:
-        """Apply the gradients in the model's buffers, unless they or the update's `loss` are not finite.
+        """Applies the gradients in the model's buffers, unless they or the update's `loss` are not finite.
 
-        Collective over the agent's ranks, which all know the same loss. A norm that is not finite on any rank is so on
-        all (it is all-reduced), so all skip together. A skipped update still counts: the schedule follows the run's
-        plan, not its luck. RuntimeError while its state is away (offload.py).
+        Collective over the agent's ranks, which all pass the same loss. The norm is all-reduced, so all ranks skip
+        together. Skipped updates still advance the LR schedule. RuntimeError while the state is offloaded (offload.py).
         """
-        self.offload.require_home()
+        self.offload.ensure_on_device()
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         self.num_updates += 1
         for group in self.megatron.param_groups:

@@ -1,9 +1,11 @@
-"""Communication of data parallelism while the actor computes: gradients during backward, weights during forward.
+"""Overlap of data-parallel communication with compute: gradients during backward, weights during forward.
 
-Megatron's wrapper does both, for jobs in which every rank has as many micro-batches as the others. Here a cell may have
-none in an update. So cells agree before each backward whether the reduction may begin inside it, and weights are
-gathered by all cells at one point, right after the optimizer's step; what comes later is waiting alone, which is no
-collective. Off unless `agents.data_parallel` says otherwise. Not here: what is reduced (schedule.py).
+Megatron's wrapper does both for jobs in which every rank has equally many micro-batches. Here a cell may have none in
+an update. So cells agree before each backward whether the reduction may begin inside it, and all cells start to gather
+weights at one point, right after the optimizer's step; later calls only wait, which is not collective. Off by default
+(`agents.data_parallel`).
+
+Not here: the reduction itself (schedule.py).
 """
 
 from collections.abc import Iterator
@@ -20,10 +22,10 @@ from hacpo_mega.megatron.train.shard_exchange import gather_shards
 
 @contextmanager
 def reduction_inside_backward(model: DistributedDataParallel, *, has_samples: bool) -> Iterator[None]:
-    """Around a backward: buckets are reduced as they are filled, where all cells of the agent have samples.
+    """Context of a backward: buckets are reduced as they are filled, if all cells of the agent have samples.
 
-    Else all of them reduce after it, since a cell without a backward would reduce its buckets in another order than
-    the others. Collective over the agent's ranks, where overlap is asked for.
+    Otherwise all of them reduce after it, since a cell without a backward would reduce its buckets in another order.
+    Collective over the agent's ranks, with overlap.
     """
     wrapping = model.ddp_config
     if not wrapping.overlap_grad_reduce:
@@ -41,9 +43,9 @@ def reduction_inside_backward(model: DistributedDataParallel, *, has_samples: bo
 
 
 def wait_before_use(model: DistributedDataParallel) -> None:
-    """Lets every module wait for its weights before its forward, instead of Megatron's hooks.
+    """Makes every module wait for its weights before its forward, instead of Megatron's hooks.
 
-    Those also start a gather that nobody has started, in whatever cell has a forward.
+    Those also start a gather that has not been started, in whatever cell has a forward.
     """
     model.disable_forward_pre_hook(param_sync=False)
     for module in model.module.modules():
@@ -53,7 +55,7 @@ def wait_before_use(model: DistributedDataParallel) -> None:
 
 
 def buffers_of(model: DistributedDataParallel) -> list[Any]:
-    """Megatron's buffers of weights and gradients, those of experts among them."""
+    """Megatron's buffers of weights and gradients, experts' included."""
     return [*model.buffers, *model.expert_parallel_buffers]
 
 
@@ -64,8 +66,8 @@ def _bucket_groups(model: DistributedDataParallel) -> list[Any]:
 def start_gather(model: DistributedDataParallel) -> None:
     """Starts to gather the weights that an optimizer's step has left in shards. Collective over the agent's ranks.
 
-    Without overlap Megatron's step has done so, and waited. Not by its `start_param_sync`: that coalesces, and a
-    coalesced gather of gloo corrupts the heap where others are under way (pytorch issue 65231; so in torch 2.13).
+    Without overlap Megatron's step has already gathered them. `start_param_sync` is not used: it coalesces, and a
+    coalesced gather of gloo corrupts the heap while others are in flight (pytorch issue 65231; so in torch 2.13).
     """
     if model.ddp_config.overlap_param_gather:
         for bucket_group in _bucket_groups(model):
@@ -75,15 +77,17 @@ def start_gather(model: DistributedDataParallel) -> None:
 
 
 def _gather(weights_N: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.distributed.Work | None:
-    """Starts to fill the weights of a bucket from the equal shards that every rank has in its place."""
+    """Starts to fill the weights of a bucket [N] from the equal shards that every rank has in its place."""
     shard_N = weights_N.chunk(group.size())[group.rank()]
     return gather_shards(weights_N, shard_N, group=group, async_op=True)
 
 
 def finish_gather(model: DistributedDataParallel) -> None:
-    """Waits until the weights are whole: for whoever reads or writes them outside the forward of their module.
+    """Waits for the pending all-gather of updated parameters.
 
-    A write before that would be lost to gloo, which writes this rank's shard too.
+    Needed before they are read or written outside their module's forward.
+
+    A write before that would be lost with gloo, which writes this rank's shard too.
     """
     _wait(tuple(_bucket_groups(model)))
 

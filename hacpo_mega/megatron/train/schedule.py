@@ -1,13 +1,13 @@
-"""Micro-batches through the pipeline: forward alone, or forward and backward into the model's gradient buffers.
+"""Pipeline schedule of micro-batches: forward alone, or forward and backward into the model's gradient buffers.
 
 The scaling law, in one place. After `accumulate_gradients` the buffers hold
 
     d/dw  sum over cells, sum over their micro-batches, of  loss
 
 a plain sum, over the ranks of data and of context parallelism (though each of the latter holds the whole loss:
-context_parallel.py says why). Nothing divides by the number of micro-batches, of ranks or of tokens. A mean is made by
-the loss itself, which divides by a count of the whole update that every rank was handed. So a gradient depends neither
-on how samples were packed nor on how many ranks share them, and a rank without samples adds zero.
+context_parallel.py says why). Nothing divides by the number of micro-batches, of ranks or of tokens. For a mean, the
+loss itself divides by a count of the whole update, which every rank has. So a gradient depends neither on the packing
+of samples nor on the number of ranks, and a rank without samples adds zero.
 
 Megatron's own defaults divide twice (by num_microbatches in the schedule, by the data-parallel size in DDP). Its
 `calculate_per_token_loss` switches both off and would instead divide by a token count in `finalize_model_grads`; that
@@ -46,9 +46,9 @@ NO_TOKEN_COUNT = torch.zeros((), dtype=torch.int)
 def data_parallel(
     model: HiddenStateModel, spans: Spans, options: DataParallelConfig = DATA_PARALLEL
 ) -> DistributedDataParallel:
-    """The model under the law above, with its gradient buffers; the wrapper reads the law once, here.
+    """Wraps the model for data parallelism under the law above, with its gradient buffers.
 
-    Where reduction ends, cells wait for each other, so that is one of the `spans`.
+    Cells wait for each other where the reduction ends, so that is one of the `spans`.
     """
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
@@ -64,7 +64,10 @@ def data_parallel(
 
 
 def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage) -> list[Any]:
-    """`last_stage` of every micro-batch with sequences in order, without gradients; empty on other pipeline stages."""
+    """Calls `last_stage` on every micro-batch with sequences, in order, without gradients.
+
+    Returns its results; an empty list on other pipeline stages.
+    """
     if not batches:
         return []
 
@@ -84,11 +87,11 @@ def forward_only(model: DistributedDataParallel, batches: Sequence[MicroBatch], 
 def accumulate_gradients(
     model: DistributedDataParallel, batches: Sequence[MicroBatch], last_stage: LastStage
 ) -> list[Any]:
-    """Fill the gradient buffers as the law says. Returns what `last_stage` answers behind loss and count, in order, of
-    the micro-batches with sequences.
+    """Fills the gradient buffers as the law says.
 
-    Collective over the agent's ranks. A rank without micro-batches runs no pipeline (nobody in its cell has any) and
-    joins the reduction with zeros. RuntimeError while the buffers are away (actor_offload.py).
+    Returns the third result of `last_stage`, behind loss and count, for the micro-batches with sequences, in order.
+    Collective over the agent's ranks. A rank without micro-batches runs no pipeline (no rank of its cell has any) and
+    joins the reduction with zeros. RuntimeError while the buffers are offloaded (actor_offload.py).
     """
     if not all(buffer.grad_data.numel() for buffer in buffers_of(model)):
         raise RuntimeError("the gradient buffers have left the device: learning is for a turn that was begun to learn")
@@ -99,7 +102,7 @@ def accumulate_gradients(
         batch = next(batches_left)
         return _forward(model, batch, longest), partial(last_stage, batch=batch) if batch.sequences else _nothing
 
-    # An empty micro-batch has no gradient of the head: what would wait for it is not to wait for the last one's.
+    # An empty micro-batch gives the head no gradient, so the reduction must not wait for it in the last one.
     with reduction_inside_backward(model, has_samples=bool(batches) and bool(batches[-1].sequences)):
         if batches:
             return _of_sequences(run(forward_step_func=step, forward_only=False, **_pipeline(model, batches)), batches)
@@ -108,21 +111,21 @@ def accumulate_gradients(
 
 
 def _of_sequences(answers: Sequence[Any], batches: Sequence[MicroBatch]) -> list[Any]:
-    """Without those of empty micro-batches, also of those before `batches`."""
+    """Results without those of empty micro-batches, and of those before `batches`."""
     return [answer for number, answer in enumerate(answers[-len(batches) :]) if batches[number].sequences]
 
 
 def _longest(batches: Sequence[MicroBatch]) -> int:
-    """Tokens of the longest micro-batch. By number: whoever iterates over them takes them (micro_batches.py)."""
+    """Tokens of the longest micro-batch. By index: iteration would report progress (micro_batches.py)."""
     return max((len(batches[number].tokens_T) for number in range(len(batches))), default=0)
 
 
 def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.Tensor:
-    """The forward of a stage, or of a chunk of it.
+    """Forward of a stage, or of a chunk of it.
 
     Between chunks all messages are as long as those of the `longest` micro-batch. Megatron's exchange of true shapes
-    locks up there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
-    sends one after the other, and waits for the first tensor before it tells the second's shape.
+    deadlocks there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
+    sends one after the other, and waits for the first tensor before it sends the second's shape.
     """
     bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
     pack = *pack, _routing(bare, batch)
@@ -137,7 +140,7 @@ def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.T
 
 
 def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
-    """What routers are told of each token; the padding where it is to be left out of their losses."""
+    """Replayed routing of a micro-batch [T, L, K]; padding is marked if it must be left out of the auxiliary losses."""
     if not (model.architecture.has_experts and any(coefficients(model.config)) and torch.is_grad_enabled()):
         return batch.routing_TLK
     told_TLK = batch.routing_TLK
@@ -147,15 +150,15 @@ def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
 
 
 def _nothing(hidden_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """What an empty micro-batch adds."""
+    """Loss of an empty micro-batch: 0."""
     return 0.0 * hidden_TH.sum(), NO_TOKEN_COUNT, None
 
 
 def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> dict[str, Any]:
-    """What Megatron's schedules are told of the micro-batches, with or without gradients.
+    """Arguments of Megatron's schedules for these micro-batches, with or without gradients.
 
-    Where stages have several chunks, every chunk takes them once, in rounds of pp: the first is filled with empty ones.
-    (In the last micro-batch every parameter must get a gradient, or its bucket is not reduced meanwhile.)
+    With several chunks per stage, every chunk takes them once, in rounds of pp: the first round is filled with empty
+    ones. (In the last micro-batch every parameter must get a gradient, or its bucket is not reduced in time.)
     """
     chunks = unwrapped(model).own_chunks
     config, missing = model.config, 0
@@ -175,7 +178,7 @@ def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> 
 
 
 def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | None = None, **groups: Any) -> None:
-    """Sum gradients over cells and cp ranks, over sequence-parallel and tied-embedding groups; divide by nothing."""
+    """Sums gradients over cells and cp ranks, over sequence-parallel and tied-embedding groups; divides by nothing."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     first = torch.distributed.get_process_group_ranks(group)[0]
     with spans.span("reduce gradients", "collective", f"gradients/{spans.owner}/{first}"):
@@ -183,14 +186,17 @@ def _reduce_gradients(spans: Spans, models: list, _num_tokens: torch.Tensor | No
 
 
 def sum_over_cells(value: torch.Tensor | float, device: torch.device) -> float:
-    """Sum over cells of a scalar that all ranks of this stage of a cell hold; an update's loss is the last one's."""
+    """Sums a scalar over cells, which all ranks of this stage of a cell hold; an update's loss is the last stage's."""
     total = torch.as_tensor(value, dtype=torch.float64, device=device)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.item()
 
 
 def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
-    """The last pipeline stage's `tensor` on every stage; the others hand in one of its shape, which is overwritten."""
+    """Broadcasts the last pipeline stage's `tensor` [any shape] to every stage.
+
+    The others pass a tensor of its shape, which is overwritten.
+    """
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast(tensor, source, group=parallel_state.get_pipeline_model_parallel_group())
@@ -198,7 +204,7 @@ def tensor_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def object_from_last_stage(thing: Any, records: Sequence[type], device: torch.device) -> Any:
-    """The same for any message of a few kilobytes (`to_bytes`); `records` are the named tuples in it."""
+    """Broadcasts an object of a few kilobytes (`to_bytes`); `records` are its classes of named tuples."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return thing
     is_source = torch.distributed.get_rank() == parallel_state.get_pipeline_model_parallel_last_rank()
@@ -216,13 +222,13 @@ DTYPES = {
 
 
 def to_bytes(thing: Any) -> bytes:
-    """The message. TypeError for what is none of the above."""
+    """Encodes the message of a pipeline's last stage. TypeError for anything else than plain values and tensors."""
     tensors: list[bytes] = []
     return join([json.dumps(_described(thing, tensors)).encode(), *tensors])
 
 
 def from_bytes(message: bytes, records: Sequence[type]) -> Any:
-    """What `to_bytes` was given; `records` are the classes of named tuples that may be in it, by their names."""
+    """Inverse of `to_bytes`; `records` are the classes of named tuples that may be in it, by their names."""
     text, *tensors = split(message)
     return _read(json.loads(text), iter(tensors), {record.__name__: record for record in records})
 

@@ -1,9 +1,9 @@
-"""What data parallelism sends: gradients summed into the shard of each rank, weights gathered from all shards.
+"""Reduce-scatter of gradients and all-gather of weights, for data parallelism.
 
-Megatron's wrapper asks torch for both. torch asks the library even where a rank is alone with its gradients, and gloo's
-copies the whole model three times an update for that; here nothing is sent, on every device. Among several ranks gloo
-sums all gradients on all ranks, in copies, and gathers into a copy, too. Here each rank sends the others what they
-keep, in place and in pieces. NCCL does all this by itself.
+Megatron's wrapper asks torch for both. torch calls the library even for a single rank, and gloo then copies the whole
+model three times an update; here a single rank does nothing, on every device. Among several ranks gloo sums all
+gradients on all ranks, in copies, and gathers into a copy, too. Here each rank sends the others their shards, in place
+and in pieces. NCCL does all this by itself.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ PIECE = 1 << 20  # numbers: what is added is still in the cache
 def sum_into_shard(
     shard_N: torch.Tensor, whole_DN: torch.Tensor, *, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Adds up what D ranks hold of this rank's shard of N numbers, which lies in its place of `whole_DN`.
+    """Sums this rank's shard [N] over D ranks, in its place of `whole_DN`.
 
-    What is left in the places of other shards is undefined. Of several ranks gloo's sum is in the order of its own
-    gradient first and of the other ranks then. Collective over `group`.
+    The places of other shards are undefined afterwards. The order of the sum: own gradient first, then the other
+    ranks'. Collective over `group`.
     """
     if group.size() == 1:
         return None
@@ -45,7 +45,7 @@ def sum_into_shard(
 def gather_shards(
     whole_DN: torch.Tensor, shard_N: torch.Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
-    """Fills `whole_DN` with the shards of D ranks, of which this rank's lies in its place. Collective over `group`."""
+    """Fills `whole_DN` with the shards of D ranks; this rank's [N] lies in its place. Collective over `group`."""
     if group.size() == 1:
         return None
     if async_op or not shard_N.is_cpu:
@@ -60,7 +60,7 @@ def gather_shards(
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks of a group, in order."""
+    """Other ranks of a group, in order."""
     return [peer for peer in range(group.size()) if peer != group.rank()]
 
 

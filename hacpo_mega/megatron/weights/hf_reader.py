@@ -1,6 +1,6 @@
-"""The tensors of a Hugging Face folder, a slice at a time. Imports no Megatron.
+"""Tensors of a Hugging Face folder, a slice at a time. Imports no Megatron.
 
-Not here: what the files of a folder hold (models/weight_files.py), which slices a rank wants (weights.py).
+Not here: the files of a folder (models/weight_files.py), the slices of a rank (weights.py).
 """
 
 from contextlib import ExitStack
@@ -15,12 +15,12 @@ from hacpo_mega.models.weight_files import CORRECTION, StoredTensor, stored_tens
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
+    """Type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
     return torch.float32 if name.endswith(CORRECTION) else dtype
 
 
 class FolderReader:
-    """The tensors of a folder by name, over its safetensors files, which stay open until `stack` closes."""
+    """Tensors of a folder by name, over its safetensors files, which stay open until `stack` closes."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.stack = folder, stack
@@ -28,7 +28,7 @@ class FolderReader:
         self.open_files: dict[str, Any] = {}
 
     def read(self, source: Source, start: int, stop: int, *, dim: int) -> torch.Tensor:
-        """Rows (dim 0) or columns (dim 1) start:stop. ValueError when a number there is not finite."""
+        """Rows (dim 0) or columns (dim 1) start:stop. ValueError if a number there is not finite."""
         piece = self._slice(source)[:, start:stop] if dim else self._slice(source)[start:stop]
         if num_bad := piece.numel() - int(piece.isfinite().sum()):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""The files of a Hugging Face folder, written from whole tensors: weights in safetensors, and what lies beside them.
+"""Files of a Hugging Face folder, written from whole tensors: weights in safetensors, and the files beside them.
 
-Not here: where the tensors come from (reshard.py, stored_state.py). Imports no Megatron.
+Not here: the source of the tensors (reshard.py, stored_state.py). Imports no Megatron.
 """
 
 import json
@@ -21,7 +21,7 @@ from hacpo_mega.models.sharding.segments import Source
 from hacpo_mega.models.weight_files import INDEX, SINGLE, without_extra_layers
 
 FILE_BYTES = 5 << 30
-# Of an exported agent with LoRA, the folder of its adapters beside the merged weights.
+# Folder of the adapters beside the merged weights, in an exported agent with LoRA.
 ADAPTER = "adapter"
 GENERATION = "generation_config.json"
 
@@ -29,8 +29,9 @@ GENERATION = "generation_config.json"
 def finite(
     tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, out_folder: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in `dtype`. RunStopped for one that is not finite in it; every process that takes them looks, so that
-    all stop and none waits for the next bucket.
+    """Converts tensors of any shape to `dtype`. RunStopped for one that is not finite in it.
+
+    Every process that takes the tensors checks them, so that all stop and none waits for the next bucket.
     """
     for name, tensor in tensors:
         converted = tensor.to(dtype_of(name, dtype))
@@ -51,9 +52,10 @@ def write_weights(
     file_bytes: int = FILE_BYTES,
     writes: bool = True,
 ) -> None:
-    """Write `tensors`, which are `sources` in their order and in `dtype`, in files of about `file_bytes`.
+    """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    A process that does not write only takes them, for whoever makes them by collectives.
+    Files are about `file_bytes` each. A process that does not write only iterates, since making the tensors is
+    collective.
     """
     files = _plan_files(sources, dtype, file_bytes)
     for name, planned in files.items():
@@ -74,7 +76,10 @@ def write_weights(
 
 
 def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, folder: Path) -> None:
-    """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json."""
+    """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json.
+
+    Factors by peft's names: A [rank, inputs], B [outputs, rank].
+    """
     _save(dict(tensors), folder / "adapter_model.safetensors")
     hub = HubModel.of_snapshot(base)
     config = {
@@ -95,7 +100,7 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
-    """Writes a safetensors file that those may read who may read any other here: the library makes it its owner's."""
+    """Writes a safetensors file with the default mode: the library would make it readable by its owner alone."""
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
@@ -103,7 +108,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
-    """File name -> the tensors in it, in their order."""
+    """File name -> names of the tensors in it, in their order."""
     groups, size = [[]], 0
     for source in sources:
         source_bytes = torch.Size(source.shape).numel() * dtype_of(source.name, dtype).itemsize
@@ -118,14 +123,14 @@ def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) 
 
 
 def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy what a model folder's readers need beside its weights, and name the new dtype in config.json."""
+    """Copies the files that readers of a model need beside its weights, and sets the new dtype in config.json."""
     copy_files(copied_files(source), source, out)
     config = without_extra_layers(with_dtype(read_config(source), str(dtype).removeprefix("torch.")))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def name_end(folder: Path, number: int | None) -> None:
-    """Adds a token to the ends that generation_config.json names, so that whoever serves the folder stops there, too.
+    """Adds a token to the end tokens in generation_config.json, so that servers of the folder stop there, too.
 
     None adds nothing. A folder without the file gets one, with the ids that config.json names.
     """
@@ -139,7 +144,7 @@ def name_end(folder: Path, number: int | None) -> None:
 
 
 def copy_files(files: Iterable[Path], source: Path, out: Path) -> None:
-    """Copy files of `source` to the same places in `out`; one that is there already stays."""
+    """Copies files of `source` to the same places in `out`; existing ones stay."""
     for path in files:
         to = out / path.relative_to(source)
         if not to.exists():

@@ -1,11 +1,13 @@
-"""LoRA on a live Megatron model: adapters beside its parallel layers, a frozen base, and the base with them merged.
+"""LoRA on a live Megatron model: adapters beside its parallel layers, a frozen base, and merged weights for readers.
 
-A layer that is split along its output (column-parallel) reads the tokens of a sequence-parallel rank and gathers them:
-its adapter takes them to the rank of A first, so what it gathers is small. One that is split along its input
-(row-parallel) adds up what ranks have and keeps each rank's tokens: so does its adapter, with the product of its share
-of A. Either way the factor that all tensor ranks have, A of the first and B of the second, sees the tokens of its own
-rank alone, and Megatron adds up its gradient over them as it does that of a norm (`sequence_parallel`).
-Not here: which matrices, and how factors are cut (models/sharding/lora.py); W + B A in numbers (merging.py).
+A column-parallel layer (split along its output) reads the tokens of a sequence-parallel rank and gathers them: its
+adapter projects them to the rank of A first, so the gather is small. A row-parallel layer (split along its input) sums
+over ranks and keeps each rank's tokens: so does its adapter, with the product of its share of A. Either way the factor
+that all tensor ranks have, A of the first and B of the second, gets the tokens of its own rank alone, and Megatron sums
+its gradient over the ranks as it does a norm's (`sequence_parallel`).
+
+Not here: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers (merging.py).
+
 Shapes: T tokens and t = T / tp of them, R rank, n the adapters of a layer, O and I outputs and inputs of a rank, U of
 those outputs the ones that an adapter adds to.
 """
@@ -36,23 +38,23 @@ from hacpo_mega.models.sharding.segments import Cut, Rectangle, Segment, Slot, s
 
 
 class LayerAdapter(torch.nn.Module):
-    """The adapters of one parallel layer; `forward` is what they add to its output."""
+    """Adapters of one parallel layer; `forward` returns what they add to its output."""
 
     def __init__(self, down: Parameter, up: Parameter, scale: float, group: ProcessGroup) -> None:
-        """`group` is that of tensor parallelism, whose ranks share the tokens of a sequence where they are several."""
+        """`group` is that of tensor parallelism, whose ranks share the tokens of a sequence if there are several."""
         super().__init__()
         self.down, self.up, self.scale, self.group = down, up, scale, group
         self.is_on = True
 
 
 class ColumnAdapter(LayerAdapter):
-    """Of a layer that is split along its output: down [n R, I] on every rank, up split as the layer is.
+    """Adapter of a column-parallel layer: down [n R, I] on every rank, up [U, R] split as the layer is.
 
     `up` has the rows of the layer that an adapter adds to, in their order.
     """
 
     def __init__(self, owners_O: Sequence[int | None], *factors: object) -> None:
-        """`owners_O` says of every row of the layer whose it is, of the n adapters; None: of none."""
+        """`owners_O` has for every row of the layer the index of its adapter, of n; None: no adapter."""
         super().__init__(*factors)
         rank, device = self.up.shape[1], self.up.device
         places = [place for place, owner in enumerate(owners_O) if owner is not None]
@@ -65,14 +67,14 @@ class ColumnAdapter(LayerAdapter):
         set_tensor_model_parallel_attributes(self.up, True, 0, 1)
 
     def forward(self, input_t1I: Tensor) -> Tensor:
-        """What is added to the layer's output [T, 1, O]."""
+        """Addition [T, 1, O] to the layer's output, from its input [t, 1, I]."""
         low = linear(input_t1I, self.down) * self.scale
         if self.group.size() > 1:
             low = gather_from_sequence_parallel_region(low, group=self.group)
         return linear(low, self._spread_up())
 
     def _spread_up(self) -> Tensor:
-        """[O, n R]: every row of `up` in the columns of its own adapter, in the layer's order; elsewhere zeros."""
+        """Block matrix [O, n R]: every row of `up` in its adapter's columns, in the layer's order; zeros elsewhere."""
         spread = self.up
         if self.mask_Un is not None:
             spread = (self.up[:, None, :] * self.mask_Un[:, :, None]).flatten(1)
@@ -82,7 +84,7 @@ class ColumnAdapter(LayerAdapter):
 
 
 class RowAdapter(LayerAdapter):
-    """Of a layer that is split along its input: down [R, I] split as the layer is, up [O, R] on every rank."""
+    """Adapter of a row-parallel layer: down [R, I] split as the layer is, up [O, R] on every rank."""
 
     def __init__(self, *factors: object) -> None:
         super().__init__(*factors)
@@ -90,7 +92,7 @@ class RowAdapter(LayerAdapter):
         self.up.sequence_parallel = self.group.size() > 1
 
     def forward(self, input_T1I: Tensor) -> Tensor:
-        """What is added to the layer's output [t, 1, O]."""
+        """Addition [t, 1, O] to the layer's output, from its input [T, 1, I]."""
         low = linear(input_T1I, self.down) * self.scale
         if self.group.size() > 1:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
@@ -98,7 +100,7 @@ class RowAdapter(LayerAdapter):
 
 
 class ExpertAdapter(LayerAdapter):
-    """Of a matrix of the experts of a rank: down [e n R, I], up [e O, R], those of one below those of the other."""
+    """Adapter of a matrix of a rank's experts: down [e n R, I], up [e O, R], stacked expert by expert."""
 
     def __init__(self, num_experts: int, *factors: object) -> None:
         super().__init__(*factors)
@@ -106,12 +108,12 @@ class ExpertAdapter(LayerAdapter):
         as_experts(self.down), as_experts(self.up)
 
     def forward(self, rows_MI: Tensor, counts_e: Tensor) -> Tensor:
-        """What is added to the matrices' products [M, O]; of M rows each expert has so many, one after the other."""
+        """Addition [M, O] to the matrices' products, from M rows [M, I] sorted by expert, counts [e]."""
         low = expert_product(rows_MI, self.down.unflatten(0, (self.num_experts, -1)), counts_e) * self.scale
         return expert_product(low, self._spread_up(), counts_e)
 
     def _spread_up(self) -> Tensor:
-        """[e, O, n R]: every row of `up` in the columns of its own adapter; elsewhere zeros."""
+        """Block matrices [e, O, n R]: every row of `up` in the columns of its own adapter; zeros elsewhere."""
         rank = self.up.shape[1]
         num_adapters = self.down.shape[0] // (self.num_experts * rank)
         up_enoR = self.up.view(self.num_experts, num_adapters, -1, rank)
@@ -122,10 +124,10 @@ class ExpertAdapter(LayerAdapter):
 
 
 def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
-    """Freezes the model and puts adapters beside its layers, before it is wrapped for data parallelism.
+    """Freezes the model and adds adapters to its layers, before it is wrapped for data parallelism.
 
-    B is zero, so the model computes what it did; A is drawn as peft draws it (uniform up to 1 / sqrt(inputs)), by the
-    seed and the name of its matrix, so that it is the same on every layout.
+    B is zero, so the model computes the same as before. A is drawn as in peft (uniform up to 1 / sqrt(inputs)), seeded
+    by the seed and the name of its matrix, so that it is the same on every layout.
     """
     assert not model.fuses_norms, (
         "TransformerEngine's layers have their norms inside, in front of what an adapter reads"
@@ -191,7 +193,7 @@ def _draw(down: Parameter, slot: Slot, pieces: Sequence[Segment], seed: int) -> 
 
 @contextmanager
 def adapters_off(model: HiddenStateModel) -> Iterator[None]:
-    """The model computes what its folder says: the policy that the run began with."""
+    """Context in which the model computes without adapters: the policy that the run began with."""
     layers = [module for module in model.modules() if isinstance(module, LayerAdapter)]
     try:
         for layer in layers:
@@ -203,7 +205,7 @@ def adapters_off(model: HiddenStateModel) -> Iterator[None]:
 
 
 class HeldWeights:
-    """This rank's weights as others are to have them: those of the model, where there are adapters with them merged."""
+    """This rank's weights for readers: the model's, with adapters merged."""
 
     def __init__(self, model: HiddenStateModel) -> None:
         self._parameters = dict(model.named_parameters())
@@ -215,7 +217,7 @@ class HeldWeights:
             self._factors.setdefault(held.source.name, []).append((slot, held))
 
     def shard(self, slot: Slot) -> Tensor:
-        """This rank's shard of a parameter of the base, to be read."""
+        """This rank's shard of a parameter of the base, read-only."""
         parameter = self._parameters[slot.parameter].detach()
         if not any(self._adapts(source.name) for source in slot.sources):
             return parameter
@@ -225,7 +227,7 @@ class HeldWeights:
         return whole
 
     def rectangle(self, parameter: str, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """The numbers at `offsets`, so many, of a Hugging Face tensor, inside of what a parameter holds of it."""
+        """Numbers at `offsets`, [*sizes], of a Hugging Face tensor, inside the rectangle `held` of a parameter."""
         weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
         if not self._adapts(held.source.name):
             return weight
@@ -237,8 +239,10 @@ class HeldWeights:
     def stack(
         self, parameter: str, held: Sequence[Rectangle], offsets: tuple[int, int], sizes: tuple[int, int]
     ) -> Tensor:
-        """Of experts, whose matrices lie at equal distances in a parameter, the same rectangle of each [experts, ...];
-        with adapters, a copy."""
+        """The same rectangle of several experts, [experts, *sizes]: a view, or a copy with adapters.
+
+        Their matrices lie at equal distances in one parameter.
+        """
         if self._adapts(held[0].source.name):
             return torch.stack([self.rectangle(parameter, each, offsets, sizes) for each in held])
         first = self.rectangle(parameter, held[0], offsets, sizes)
@@ -257,7 +261,7 @@ class HeldWeights:
 
 
 def _view(parameter: Tensor, held: Rectangle) -> Tensor:
-    """What of a parameter's shard the rectangle is."""
+    """View of a rectangle, [*held.sizes], in a parameter's shard."""
     return parameter.view(-1)[held.start :][: torch.Size(held.sizes).numel()].view(held.sizes)
 
 

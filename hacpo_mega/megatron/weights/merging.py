@@ -1,20 +1,20 @@
-"""An adapter merged into its matrix: W + alpha / rank * B A, the same bits of any part of it on any layout.
+"""Adapter merged into its matrix: W + alpha / rank * B A, with the same bits for any part of it on any layout.
 
-A product of matrices may add in another order for another shape, so it is made one rank at a time, each rounded by
-itself: float32 for the sum, W's type for the result. What is published, exported or read from a checkpoint is this.
-W itself is never written. Imports no Megatron.
+A matrix product may sum in another order for another shape, so it is made one rank at a time, each rounded by itself:
+float32 for the sum, W's type for the result. These are the weights that are published, exported, or read from a
+checkpoint. W itself is never written. Imports no Megatron.
 """
 
 import torch
 from torch import Tensor
 
-# Numbers of a block of rows, whose partial sums stay in a processor's cache.
+# Numbers in a block of rows, whose partial sums stay in a processor's cache.
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 @torch.no_grad()
 def merged(weight_NM: Tensor, up_NR: Tensor, down_RM: Tensor, scale: float) -> Tensor:
-    """W + scale * B A of these rows and columns of W, in memory of its own."""
+    """W + scale * B A [N, M] of these rows and columns of W [N, M], B [N, R] and A [R, M], in new memory."""
     up_NR, down_RM = up_NR.float() * scale, down_RM.float()
     whole_NM = torch.empty_like(weight_NM, memory_format=torch.contiguous_format)
     rows = max(1, BLOCK[weight_NM.device.type] // weight_NM.shape[1])

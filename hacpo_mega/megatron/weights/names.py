@@ -1,4 +1,4 @@
-"""The Hugging Face tensors behind a live Megatron model, and the way back from its shards.
+"""Mapping between a live Megatron model's parameters and Hugging Face tensors.
 
 Not here: the arithmetic of shards, which needs no model (models/sharding/segments.py).
 """
@@ -12,7 +12,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.lora import adapter_slots
 from hacpo_mega.models.sharding.segments import Slot, Source, rank_slots, segments
 
-# A norm of the local layers -> where TransformerEngine's have its weight.
+# A norm of the local layers -> the parameter with its weight in TransformerEngine's layers.
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -20,14 +20,13 @@ FUSED_NORMS = {
 
 
 def slots_of(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
-    """The slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
+    """Slots of pipeline stage `pp_rank` of the model that `model` is a part of, in a fixed order."""
     slots = rank_slots(model.architecture, model.chunks, model.config.pipeline_model_parallel_size, pp_rank)
     return tuple(_fused(slot, model.architecture) for slot in slots) if model.fuses_norms else slots
 
 
 def _fused(slot: Slot, architecture: Architecture) -> Slot:
-    """The same of TransformerEngine's layers, in which a norm's weight is a parameter of the projection after it; in
-    front of experts there is none."""
+    """Slot for TransformerEngine's layers: a norm's weight is part of the projection after it, but for experts."""
     for norm, parameter in FUSED_NORMS.items():
         is_fused = "mlp." not in parameter or not architecture.has_experts
         if is_fused and slot.parameter.endswith(f".{norm}"):
@@ -36,7 +35,7 @@ def _fused(slot: Slot, architecture: Architecture) -> Slot:
 
 
 def trained_slots(model: HiddenStateModel, pp_rank: int) -> tuple[Slot, ...]:
-    """The same of what is trained: under LoRA the factors of its adapters, else all."""
+    """Slots of the trained parameters: under LoRA the factors of its adapters, else all."""
     if model.lora is None:
         return slots_of(model, pp_rank)
     pp = model.config.pipeline_model_parallel_size
@@ -51,7 +50,7 @@ def sources_of(model: HiddenStateModel) -> tuple[Source, ...]:
 
 
 def place_of(model: HiddenStateModel) -> dict[str, int]:
-    """Which shards this rank has, as segments.py asks: tp, tp_rank, ep, ep_rank."""
+    """Shard coordinates of this rank for segments.py: tp, tp_rank, ep, ep_rank."""
     tp, ep = model.pg_collection.tp, model.pg_collection.ep
     return {"tp": tp.size(), "tp_rank": tp.rank(), "ep": ep.size(), "ep_rank": ep.rank()}
 
@@ -63,7 +62,10 @@ def write_back(
     architecture: Architecture,
     **place: int,
 ) -> None:
-    """Copy the shard of the rank at `place` into the full tensors of `slot.sources`; padding is dropped."""
+    """Copies the shard of the rank at `place` into the full tensors of `slot.sources`; padding is dropped.
+
+    shard has the shape of `shard_shape(slot)`, full[i] that of `slot.sources[i]`.
+    """
     position = 0
     for piece in segments(slot, architecture, **place):
         size = piece.stop - piece.start

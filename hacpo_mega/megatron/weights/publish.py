@@ -1,8 +1,9 @@
-"""Executes a plan of publication: the numbers of the actor's parameters to where the engines of a cell want them.
+"""Executes a weight-sync plan: moves the actor's parameters to the engines of a cell.
 
-A bucket at a time: what crosses goes as one message for each pair of ranks, all of them grouped, and while they travel
-this rank copies what it keeps, and then unpacks the bucket before. Two buckets are alive at a time.
-Not here: who sends what (models/sharding/publish_plan.py), where it arrives (rollout/weights/engine_weights.py).
+One bucket at a time: what crosses ranks goes as one message for each pair of ranks, all of them grouped. While they
+travel, this rank copies what it keeps, and then unpacks the previous bucket. Two buckets are alive at a time.
+
+Not here: the plan (models/sharding/publish_plan.py), the destination (rollout/weights/engine_weights.py).
 """
 
 from collections import defaultdict
@@ -19,15 +20,15 @@ from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.train.overlap import finish_gather
 from hacpo_mega.megatron.weights.lora import HeldWeights
 from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of
-from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, actor_stacks, stack_of
+from hacpo_mega.models.sharding.publish_plan import Piece, WeightSyncPlan, actor_stacks, stack_of
 from hacpo_mega.models.sharding.shards import Shard
 
-# A piece's place in memory, at the rank that reads it or at the one that writes it.
+# A piece's memory [*sizes], at the rank that reads it or at the one that writes it.
 View = Callable[[Piece], torch.Tensor]
 
 
 class ActorShards:
-    """What this rank's part of a model holds of the Hugging Face tensors.
+    """Shards of the Hugging Face tensors in this rank's part of a model.
 
     shards      in a fixed order; their numbers are places in it; experts' matrices are stacked
     published   every tensor of the whole model: name -> shape
@@ -44,11 +45,11 @@ class ActorShards:
         self.dtype = bare.config.params_dtype
 
     def settle(self) -> None:
-        """Waits for weights that the last update still gathers."""
+        """Waits for the pending all-gather of updated parameters."""
         finish_gather(self._model)
 
     def view(self, number: int, what: Shard) -> torch.Tensor:
-        """The numbers of the rectangle `what`, which lies in the shard of this number; with adapters, a copy."""
+        """Numbers of the rectangle `what` [*what.sizes] in the shard of this number; with adapters, a copy."""
         parameter, rectangles = self._places[number]
         shard = self.shards[number]
         if shard.member(0) == shard:
@@ -59,23 +60,23 @@ class ActorShards:
 
 @dataclass(frozen=True)
 class NoShards:
-    """The same of a rank without an actor, which is told what the model is; its `view` is asked for nothing."""
+    """Empty counterpart of ActorShards on a rank without an actor."""
 
     published: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     shards: tuple[Shard, ...] = ()
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Does nothing: no gather is pending."""
 
     def view(self, number: int, what: Shard) -> torch.Tensor:
-        """Raises AssertionError: no plan has a piece of a shard that is not there."""
+        """Raises AssertionError: no plan has a piece of a shard that does not exist."""
         raise AssertionError(f"{what} is read from shard {number} of a rank that has none")
 
 
 @dataclass
 class _Bucket:
-    """What one rank has to do in a bucket: copy, send to whom, receive from whom."""
+    """One rank's work in a bucket: pieces to copy, to send, to receive, by peer."""
 
     kept: list[Piece] = field(default_factory=list)
     sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -83,20 +84,20 @@ class _Bucket:
 
 
 class Exchange:
-    """A plan as a rank of a cell executes it, any number of times; every method is collective over the cell."""
+    """Executor of a plan on one rank of a cell, for any number of syncs; every method is collective over the cell."""
 
     def __init__(
         self,
-        plan: PublishPlan,
+        plan: WeightSyncPlan,
         dtype: torch.dtype,
         device: torch.device,
         timeout: timedelta,
         group: WatchedGroup | None = None,
     ) -> None:
-        """Numbers are of `dtype`, on `device`; `timeout` bounds what waits for other ranks. Collective over the agent.
+        """Numbers are of `dtype`, on `device`; `timeout` bounds waits for other ranks. Collective over the agent.
 
-        `group` is that of the cell's ranks where some of them are in no group of Megatron's, else None.
-        RuntimeError where the ranks of the cell have made different plans.
+        `group` is the cell's own where some of its ranks are in no group of Megatron's, else None. RuntimeError if the
+        ranks of the cell have made different plans.
         """
         self._beside = group
         self._group = group or _cell_group(plan.num_ranks, timeout)
@@ -105,8 +106,11 @@ class Exchange:
         self._require_one_plan(plan)
         self._buckets = [self._share(bucket) for bucket in plan.buckets]
 
-    def _require_one_plan(self, plan: PublishPlan) -> None:
-        """Also the group's first collective, which NCCL wants of all ranks before two of them exchange."""
+    def _require_one_plan(self, plan: WeightSyncPlan) -> None:
+        """RuntimeError unless all ranks have the same plan.
+
+        Also the group's first collective, which NCCL needs from all ranks before any two of them exchange.
+        """
         mine = torch.tensor(list(plan.digest), dtype=torch.uint8, device=self._device)
         all_RB = mine.new_empty(self._group.size() * len(mine))
         if self._beside is None:
@@ -135,10 +139,12 @@ class Exchange:
         sent: Callable[[str, int], None] = lambda *_: None,
         settled: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Moves every number once. `wrote` is told of each piece; `sent` what this rank gives to others of its cell.
+        """Moves every number once.
 
-        `settled` is told of every bucket, by number, of which this rank has its part: all ranks of the cell are, or can
-        be without this one, so that they may meet there.
+        wrote     called for each piece
+        sent      called with the bytes that this rank sends to others of its cell
+        settled   called with the number of every bucket that this rank has completed. All ranks of the cell get there
+                  without this one's help, so they may meet there
         """
         arriving: _Arrivals | None = None
         for number, bucket in enumerate(self._buckets):
@@ -176,7 +182,7 @@ class Exchange:
 def send_and_receive(
     group: WatchedGroup, messages: Mapping[int, torch.Tensor], room: Mapping[int, torch.Tensor]
 ) -> list[dist.Work]:
-    """`dist.batch_isend_irecv` in a group that was made directly (cluster/place.py): tensors by peer, all at once.
+    """`dist.batch_isend_irecv` of flat tensors [N] by peer, in a group that was made directly (cluster/place.py).
 
     One after the other, NCCL's would wait for each other.
     """
@@ -190,7 +196,7 @@ def send_and_receive(
 
 
 def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """The ranks of this cell, which are neighbours: Megatron's group of a model, which leaves cp out, or a new one."""
+    """Group of this cell's ranks, which are neighbours: Megatron's model group, which leaves cp out, or a new one."""
     group = parallel_state.get_model_parallel_group()
     if group.size() == size:
         return group
@@ -201,14 +207,14 @@ def _cell_group(size: int, timeout: timedelta) -> dist.ProcessGroup:
 
 @dataclass
 class _Arrivals:
-    """A bucket on its way: what is sent lives as long."""
+    """A bucket in flight; keeps the sent messages alive."""
 
     works: list[dist.Work]
     sending: dict[int, torch.Tensor]
     buffers: list[tuple[torch.Tensor, list[Piece]]]
 
     def unpack(self, write: View, wrote: Callable[[Piece], None]) -> None:
-        """Waits for it, and moves it to where it belongs."""
+        """Waits for the bucket, and copies it to its destination."""
         for work in self.works:
             work.wait()
         for buffer, pieces in self.buffers:

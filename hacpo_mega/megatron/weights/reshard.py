@@ -1,10 +1,11 @@
-"""From Megatron shards to full Hugging Face tensors: for a folder on disk, and for what an engine takes only whole.
+"""Full Hugging Face tensors from Megatron shards: for a folder on disk, and for fallback tensors of an engine.
 
 Every rank of a cell receives every full tensor, a bucket at a time: one broadcast along the pipeline from the stage
-that owns the bucket, then one all-gather over tensor parallelism, of experts over those that share them: cells that do
-are in it together, and "cell" below means all of them. In this order only a shard crosses the pipeline,
-whose stages may be nodes apart. Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py),
-what an engine takes shard by shard (publish.py).
+that owns the bucket, then one all-gather over tensor parallelism, or over the ranks that share experts: cells that
+share them do it together, and "cell" below means all of them. In this order only a shard crosses the pipeline, whose
+stages may be nodes apart.
+
+Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py), shard-by-shard sync (publish.py).
 """
 
 import shutil
@@ -48,7 +49,7 @@ class _Bucket:
 
     @classmethod
     def of(cls, stage: int, slots: Sequence[Slot], model: HiddenStateModel) -> "_Bucket":
-        """Of slots that are alike."""
+        """Bucket of slots with equal group and type."""
         return cls(stage, tuple(slots), *_way(slots[0], model))
 
 
@@ -59,12 +60,12 @@ def full_tensors(
     sent: Callable[[str, int], None] = lambda *_: None,
     only: Container[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor (name, full tensor in its type), in one order on every rank of the cell.
+    """Yields every Hugging Face tensor (name, full tensor in its type), in one order on every rank of the cell.
 
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
-    are alive at a time, and a tensor is the taker's to keep. A tied embedding comes once, under its own name. `sent` is
-    told what this rank gives to the others: the group, pp, tp or ep, and bytes. With `only`, nothing but those names.
-    Adapters are merged (merging.py).
+    are alive at a time, and the caller owns each yielded tensor. A tied embedding comes once, under its own name.
+    `sent` is called with the group (pp, tp or ep) and the bytes that this rank sends. With `only`, nothing but those
+    names. Adapters are merged (merging.py).
     """
     bare = unwrapped(model)
     held = HeldWeights(bare)
@@ -76,7 +77,7 @@ def full_tensors(
 
 
 def full_adapters(model: HiddenStateModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same of the factors of all adapters, by peft's names."""
+    """Yields the factors of all adapters, by peft's names, in the same way."""
     for bucket in _buckets(model, trained_slots, BUCKET_BYTES, None):
         shards_RN = _travel(bucket, model, lambda slot: model.get_parameter(slot.parameter).detach(), lambda *_: None)
         yield from _unpack(bucket, model, shards_RN)
@@ -92,16 +93,14 @@ def save_hf(
     bucket_bytes: int = BUCKET_BYTES,
     added_end: int | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
+    """Writes the model as a Hugging Face folder that replaces `out_folder` at once, or not at all.
 
-    Adapters are merged, and in peft's format in a folder of it, too.
-
-    RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; OSError, on the rank that writes,
-    when the disk refuses it. Nothing of the folder is left then.
-
-    Collective over the cell, ranks of cp among it; its first rank writes. Weights are converted to `dtype` and split
-    into files of about `file_bytes`; the configuration, tokenizer and generation files are those of `source_folder`;
-    `added_end` is one more of the tokens that end an answer.
+    Adapters are merged, and also written in peft's format in a subfolder.
+    RunStopped, on every rank of the cell, for a tensor that is not finite in `dtype`; OSError, on the writing rank, if
+    the disk refuses it. Nothing of the folder is left then.
+    Collective over the cell, ranks of cp included; its first rank writes. Weights are converted to `dtype` and split
+    into files of about `file_bytes`; configuration, tokenizer and generation files are those of `source_folder`;
+    `added_end` is one more token that ends an answer.
     """
     is_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     writes = is_first_replica and parallel_state.get_model_parallel_group().rank() == 0
@@ -129,7 +128,7 @@ def save_hf(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         failed = error
-        for _ in chain(tensors, factors):  # the others of the cell wait in its collectives
+        for _ in chain(tensors, factors):  # the other ranks of the cell wait in its collectives
             pass
     # Whoever returns may read the folder.
     dist.barrier(group=parallel_state.get_model_parallel_group())
@@ -169,7 +168,7 @@ def _travel(
     shard_of: Callable[[Slot], torch.Tensor],
     sent: Callable[[str, int], None],
 ) -> torch.Tensor:
-    """The flat shards of a bucket, [ranks that share it, elements of a shard], on every rank of the cell."""
+    """Flat shards of a bucket, [ranks that share it, elements of a shard], on every rank of the cell."""
     group, pp = getattr(model.pg_collection, bucket.shared_by), model.pg_collection.pp
     if pp.rank() == bucket.stage:
         shard_N = torch.cat([shard_of(slot).flatten() for slot in bucket.slots])
@@ -188,7 +187,7 @@ def _travel(
 
 
 def _unpack(bucket: _Bucket, model: HiddenStateModel, shards_RN: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The full tensors of a bucket, each in memory of its own."""
+    """Full tensors of a bucket, each in new memory."""
     position, place = 0, place_of(model)
     for slot in bucket.slots:
         shape, size = _shape(slot, model), _num_elements(slot, model)
@@ -211,12 +210,12 @@ def _shape(slot: Slot, model: HiddenStateModel) -> tuple[int, ...]:
 
 
 def _way(slot: Slot, model: HiddenStateModel) -> tuple[str, torch.dtype]:
-    """The group whose ranks have the shards, and their type."""
+    """Group whose ranks have the shards, and their type."""
     return "ep" if slot.cut is Cut.EXPERTS else "tp", dtype_of(slot.sources[0].name, model.config.params_dtype)
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    """Rename a finished folder to its name; an older one steps aside first and goes when the new one stands."""
+    """Renames a finished folder to its name; an older one steps aside first and is removed afterwards."""
     older = out.with_name(f".{out.name}.older")
     shutil.rmtree(older, ignore_errors=True)
     if out.exists():

@@ -1,7 +1,9 @@
-"""Reading a Hugging Face folder of safetensors into this rank's Megatron model, slice by slice.
+"""Loads a Hugging Face folder of safetensors into this rank's Megatron model, slice by slice.
 
-Only the rows and columns of this rank's segments are read. Not here: how a parameter is cut
-(models/sharding/segments.py), what the files of a folder hold (models/weight_files.py), writing (reshard.py).
+Only the rows and columns of this rank's segments are read.
+
+Not here: how a parameter is cut (models/sharding/segments.py), the files of a folder (models/weight_files.py), writing
+(reshard.py).
 """
 
 from contextlib import ExitStack
@@ -17,10 +19,10 @@ from hacpo_mega.models.weight_files import weight_problems
 
 
 def load_hf_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Fill this rank's parameters from `folder`, converting to their dtype.
+    """Fills this rank's parameters from `folder`, converted to their dtype.
 
-    Raises ValueError, a line per problem, if the folder's tensors are not those of the architecture (weight_problems
-    says what that includes), or if a number among those that this rank reads is not finite.
+    Raises ValueError, a line per problem, if the folder's tensors are not those of the architecture (see
+    weight_problems), or if a number that this rank reads is not finite.
     """
     bare, folder = unwrapped(model), Path(folder)
     architecture = bare.architecture

@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PublishPlan:
+class WeightSyncPlan:
     """Every piece of a publication once, in buckets in which it is exchanged; equal on all ranks of a block of cells.
 
     itemsize   bytes of a number
@@ -111,7 +111,7 @@ def publish_plan(
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,
     cell_size: int | None = None,
-) -> PublishPlan:
+) -> WeightSyncPlan:
     """The plan for ranks that hold `sources[rank]` and need `targets[rank]`; numbers are of `itemsize` bytes.
 
     Several ranks may hold the same shard: each target takes it from itself, else from the nearest of them by number, of
@@ -134,7 +134,7 @@ def publish_plan(
                 pieces += _split(Piece(overlap, source, read, rank, number), bucket_bytes // itemsize)
     order = {name: place for place, name in enumerate(holders)}
     pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
-    return PublishPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
+    return WeightSyncPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
 
 
 # What others hold of a shard: each rectangle, and the ranks and numbers of their shards that it lies in.

@@ -1,12 +1,13 @@
-"""vLLM's scheduler with a short way for a step in which every running request gets its next token and nothing else.
+"""vLLM's scheduler with a fast path for steps that only decode: every running request gets one token.
 
-Most steps of a rollout are of this kind, and vLLM's own way walks over each request there: slots, hashes, a record of
-its one token, that record's way to the answer. Here only requests at the edge of a cache block are looked at, by vLLM's
-own functions in vLLM's order, and tokens wait until their request ends. Requests, blocks, their hashes, waves, who is
-preempted and who ends when are those of vLLM to the bit (tests/jobs/test_decode_scheduler.py): whatever else a step may
-bring, a new request, one that lacks a block, a prompt read in parts, goes vLLM's way.
-It gets vLLM handed in; only engine.py imports that. Not here: what is drawn (row_noise.py), who is told
-(running_answers.py).
+Most steps of a rollout are of this kind, and vLLM's own path walks over each request: slots, hashes, a record of its
+one token, that record's way to the answer. The fast path looks only at requests at the edge of a cache block, through
+vLLM's own functions in vLLM's order, and holds tokens back until their request ends. Requests, blocks, hashes,
+preemptions and ends equal vLLM's to the bit (tests/jobs/test_decode_scheduler.py). A step with anything else, such as a
+new request, a missing block or a chunked prompt, takes vLLM's path.
+vLLM is passed in; only engine.py and patches.py import it.
+
+Not here: sampling (row_noise.py), reporting of answers (running_answers.py).
 """
 
 from collections.abc import Sequence
@@ -15,21 +16,21 @@ from typing import Any
 
 import numpy as np
 
-# Steps after which the tokens that wait are passed on, so that they take little memory however long answers are.
+# Held tokens are passed on after this many steps, so that they take little memory however long answers are.
 MOST_HELD = 64
 
 
 class DecodeBatch:
-    """Requests (R) that all get one token a step, in the scheduler's order, and what of them has not been passed on.
+    """R requests that all get one token a step, in the scheduler's order, with the tokens not passed on yet.
 
     computed_R   tokens of each whose keys and values are in the cache; it has one more
     left_R       tokens that each may still get
     scheduled    the step that the model has been given
-    num_held     last tokens of each that nobody has been told
+    num_held     last tokens of each that have not been passed on
     """
 
     def __init__(self, requests: Sequence[Any], max_model_len: int) -> None:
-        """Of requests of which `are_decoding` holds."""
+        """`requests` must satisfy `are_decoding`."""
         self.requests = list(requests)
         self.ids = [request.request_id for request in requests]
         self.computed_R = np.array([request.num_computed_tokens for request in requests])
@@ -48,19 +49,19 @@ class DecodeBatch:
         self._rows_R = np.arange(0)
 
     def at_block_edge(self, block_size: int) -> tuple[list[int], int]:
-        """Places of requests whose next token opens a block or fills one, and how many open one."""
+        """Places of requests whose next token opens or fills a block, and the number that open one."""
         offset_R = self.computed_R % block_size
         opens_R = offset_R == 0
         return np.flatnonzero(opens_R | (offset_R == block_size - 1)).tolist(), int(opens_R.sum())
 
     def advance(self) -> None:
-        """The model is given the last token of each."""
+        """Notes that the model reads the last token of each."""
         for request in self.requests:
             request.num_computed_tokens += 1
         self.computed_R += 1
 
     def take(self, answered: Any) -> np.ndarray:
-        """What the model has drawn: a token of each, whether it was the last one [R]."""
+        """Appends the sampled token of each request; returns whether it was its last one, bool [R]."""
         if answered.req_ids != self._row_ids:
             self._row_ids = answered.req_ids
             self._rows_R = np.array([answered.req_id_to_index[name] for name in self.ids])
@@ -78,7 +79,7 @@ class DecodeBatch:
         return np.isin(tokens_R, self.ends) | (self.left_R == 0)
 
     def held(self, place: int) -> tuple[list[int], Any]:
-        """The tokens of a request that nobody has been told, with their log-probs as vLLM passes them on."""
+        """Held tokens of a request, with their log-probs in vLLM's form."""
         tokens = self.requests[place]._output_token_ids[-self.num_held :]
         if not self.wants_logprobs:
             return tokens, None
@@ -87,7 +88,7 @@ class DecodeBatch:
         return tokens, self._logprobs_type(np.array(tokens)[:, None], logprobs_T1, ranks_T)
 
     def keep(self, goes_on_R: np.ndarray) -> None:
-        """Forgets the requests that do not go on."""
+        """Drops the requests that have ended; goes_on_R bool [R]."""
         self.requests, self.ids = (list(compress(row, goes_on_R)) for row in (self.requests, self.ids))
         self.computed_R, self.num_outputs_R = self.computed_R[goes_on_R], self.num_outputs_R[goes_on_R]
         self.left_R, self._row_ids = self.left_R[goes_on_R], []
@@ -95,24 +96,24 @@ class DecodeBatch:
 
 
 def decode_scheduler(vllm: Any) -> type:
-    """The class, of vLLM's module v1.core.sched.scheduler."""
+    """The scheduler class, made from vLLM's module v1.core.sched.scheduler."""
     return type("DecodeScheduler", (DecodeSteps, vllm.Scheduler), {"vllm": vllm})
 
 
 class DecodeSteps:
-    """The short way, to stand before vLLM's Scheduler in a class of both; `vllm` is the module of that."""
+    """The fast path, a mixin before vLLM's Scheduler; `vllm` is the module of that."""
 
     vllm: Any
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As vLLM makes its own."""
+        """Same arguments as vLLM's Scheduler."""
         super().__init__(*arguments, **options)
         self._batch: DecodeBatch | None = None
-        self._left_over: list[Any] = []
+        self._held_back: list[Any] = []
         self._decodes_alone = self._knows_all_that_steps_may_bring()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """The next step, the short way where every running request gets a token and nobody comes or goes."""
+        """Schedules the next step, on the fast path if it only decodes."""
         batch = None if throttle_prefills else self._decoding()
         if batch is None:
             self._leave()
@@ -130,7 +131,7 @@ class DecodeSteps:
         return batch.scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """What the step has brought: only requests that ended, or all after MOST_HELD steps."""
+        """Output of a step: requests that ended, or all requests after MOST_HELD steps."""
         batch = self._batch
         if batch is not None and batch.requests != self.running:  # some were ended from outside, within the step
             for request in batch.requests:
@@ -139,7 +140,7 @@ class DecodeSteps:
             batch = None
         if batch is None or batch.scheduled is not scheduler_output:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            return self._with_left_over(outputs)
+            return self._with_held_back(outputs)
         batch.scheduled = None
         ended_R = batch.take(model_runner_output)
         self._hash_full_blocks(batch)
@@ -150,16 +151,16 @@ class DecodeSteps:
             batch.keep(goes_on_R)
         if batch.num_held == MOST_HELD:
             outputs += self._held_of(batch)
-        return self._with_left_over({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
+        return self._with_held_back({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
 
     def take_held(self) -> list[Any]:
-        """Records of the tokens that have waited, for vLLM's output processor: what it lacks of running answers."""
+        """Records of the held tokens, for vLLM's output processor: they complete running answers."""
         self._leave()
-        held, self._left_over = self._left_over, []
+        held, self._held_back = self._held_back, []
         return held
 
     def _decoding(self) -> DecodeBatch | None:
-        """The running requests, if all that the next step does is to give each of them a token."""
+        """Batch of the running requests if the next step only decodes; else None."""
         if not self._decodes_alone or not self.running or self._pause_state != self.vllm.PauseState.UNPAUSED:
             return None
         if self._batch is None or self._batch.requests != self.running:
@@ -172,7 +173,7 @@ class DecodeSteps:
         return self._batch if enough and self._may_admit_nobody(num_opened) else None
 
     def _may_admit_nobody(self, num_blocks: int) -> bool:
-        """Whether it is sure that nobody waits who could run, once so many blocks are given to those who do."""
+        """True if no waiting request can start, once `num_blocks` more blocks are given to the running ones."""
         most = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         if len(self.running) > most or self.kv_holding_waiting:
             return False
@@ -197,7 +198,7 @@ class DecodeSteps:
         return needed + slots.watermark_blocks > slots.block_pool.get_num_free_blocks() - num_blocks
 
     def _step_of(self, batch: DecodeBatch, new_blocks: list[Any]) -> Any:
-        """As vLLM writes down a step in which all of these get a token."""
+        """vLLM's record of a step in which all requests get a token."""
         cached = self.vllm.CachedRequestData(
             req_ids=batch.ids,
             resumed_req_ids=set(),
@@ -223,12 +224,12 @@ class DecodeSteps:
         )
 
     def _hash_full_blocks(self, batch: DecodeBatch) -> None:
-        """Where the token that was drawn fills a block, as vLLM does for every token."""
+        """Hashes blocks that the sampled token has filled, as vLLM does for every token."""
         for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
             batch.requests[place].update_block_hashes()
 
     def _ended(self, batch: DecodeBatch, place: int) -> Any:
-        """Frees the request, and the record of all of its tokens that have waited."""
+        """Frees an ended request; returns the record of its held tokens."""
         request = batch.requests[place]
         assert self.vllm.check_stop(request, self.max_model_len), request.request_id
         output = self._record(batch, place, request.get_finished_reason())
@@ -253,21 +254,21 @@ class DecodeSteps:
         return records
 
     def _leave(self) -> None:
-        """The next step may be any: what has waited goes with it."""
+        """Leaves the fast path: held tokens go out with the next step, which may be any."""
         if self._batch is not None:
-            self._left_over += self._held_of(self._batch)
+            self._held_back += self._held_of(self._batch)
             self._batch = None
 
-    def _with_left_over(self, outputs: dict[int, Any]) -> dict[int, Any]:
-        """`outputs` by client, behind what has waited."""
-        if self._left_over:
+    def _with_held_back(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """Prepends held-back records to `outputs`, which are by client."""
+        if self._held_back:
             mine = outputs.setdefault(0, self.vllm.EngineCoreOutputs())
-            mine.outputs = self._left_over + list(mine.outputs)
-            self._left_over = []
+            mine.outputs = self._held_back + list(mine.outputs)
+            self._held_back = []
         return outputs
 
     def _knows_all_that_steps_may_bring(self) -> bool:
-        """Whether this engine has nothing but requests, tokens and one cache of full attention."""
+        """True if this engine has nothing but requests, tokens and one cache of full attention."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         others = (
             self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.perf_metrics,
@@ -285,7 +286,7 @@ class DecodeSteps:
 
 
 def are_decoding(requests: Sequence[Any], last_scheduled: set[str]) -> bool:
-    """Whether each of them was in the last step and next gets one token, all with equal ends and log-probs."""
+    """True if each request was in the last step and next gets one token, all with equal ends and log-prob options."""
     first = requests[0].sampling_params
     return first is not None and all(_is_decoding(r, last_scheduled, first) for r in requests)
 
@@ -311,5 +312,5 @@ def _is_decoding(request: Any, last_scheduled: set[str], like: Any) -> bool:
 
 
 def _ends(params: Any) -> list[int]:
-    """The tokens that end a request."""
+    """Tokens that end a request."""
     return [token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None]

@@ -1,7 +1,7 @@
-"""Engine arguments where the user's `agents.vllm` says nothing: on the CPU, on CUDA, on a device that agents share.
+"""Default vLLM engine arguments: on the CPU, on CUDA, on a device that agents share.
 
-Pure; not here: the numbers that the memory budget knows, too (config/checks/device_memory.py), the arguments that the
-project decides (engine.py) and what the user wrote.
+Pure. Not here: defaults that the memory budget needs too (config/checks/device_memory.py), arguments that the project
+decides (engine.py), the user's own.
 """
 
 import math
@@ -26,14 +26,15 @@ def engine_defaults(
     timeout_s: float,
     expandable_segments: bool = False,
 ) -> dict[str, Any]:
-    """vLLM engine arguments.
+    """Default vLLM engine arguments.
 
-    `visible_devices` are those that this process sees, `agents_on_device` the agents with an engine on its device.
-    `timeout_s` is what the engine's ranks wait for each other, `expandable_segments` what the user has told torch's
-    allocator.
-    The half of a device that engines may have is of all its engines together: vLLM's share counts only its own memory.
+    visible_devices       devices that this process sees
+    agents_on_device      agents with an engine on its device; they share the half of it that engines may have, since
+                          vLLM's share counts only its own memory
+    timeout_s             bound on the engine's own collectives
+    expandable_segments   whether the user has set this in torch's allocator
     """
-    # Else 600 s with NCCL and 1800 s with gloo, whatever a rank may have to wait for the others.
+    # vLLM's own are 600 s with NCCL and 1800 s with gloo, however long a rank has to wait for the others.
     waits = dict.fromkeys(("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"), math.ceil(timeout_s))
     if not on_cuda:
         return CPU_DEFAULTS | waits
@@ -48,19 +49,20 @@ def engine_defaults(
         "sleep_mode_offload_cudagraph": True,
     }
     if tensor_parallel_size > 1 and (visible_devices == 1 or expandable_segments):
-        # Its peers' devices are asked for by number, which a process that is shown only its own cannot. And it hands
-        # them its graphs' buffers by cudaIpcGetMemHandle, which ends the process for memory of such a segment.
+        # vLLM's custom all-reduce asks for its peers' devices by number, which fails in a process that sees only its
+        # own. It also shares its graphs' buffers by cudaIpcGetMemHandle, which crashes on an expandable segment.
         defaults["disable_custom_all_reduce"] = True
     return defaults
 
 
 def cpu_attention(model: Path, backend: Any, dtype_bytes: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Blocks of 16 tokens for vLLM's attention on the CPU, `backend`, where numbers have 4 bytes.
+    """Blocks of 16 tokens for vLLM's CPU attention, `backend`, with 4-byte numbers.
 
-    Answers share whole blocks of their prompt alone, and what writes keys puts a token's numbers a block apart: with
-    vLLM's 128 eight answers read 20 tokens each, and a write touches as many pages as a head has numbers. Its kernels
-    take 16 (`vec16`), though the backend names multiples of 32 only; those of other numbers (AMX, fp8) do not.
-    ValueError for a head size that vLLM's attention would only refuse at the first answer.
+    Answers share only whole blocks of their prompt, and the kernel that writes keys spreads a token's numbers over the
+    block: with vLLM's 128, eight answers read 20 tokens each, and a write touches as many pages as a head has numbers.
+    The kernels take 16 (`vec16`), though the backend names multiples of 32 only; those of other number types (AMX, fp8)
+    do not.
+    ValueError for a head size that vLLM's attention would refuse only at the first answer.
     """
     head_dim, known = head_size(model), backend.get_supported_head_sizes()
     if head_dim is not None and head_dim not in known:
@@ -73,6 +75,6 @@ def cpu_attention(model: Path, backend: Any, dtype_bytes: int, options: Mapping[
 
 
 def free_options(options: Mapping[str, Any], *, on_cuda: bool) -> tuple[dict[str, Any], bool]:
-    """The caller's engine arguments that vLLM gets, and whether answers have a routing: vLLM knows it on CUDA."""
+    """The user's engine arguments for vLLM, and whether answers have a routing, an argument on CUDA only."""
     told = {key: value for key, value in options.items() if on_cuda or key != RETURNS_ROUTING}
     return told, options.get(RETURNS_ROUTING, False)

@@ -1,6 +1,7 @@
-"""What vLLM leaves undone when it wakes from level 2: memory that an error has left behind, and a cache unwritten.
+"""Repairs around vLLM's wake-up from level 2: it leaks memory after an error, and leaves the KV cache uninitialised.
 
-Not here: what is awake when (engine.py, agent/devices.py). It gets vLLM handed in, inside its door (engine_door.py).
+vLLM is passed in, inside its stream guard (engine_stream_guard.py). Not here: when the engine is awake (engine.py,
+agent/devices.py).
 """
 
 import enum
@@ -9,13 +10,13 @@ from typing import Any
 
 import torch
 
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 class Memory(enum.Enum):
-    """What of the engine is in device memory: nothing, the weights alone, or weights and key-value cache."""
+    """Engine state in device memory: nothing, weights alone, or weights and KV cache."""
 
     ASLEEP = "asleep"
     WEIGHTS = "weights"
@@ -23,26 +24,26 @@ class Memory(enum.Enum):
 
 
 def take_memory(llm: Any, parts: Sequence[str]) -> None:
-    """Wakes WEIGHTS, CACHE or both; after an error the device has none of these `parts`.
+    """Wakes WEIGHTS, CACHE or both; after an error none of these `parts` is on the device.
 
-    vLLM would count them as asleep then, so that nothing ever freed what it had mapped before there was no more memory.
+    vLLM would count them as asleep then, and would never free what it had mapped before memory ran out.
     """
     try:
         llm.wake_up(tags=list(parts))
     except BaseException:
         worker = worker_of(llm)
         if WEIGHTS in parts:
-            worker.sleep_mode_backend.suspend(level=2)  # not the worker's own sleep, which reads the weights' buffers
+            worker.sleep_mode_backend.suspend(level=2)  # the worker's own sleep would read the weights' buffers
         else:
             worker.discard(tuple(parts))
         raise
 
 
 def clear_cache(llm: Any) -> None:
-    """Fills the key-value cache with zeros, as it was made.
+    """Fills the KV cache with zeros, its initial value.
 
-    Woken memory holds whatever the driver gives, other tensors among it. Attention gives the places behind a sequence's
-    last token, which a block has room for, the weight zero, and zero times NaN is NaN in a kernel that multiplies them.
+    Woken memory has arbitrary content. Attention gives the unused places of a block, behind a sequence's last token,
+    weight zero, and a kernel that multiplies zero by NaN returns NaN.
     """
     with torch.inference_mode():
         for layer in worker_of(llm).model_runner.kv_caches:

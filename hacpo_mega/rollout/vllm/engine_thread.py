@@ -1,9 +1,10 @@
-"""A call of the engine in a thread of its own, while the main thread learns (rollout.one_step_off).
+"""Engine call in a thread of its own, while the main thread learns (rollout.one_step_off).
 
-The thread does nothing but that: prompts are tokens before it begins and answers stay what the engine gives, so no
+The thread does nothing else: prompts are tokens before it begins and answers stay the engine's records, so no
 tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused
-(config/checks/checks.py), so it speaks in no group. What vLLM does to its process meanwhile is in host_process.py.
-Not here: of which step the answers are, and with which weights they were written (hacpo_mega/trainer/schedule.py).
+(config/checks/checks.py), so it uses no process group. For vLLM's effects on its process see host_process.py.
+
+Not here: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/schedule.py).
 """
 
 import threading
@@ -14,12 +15,12 @@ from contextlib import AbstractContextManager
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.vllm.host_process import StreamBeside
 
-# `Engine.generate` with all that it is to answer; it is given when to stop.
+# `Engine.generate` with all its requests; the caller adds `is_unwanted`.
 Generate = Callable[..., list[Completion]]
 
 
 class EngineThread:
-    """At most one call at a time; until `finish` or `stop` nobody else may use the engine.
+    """At most one engine call at a time; until `finish` or `stop` nothing else may use the engine.
 
     hidden_s   seconds of the last call that `finish` did not have to wait for
     """
@@ -33,7 +34,7 @@ class EngineThread:
         self._beside = StreamBeside()
 
     def begin(self, generate: Generate) -> None:
-        """Calls it beside this thread, on the weights that the engine has now."""
+        """Starts the call in the thread, with the engine's current weights."""
         assert self._thread is None, "the last call was not finished"
         self._thread = threading.Thread(
             target=self._run, args=(generate, self._beside.follow()), name="engine", daemon=True
@@ -42,11 +43,11 @@ class EngineThread:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call was begun and not finished."""
+        """True between `begin` and `finish`."""
         return self._thread is not None
 
     def finish(self) -> list[Completion]:
-        """Waits for the answers of the call; what it died of is raised here."""
+        """Waits for the answers of the call; raises the error that ended it."""
         start = time.monotonic()
         self._thread.join()
         self.hidden_s = max(0.0, self._took_s - (time.monotonic() - start))
@@ -56,7 +57,7 @@ class EngineThread:
         return self._completions
 
     def stop(self) -> None:
-        """Returns when no call runs: the answers of one that does are cut where they are, and nobody gets them."""
+        """Blocks until no call runs; a running call's answers are cut and dropped."""
         if self._thread is not None:
             self._is_unwanted.set()
             self._thread.join()
@@ -66,6 +67,6 @@ class EngineThread:
         try:
             with stream:
                 self._completions = generate(is_unwanted=self._is_unwanted.is_set)
-        except BaseException as error:  # for whoever waits for the answers
+        except BaseException as error:  # raised again by `finish`
             self._error = error
         self._took_s = time.monotonic() - start

@@ -1,6 +1,6 @@
-"""vLLM's record of an answer's log-probs, written for all tokens that come at once: by itself it goes token by token.
+"""Batched write of vLLM's log-prob record: all tokens that arrive together, instead of one by one.
 
-It gets vLLM handed in; only engine.py imports that. Who brings many tokens at once: decode_scheduler.py.
+decode_scheduler.py passes on many tokens at once. vLLM is passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def written_at_once(one_by_one: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """In place of LogprobsProcessor's `_update_sample_logprobs`, which does what is not the one plain case.
+    """Replacement of LogprobsProcessor's `_update_sample_logprobs`, which still handles all but the plain case.
 
-    That is: the log-prob of the drawn token alone, in flat lists, and nobody who reads tokens as text.
+    Plain: only the sampled token's log-prob, in flat lists, and no detokenisation.
     """
 
     @wraps(one_by_one)

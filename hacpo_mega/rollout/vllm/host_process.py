@@ -1,7 +1,7 @@
-"""How a trainer's process hosts vLLM and stays itself: random streams, threads, environment, process groups.
+"""Isolation shims for vLLM in the trainer process: random streams, threads, environment, process groups.
 
-Each function here answers something that vLLM does to the process it lives in, because it expects to own it.
-It gets what it needs of vLLM handed in; only engine.py imports vllm.
+Each function undoes or prevents one effect of vLLM on its process, which it expects to own. vLLM's objects are passed
+in; only engine.py and patches.py import it.
 """
 
 import gc
@@ -24,17 +24,17 @@ from hacpo_mega.cluster.groups.tree import share_bytes
 from hacpo_mega.cluster.patches import Patch, apply_patches
 
 SHARED_MEMORY = Path("/dev/shm")
-# Where torch's allocator reads its settings.
+# Variables from which torch's allocator reads its settings.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @contextmanager
 def process_untouched() -> Iterator[None]:
-    """Around every call of vLLM: it seeds and draws from the global generators of Python, NumPy and torch.
+    """Restores the global generators of Python, NumPy and torch, which every call of vLLM seeds and draws from.
 
-    On CPU it also replaces torch.set_num_threads, when it starts.
-    Not in a thread beside training (engine_thread.py): what was put back there would be taken from the main thread.
-    Answers are drawn from none of them (row_noise.py; on CUDA vLLM's own kernel).
+    On CPU it also restores torch.set_num_threads, which vLLM replaces when it starts.
+    A no-op in a thread beside training (engine_thread.py): the main thread uses these generators meanwhile. Answers
+    draw from none of them (row_noise.py; on CUDA vLLM's own kernel).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,10 +55,10 @@ def process_untouched() -> Iterator[None]:
 
 
 class StreamBeside:
-    """For a thread: the device of the thread that made this, and on it a stream that is not the trainer's.
+    """Device and stream for a thread: the device of the thread that made this, and a stream other than the trainer's.
 
-    What the thread asks there follows what was asked so far; left, the device has done it, also after an error. On the
-    CPU it computes with as many threads as whom it follows.
+    The thread's work is ordered behind the work queued so far. On exit the device has finished it, also after an error.
+    On the CPU the thread computes with as many threads as the one that it follows.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StreamBeside:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def follow(self) -> AbstractContextManager[None]:
-        """To be entered by the thread; asked by whom it follows."""
+        """Context for the thread to enter; called by the thread that it follows."""
         if self._stream is None:
             return _computing_with(torch.get_num_threads())
         return self._entered(self._stream, torch.cuda.current_stream().record_event())
@@ -85,17 +85,17 @@ class StreamBeside:
 
 @contextmanager
 def _computing_with(num_threads: int) -> Iterator[None]:
-    """In a new thread, for which OpenMP counts what OMP_NUM_THREADS was when it was loaded: before a fork another.
+    """Sets the thread count of a new thread.
 
-    torch tells it its own number at its first operation there, in the middle of vLLM's, whose attention then finds
-    another number than its plan was made for.
+    OpenMP starts it with the OMP_NUM_THREADS of its loading, before a fork. torch would set its own number at its first
+    operation there, in the middle of vLLM's attention, whose plan was made for another number.
     """
     torch.set_num_threads(num_threads)
     yield
 
 
 def require_process(tensor_parallel_size: int) -> None:
-    """ValueError where this process cannot host an engine over so many ranks."""
+    """ValueError if this process cannot host an engine over `tensor_parallel_size` ranks."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise ValueError(
             "VLLM_ENABLE_V1_MULTIPROCESSING is "
@@ -108,16 +108,16 @@ def require_process(tensor_parallel_size: int) -> None:
 
 
 def has_expandable_segments() -> bool:
-    """Whether the user has told torch's allocator so."""
+    """True if the user has set expandable segments in torch's allocator."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 @contextmanager
 def joined_to_default_group(launcher: type) -> Iterator[None]:
-    """Build vLLM on the agent's default process group, not on the job's RANK, which counts over all agents.
+    """Builds vLLM on the agent's default process group instead of the job's RANK, which counts over all agents.
 
     The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
-    numbers. Two agents of one machine, or two jobs, have equal numbers and would read each other's activations.
+    numbers. Two agents or jobs on one machine have equal numbers and would read each other's activations.
     """
     name = share_bytes(dist.group.WORLD, secrets.token_hex(8).encode()).decode()
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
@@ -125,9 +125,9 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
     with _replaced(launcher, "_distributed_args", lambda executor: arguments):
         yield
     if not torch.cuda.is_available():
-        # vLLM removes these files when it is shut down, which a killed process never is: 8 MiB of memory would be lost.
-        # Once all ranks of all engines have mapped them nobody looks for their names any more, and without a name the
-        # kernel frees them with the last process, however that ends.
+        # vLLM removes these files at shutdown, which a killed process never reaches: it would leak 8 MiB. Once all
+        # ranks of all engines have mapped them, their names are not needed. Without a name the kernel frees them
+        # with the last process, however that ends.
         dist.barrier()
         for segment in SHARED_MEMORY.glob(f"{name}-*-cpushm_*"):
             segment.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
 
 @contextmanager
 def collected_once() -> Iterator[None]:
-    """Around vLLM's end: it looks for garbage four times, half a second each, in all that was ever imported."""
+    """Reduces vLLM's shutdown to one garbage collection: it runs four, half a second each."""
     with _replaced(gc, "collect", lambda *_generation: 0):
         yield
     gc.collect()
@@ -143,9 +143,9 @@ def collected_once() -> Iterator[None]:
 
 @contextmanager
 def free_memory_unmeasured() -> Iterator[None]:
-    """Around vLLM's sleep on a device that other processes use: it asserts that the device has more free memory after.
+    """Hides other processes' allocations from vLLM's sleep, which asserts that free memory has grown.
 
-    What they allocate meanwhile would look like memory that sleeping took; so it is shown one reading throughout.
+    vLLM reads the same free memory throughout.
     """
     reading = torch.accelerator.get_memory_info()
     with _replaced(torch.accelerator, "get_memory_info", lambda *_device: reading):
@@ -153,7 +153,7 @@ def free_memory_unmeasured() -> Iterator[None]:
 
 
 def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
-    """vLLM's teardown of its groups, less its last line, which destroys the default group. The actor still needs it."""
+    """vLLM's teardown of its groups, without the destruction of the default group, which the actor still needs."""
 
     def destroy_own_groups() -> None:
         destroy = dist.destroy_process_group
@@ -164,11 +164,11 @@ def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
 
 
 def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's maker of model-parallel groups, less the queue that a group over several ranks would get.
+    """vLLM's maker of model-parallel groups without the message queue of a group over several ranks.
 
-    It unpickles whatever its sockets bring: of files under the temporary folder on one node, of TCP on all interfaces
-    over several. Where every rank drives its own worker nobody says anything there; the few objects that vLLM has to
-    share go by torch's collectives then, which take plain values alone (cluster/security/peer_objects.py).
+    The queue unpickles whatever its sockets bring: files under the temporary folder on one node, TCP on all interfaces
+    over several. Where every rank drives its own worker it carries nothing; the few objects that vLLM shares then go by
+    torch's collectives, which take plain values alone (cluster/security/peer_objects.py).
     """
 
     def make(*arguments: Any, **options: Any) -> Any:
@@ -178,12 +178,12 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unwatched(**_how: Any) -> None:
-    """Stands for vLLM's monitor of late compilation, which is not started."""
+    """Replaces vLLM's monitor of late compilation, which is not started."""
 
 
 @contextmanager
 def quiet(logger: logging.Logger) -> Iterator[None]:
-    """Around what vLLM would warn of although it is meant."""
+    """Silences warnings of vLLM on intended behaviour."""
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -203,10 +203,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def starting_vllm(patches: Iterable[Patch]) -> Iterator[None]:
-    """Around vLLM's start, with its names replaced: it gives up what it adds to the environment.
+    """Context of vLLM's start: applies the patches, and restores LD_PRELOAD afterwards.
 
-    On a CPU it adds to LD_PRELOAD, which would reach the processes that judge answers. Without a tokenizer its renderer
-    warns, with a traceback, that it cannot warm up a chat template: that is not shown.
+    vLLM extends LD_PRELOAD on a CPU, and it would reach the judge's processes. The context also silences a warning with
+    a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
     """
     apply_patches(patches)
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}

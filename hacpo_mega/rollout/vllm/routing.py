@@ -1,12 +1,12 @@
-"""Which experts an engine sends each token to, as the actor replays it (samples/routing.py).
+"""Routing of an engine's tokens to experts, as the actor replays it (samples/routing.py).
 
-On CUDA vLLM's second model runner returns it with an answer (`enable_return_routed_experts`), prefixes that were cached
-and tokens that were read twice among it. On the CPU there is the first runner alone, which cannot: there vLLM's routers
-tell it here, by its own way of binding whoever is told (`bind_routed_experts_capturer`), and it is kept as keys and
-values are, by the slots of their cache. So a prefix that is found in the cache has the routing of whoever computed it,
-what is preempted and read again is written again, a prompt may be read in parts, and what is forgotten with the cache
-(new weights) is never asked for. An answer's last token is never read: nobody sends it anywhere.
-It gets what it needs of vLLM handed in; only engine.py imports vllm.
+On CUDA vLLM's second model runner returns it with an answer (`enable_return_routed_experts`), including cached prefixes
+and tokens that were read twice. The first runner, the only one on the CPU, cannot: there vLLM's routers report it to a
+capturer (`bind_routed_experts_capturer`), which stores it like keys and values, by the slots of their cache. So a
+cached prefix has the routing of the request that computed it, preempted tokens are written again when they are read
+again, a prompt may be read in parts, and routing is dropped with the cache (new weights). An answer's last token is
+never read, so it has no routing.
+vLLM's objects are passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable
@@ -18,31 +18,31 @@ import numpy as np
 import torch
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.rollout.vllm.engine_door import worker_of
+from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.samples.routing import fitted, routing_type, unknown
 
 
 class ReturnedRouting:
-    """As vLLM's second runner returns it with an answer."""
+    """Routing that vLLM's second runner returns with an answer."""
 
-    said = "what vLLM's second model runner returns"
+    summary = "what vLLM's second model runner returns"
 
     def __init__(self, architecture: Architecture) -> None:
         self._none = no_rows(architecture)
 
     def of(self, output: Any) -> np.ndarray:
-        """What a request that has ended was routed to, as records.Completion has it."""
+        """Routing of an ended request, in the form of records.Completion."""
         rows = output.outputs[0].routed_experts
         return fitted(self._none if rows is None else rows.astype(self._none.dtype), num_read(output))
 
 
 class SlotRouting:
-    """Written down in the slots of the key-value cache of vLLM's first runner, on the CPU."""
+    """Routing stored in the KV-cache slots of vLLM's first runner, on the CPU."""
 
-    said = "what vLLM's routers say, kept by the slots of its cache"
+    summary = "what vLLM's routers say, kept by the slots of its cache"
 
     def __init__(self, llm: Any, runner: Any, architecture: Architecture, context: Callable[[], Any]) -> None:
-        """`runner` is the live model runner, `context` says what vLLM's forward is about."""
+        """`runner` is the live model runner; `context` returns vLLM's forward context."""
         self._scheduler, self._runner = llm.llm_engine.engine_core.engine_core.scheduler, runner
         self._context, self._none = context, no_rows(architecture)
         cache, (group,) = runner.kv_cache_config, runner.kv_cache_config.kv_cache_groups
@@ -51,14 +51,14 @@ class SlotRouting:
         self._slots = np.full(shape, unknown(self._none.dtype), self._none.dtype)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Told by the router of a layer of every forward: the experts of its tokens [n, k]."""
+        """Called by the router of a layer in every forward, with the experts of its tokens [n, k]."""
         if mapping := self._context().slot_mapping:  # there is none in a warm-up
             slots = next(iter(mapping.values()))[: len(topk_ids)].numpy()
             is_token = slots >= 0
             self._slots[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
 
     def of(self, output: Any) -> np.ndarray:
-        """The same of a request that has ended in this step or is about to be cut: its blocks are nobody else's yet."""
+        """Routing of a request that has just ended or is about to be cut: its blocks have no other owner yet."""
         names = (name for name in self._runner.requests if name.partition("-")[0] == output.request_id)
         if (name := next(names, None)) is None:  # it has never run
             return fitted(self._none, num_read(output))
@@ -74,9 +74,9 @@ Routing = ReturnedRouting | SlotRouting
 
 
 def routing_of(llm: Any, folder: Path, bind: Callable[..., None], context: Callable[[], Any]) -> Routing:
-    """That of a live vLLM with the model of a folder.
+    """Returns the routing recorder for a running vLLM engine with the model of a folder.
 
-    `bind` is vLLM's own way to have a capturer told, `context` says what its forward is about.
+    `bind` is vLLM's function that registers a capturer; `context` returns its forward context.
     """
     architecture = Architecture.from_folder(folder)
     if llm.llm_engine.vllm_config.aux_output_config.enable_return_routed_experts:
@@ -88,20 +88,20 @@ def routing_of(llm: Any, folder: Path, bind: Callable[..., None], context: Calla
 
 
 def no_rows(architecture: Architecture) -> np.ndarray:
-    """The routing of no token."""
+    """Routing of zero tokens."""
     shape = 0, architecture.num_layers, architecture.experts_per_token
     return np.empty(shape, routing_type(architecture.num_experts))
 
 
 def num_read(output: Any) -> int:
-    """Tokens of prompt and answer that the model reads: all but the last one."""
+    """Number of prompt and answer tokens that the model reads: all but the last one."""
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
 
 
 def on_every_rank() -> Any:
-    """In place of the group of an engine's ranks, for vLLM's side of what it returns beside tokens.
+    """Replacement of the engine's rank group for vLLM's auxiliary outputs: every rank counts as the first.
 
-    It hands that to the first rank alone, where a scheduler of its own asks for it; here every rank has a scheduler
+    vLLM returns them to the first rank alone, whose scheduler asks for them. Here every rank has a scheduler
     (external_launcher) and the same routing.
     """
     return SimpleNamespace(is_first_rank=True)

@@ -1,11 +1,11 @@
-"""What the answers of a step are drawn with: one hash per (answer's seed, place in the answer, token), for all at once.
+"""Sampling noise of a step: one hash per (answer's seed, place in the answer, token), for all answers at once.
 
-Exponential races (Gumbel's maximum) as in vLLM, whose kernel on the CPU makes the noise of a row from a number of 64
-bits, by a hash of it and the token. vLLM draws that number from a random generator per request, one after the other,
-31 bits of each; here it is a hash of the answer's seed and of how many tokens the answer has. So a token is a function
-of logits, seed and place alone: not of the batch, its order, the rank, a preemption or a prompt read in parts.
-It takes vLLM's place on the first model runner (CPU). The second one, on CUDA, has noise of this kind by itself, from
-Triton (tests/unit/test_v2_sampler.py). Log-probs stay those of the logits that are drawn from.
+Exponential races (Gumbel's maximum) as in vLLM. Its CPU kernel makes the noise of a row by hashing a 64-bit number and
+the token. vLLM draws that number from a random generator per request, one after the other, 31 bits of each. Here it is
+a hash of the answer's seed and its number of tokens. So a token is a function of logits, seed and place alone: not of
+the batch, its order, the rank, a preemption or a chunked prompt.
+It replaces vLLM's sampler on the first model runner (CPU). The second one, on CUDA, has such noise by itself, from
+Triton (tests/unit/test_v2_sampler.py). Log-probs stay those of the logits that are sampled from.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ S27, S30, S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int, agent_index: int) -> int:
-    """The sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
+    """Sampling seed of one answer, in [0, 2^63): a pure function of its place in the run.
 
-    Hashed, so that neighbouring places draw unrelated noise: agents that share weights still answer differently, and a
+    Hashed, so that neighbouring places get unrelated noise: agents that share weights still answer differently, and a
     resumed run answers as the first one did, whatever its layout.
     """
     place = struct.pack("<5q", run_seed, step, prompt_index, rollout_index, agent_index)
@@ -33,9 +33,9 @@ def answer_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int,
 
 
 def row_keys(seeds_R: np.ndarray, places_R: np.ndarray) -> np.ndarray:
-    """A number of 64 bits (int64) for every row: of the answer's seed (uint64) and the tokens that the answer has.
+    """64-bit key of every row, int64 [R], from the answer's seed (uint64 [R]) and its number of tokens (int64 [R]).
 
-    One to one in either of the two, so that two places of an answer never share their noise.
+    One-to-one in each of the two, so that two places of an answer never share their noise.
     """
     key_R = seeds_R.astype(np.uint64) + (places_R.astype(np.uint64) + np.uint64(1)) * PLACE
     key_R = (key_R ^ (key_R >> S30)) * FIRST
@@ -44,10 +44,10 @@ def row_keys(seeds_R: np.ndarray, places_R: np.ndarray) -> np.ndarray:
 
 
 class RowNoise:
-    """The sampler of vLLM's first model runner, after temperature, in place of its own `forward`."""
+    """Replacement of the sampler's `forward` in vLLM's first model runner, after temperature."""
 
     def __init__(self, runner: Any, keep_most_likely: Callable[..., torch.Tensor]) -> None:
-        """`runner` is the live model runner, `keep_most_likely` vLLM's top-k and top-p: (logits, k, p) to logits."""
+        """`runner` is the live model runner; `keep_most_likely` is vLLM's top-k and top-p, (logits, k, p) -> logits."""
         self._runner, self._keep_most_likely = runner, keep_most_likely
 
     def __call__(
@@ -57,7 +57,7 @@ class RowNoise:
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [R] and log-probs [R, V], float32. A row without a generator has no seed, and its token no use."""
+        """Tokens [R] and log-probs [R, V], float32. A row without a generator has no seed, and its token is unused."""
         logits_RV = self._keep_most_likely(logits_RV, k, p).to(torch.float32)
         batch, rows = self._runner.input_batch, len(logits_RV)
         seeds_R, places_R = np.zeros(rows, np.uint64), np.zeros(rows, np.int64)

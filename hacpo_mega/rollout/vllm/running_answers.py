@@ -1,6 +1,6 @@
-"""The answers of one call of the engine while it generates: who is told that one has ended, and when all are cut.
+"""Answers of one engine call while it generates: reports each that ends, and cuts all on demand.
 
-What it needs of vLLM is handed in; only engine.py imports vllm.
+vLLM's objects are passed in; only engine.py and patches.py import it.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,13 @@ class RunningAnswers:
         is_unwanted: Callable[[], bool] = lambda: False,
         routing: Routing | None = None,
     ) -> None:
-        """Of `num_asked` requests that `llm` is about to be given.
+        """Watches the `num_asked` requests that `llm` is about to be given.
 
-        on_answer    told of an answer as soon as it has ended
-        cut_reason   how vLLM says that an answer was cut
-        eos_id       ends every answer that is not cut, whatever was drawn there; None: it ended by itself
-        is_unwanted  asked after every step whether all that run are cut now
-        routing      asked where the tokens of an answer have gone; None: answers do not say
+        on_answer    called for an answer as soon as it has ended
+        cut_reason   vLLM's finish reason of a cut answer
+        eos_id       ends every answer that is not cut, whatever was sampled there; None: answers end by themselves
+        is_unwanted  checked after every step: whether to cut all running answers now
+        routing      source of an answer's routing; None: answers have none
         """
         self._llm, self._on_answer, self._cut_reason, self._eos_id = llm, on_answer, cut_reason, eos_id
         self._is_unwanted, self._routing = is_unwanted, routing
@@ -44,7 +44,7 @@ class RunningAnswers:
         self._was_cut: frozenset[str] = frozenset()
 
     def after_step(self, outputs: list[Any]) -> list[Any]:
-        """What a step has finished, and with it what is cut after it."""
+        """Answers that a step has finished, and those that are cut after it."""
         self._note_routes(outputs)
         self._num_running -= len(outputs)
         if self._num_running > 0 and self._is_unwanted():
@@ -55,14 +55,14 @@ class RunningAnswers:
         return outputs
 
     def _cut(self) -> list[Any]:
-        """Ends what is running, with the tokens that it has; vLLM's own abort says nothing more of it."""
+        """Ends the running requests, with the tokens that they have; vLLM's own abort returns no output for them."""
         engine = self._llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
-        if hasattr(scheduler, "take_held"):  # not vLLM's own
+        if hasattr(scheduler, "take_held"):  # decode_scheduler.py
             engine.output_processor.process_outputs(scheduler.take_held())
         states = list(engine.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, self._cut_reason, None) for state in states]
-        self._note_routes(outputs)  # while vLLM knows them
+        self._note_routes(outputs)  # before vLLM forgets them
         engine.abort_request([state.request_id for state in states], internal=True)
         self._num_running, self._was_cut = 0, frozenset(output.request_id for output in outputs)
         return outputs
@@ -72,10 +72,10 @@ class RunningAnswers:
             self._routes |= {output.request_id: self._routing.of(output) for output in outputs}
 
     def completion(self, output: Any) -> Completion:
-        """A vLLM answer as our record. Its finish_reason is "stop" exactly when a token that ends it was sampled."""
+        """Converts a vLLM answer to our record. Its finish_reason is "stop" exactly when an end token was sampled."""
         answer = output.outputs[0]
         stops = {"stop": Stop.EOS, "length": Stop.LENGTH}
-        # vLLM says "abort" of what was cut here and of what it gave up by itself.
+        # vLLM's "abort" means both an answer that was cut here and one that it gave up by itself.
         stop = Stop.CUT if output.request_id in self._was_cut else stops.get(answer.finish_reason, Stop.ABORT)
         token_ids = np.asarray(answer.token_ids, dtype=np.int32)
         if self._eos_id is not None and stop is not Stop.CUT:

@@ -1,10 +1,11 @@
-"""New numbers for the weights of a live vLLM, part by part, where they lie.
+"""In-place update of a live vLLM's weights, part by part.
 
-On CUDA a parameter is what was loaded: its parts are written in place. On the CPU vLLM packs the weight of a linear
-layer once it is loaded and keeps no other: the layer is given its shard anew, and packs it as it did at the start;
-experts are packed when both of their tensors are there (expert_weights.py). A layer that quantizes is given its shard,
-too (quantized_weights.py). What was not followed (parts.py) goes through vLLM's own loaders, from full tensors.
-It gets vLLM's model and functions handed in; only engine.py imports vllm.
+On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
+linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
+are packed when both of their tensors have arrived (expert_weights.py). A quantizing layer gets its shard too
+(quantized_weights.py). Tensors whose loaders could not be followed (parts.py) go through vLLM's own loaders, as full
+tensors.
+vLLM's model and functions are passed in; only engine.py and patches.py import it.
 """
 
 import logging
@@ -28,12 +29,12 @@ from hacpo_mega.rollout.weights.quantized_weights import Quantizing
 
 @dataclass(frozen=True)
 class Reloading:
-    """What of vLLM brings new weights into a live model.
+    """vLLM's functions and classes for loading new weights into a live model.
 
-    begin, end   puts parameters on the meta device in the form in which they are loaded, and takes them back
-    plain        how layers hold weights that are what they load, but for the CPU's packing
-    logger       who would warn of layers that were not loaded
-    quantizing   how other layers make their weights of what they load
+    begin, end   put parameters on the meta device in the form in which they are loaded, and take them back
+    plain        methods of layers that hold weights as they load them, but for the CPU's packing
+    logger       the logger that would warn of layers that were not loaded
+    quantizing   how other layers convert the weights that they load
     """
 
     begin: Callable[[nn.Module], None]
@@ -44,16 +45,16 @@ class Reloading:
 
 
 class EngineWeights:
-    """The parameters of a live model that are written part by part.
+    """Parameters of a live model that are written part by part.
 
-    parts   what is written, experts' matrices stacked; a part's number is its place here
+    parts   in writing order, experts' matrices stacked; a part's number is its place here
     """
 
     @classmethod
     def recorded(
         cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: Any, reloading: Reloading
     ) -> "EngineWeights":
-        """By what vLLM's loaders do with the `published` tensors (name -> shape); `config` is that of the model."""
+        """Records what vLLM's loaders do with the `published` tensors (name -> shape); `config` is the model's."""
         with quiet(reloading.logger):
             reloading.begin(model)
             try:
@@ -63,44 +64,44 @@ class EngineWeights:
         return cls(model, recording, config, reloading)
 
     def __init__(self, model: nn.Module, recording: Recording, config: Any, reloading: Reloading) -> None:
-        """What layers load that hold it in a form that is not known is left over in `recording`, each by name."""
+        """Tensors whose layer holds them in an unknown form move to `recording`'s fallback, each with the reason."""
         self._modules = dict(model.named_modules())
         self._shapes = recording.shapes
         self._plain, self._quantizing, self._config = reloading.plain, reloading.quantizing, config
-        self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts that are not complete
+        self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts of which a tensor is missing
         for path, parts in _by_path(recording.parts).items():
             if reason := self._problem(path, parts):
-                recording.leave([part.shard.name for part in parts], reason)
+                recording.use_fallback([part.shard.name for part in parts], reason)
         self._recording = recording
         self.parts = stacked_parts(recording.parts)
         self._packed = _packed_by_weight(model)
 
     @property
-    def left_over(self) -> Mapping[str, str]:
+    def fallback(self) -> Mapping[str, str]:
         """Published tensors that are not written part by part, and why."""
-        return self._recording.left_over
+        return self._recording.fallback
 
     @property
     def quantized(self) -> Set[str]:
-        """Published tensors of which layers make other numbers."""
+        """Published tensors that layers quantize."""
         return {part.shard.name for part in self.parts if self.quantizes(part.path)}
 
     def converted_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(vLLM's name, tensor) of what these layers hold, and such as keep what they load in a form of their own."""
+        """(vLLM's name, tensor) of the layers that quantize, or keep weights in a form of their own."""
         for path, module in self._modules.items():
             method = getattr(module, "quant_method", None)
             if method is not None and (not isinstance(method, self._plain) or experts_problem(method)):
                 for name, parameter in module.named_parameters(recurse=False):
                     yield f"{path}.{name}", parameter.detach()
 
-    def leave(self, reasons: Mapping[str, str]) -> None:
-        """Leaves these over, too, and what is loaded into the same layers."""
+    def use_fallback(self, reasons: Mapping[str, str]) -> None:
+        """Moves these tensors, and others of the same layers, to the fallback."""
         for name, reason in reasons.items():
-            self._recording.leave([name], reason)
+            self._recording.use_fallback([name], reason)
         self.parts = stacked_parts(self._recording.parts)
 
     def _problem(self, path: tuple[str, str], parts: list[Part]) -> str | None:
-        """Why a parameter cannot be written part by part; None where it can."""
+        """Reason why a parameter cannot be written part by part; None if it can."""
         module, shape = self._modules[path[0]], self._shapes[path]
         method, live = getattr(module, "quant_method", None), getattr(module, path[1])
         quantizes = self.quantizes(path)
@@ -116,24 +117,24 @@ class EngineWeights:
             if part.offset != end or part.strides != tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))):
                 return "its parts do not lie end to end"
             end += part.shard.size
-        # Of a vocabulary rows are left, which stand for no token.
+        # A padded vocabulary has rows that stand for no token.
         return None if end == shape.numel() or hasattr(module, "shard_indices") else "its loader leaves gaps"
 
     def quantizes(self, path: tuple[str, str]) -> bool:
-        """Whether a layer makes other numbers of what it loads into this parameter."""
+        """True if a layer quantizes what it loads into this parameter."""
         return self._quantizing.takes(self._modules[path[0]], path[1])
 
     def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """What the parts of a parameter are written into, and whether that is new."""
+        """Tensor into which the parts of a parameter are written, and whether it is a new one."""
         live = getattr(self._modules[path[0]], path[1])
         if not (_is_packed(self._modules[path[0]], live) or self.quantizes(path)):
             return live.detach(), False
         return torch.empty(self._shapes[path], dtype=dtype, device=live.device), True
 
     def finish(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
-        """All numbers of a parameter are in `tensor`: the first `num_written`, and zeros behind them.
+        """Installs a parameter: `num_written` numbers of `tensor` [any shape] are written, the rest becomes zero.
 
-        Collective over the engine where the layer quantizes.
+        Collective over the engine if the layer quantizes.
         """
         layer, parameter = path
         module = self._modules[layer]
@@ -155,16 +156,16 @@ class EngineWeights:
 
 
 class Receiver:
-    """Takes one publication: the views of parts, and word of what was written there."""
+    """Receiving side of one weight sync: gives out views of parts, and counts what is written there."""
 
     def __init__(self, weights: EngineWeights, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
-        """`load` takes full tensors by name: of what is left over all that belongs to a layer."""
+        """`load` takes full tensors by name: of the fallback, all that belong to a layer."""
         self._weights, self.load = weights, load
         self._left: dict[tuple[str, str], int] = defaultdict(int)
         for part in weights.parts:
             self._left[part.path] += part.shard.size
         self._sizes = dict(self._left)
-        # Of those whose layers quantize, in an order that all ranks of the engine have: what they still wait for.
+        # Tensors that quantizing layers still wait for, in an order that all ranks of the engine share.
         self._unsettled: dict[tuple[str, str], set[str]] = defaultdict(set)
         for part in weights.parts:
             if weights.quantizes(part.path):
@@ -172,16 +173,16 @@ class Receiver:
         self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
 
     def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
-        """Where the numbers of `what`, published in `dtype`, belong: in the part of this number."""
+        """Destination of the rectangle `what`, published in `dtype`, inside part `number`; a view of `what.sizes`."""
         part = self._weights.parts[number]
         if part.path not in self._open:
             self._open[part.path] = self._weights.live(part.path, dtype)
         return part.view(self._open[part.path][0], what)
 
     def wrote(self, number: int, size: int) -> None:
-        """So many numbers of that part are there; with the last one of a parameter its layer takes it.
+        """Counts `size` written numbers of a part; with the last one of a parameter, its layer takes it.
 
-        One that quantizes takes it when the ranks of the cell have theirs: `settled`.
+        A layer that quantizes takes it when all ranks of the cell have theirs: `settled`.
         """
         path = self._weights.parts[number].path
         self._left[path] -= size
@@ -190,7 +191,7 @@ class Receiver:
             self._finish(path)
 
     def settled(self, names: Set[str]) -> None:
-        """All ranks of the cell have all that they need of these tensors. Collective over the engine."""
+        """Notes that all ranks of the cell have all parts of these tensors. Collective over the engine."""
         for path, waits_for in list(self._unsettled.items()):
             waits_for -= names
             if not waits_for:
@@ -203,12 +204,12 @@ class Receiver:
 
     @property
     def missing(self) -> list[str]:
-        """Parameters of which parts were not written."""
+        """Parameters with parts that were not written."""
         return [".".join(path) for path, left in self._left.items() if left or path in self._unsettled]
 
 
 def _is_packed(module: nn.Module, live: Tensor) -> bool:
-    """Whether a parameter of the layer is not what it loads, but packed."""
+    """True if the layer holds this parameter packed."""
     return packs_experts(module) or (live.numel() == 0 and hasattr(module, "cpu_linear"))
 
 
@@ -220,9 +221,10 @@ def _by_path(parts: Iterable[Part]) -> Mapping[tuple[str, str], list[Part]]:
 
 
 def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
-    """Layers that multiply with a packed copy of a weight that stands beside it, by the weight.
+    """Layers that multiply with a packed copy of a weight beside it, by the weight.
 
-    An embedding has one, too, which is used where it is the head, under that name or of a layer of its own.
+    An embedding has a packed copy too; it is used where the embedding is the head, under that name or in a layer of its
+    own.
     """
     found: dict[int, list[nn.Module]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
@@ -233,9 +235,9 @@ def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
 
 
 def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head: bool) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors as vLLM's loaders take them, whose names are added to `given`.
+    """Passes on full tensors for vLLM's loaders, and adds their names to `given`.
 
-    `packs_head` says that the output layer has a packed copy of the embedding, which would stay as it was.
+    With `packs_head` the output layer has a packed copy of the embedding, which gets the embedding too.
     """
     for name, tensor in weights:
         given.add(name)
@@ -245,9 +247,9 @@ def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head:
 
 
 def require_names(given: Set[str], expected: Set[str]) -> None:
-    """ValueError when other tensors were given than the model folder has, if that has any.
+    """ValueError if the given tensors are not those of the model folder, if that has any.
 
-    vLLM only logs what it did not get and keeps the old values there: half a publish must not look like one.
+    vLLM only logs missing tensors and keeps their old values: half a weight sync must not pass as one.
     """
     missing, unknown = expected - given, given - expected - {HEAD}
     if expected and (missing or unknown):

@@ -1,11 +1,11 @@
-"""The experts of a live vLLM: two tensors a layer, [experts, gate and up, hidden] and [experts, hidden, feed-forward].
+"""Experts of a live vLLM: two tensors a layer, [experts, gate and up, hidden] and [experts, hidden, feed-forward].
 
-On CUDA Triton's kernels read them as they were loaded; other kernels have forms of their own, which nobody here reads.
-On the CPU vLLM packs them, one expert after the other, and fills up the feed-forward. vLLM 0.32 does so at the first
-load alone (`is_weight_update` of UnquantizedFusedMoEMethod): what came later was read as if it were
-packed, without a word. Here every load packs. How is asked of vLLM's own operation, which is given the places of
-numbers in place of numbers: so what a kernel reads can be read back, to the bit.
-It gets vLLM's layers handed in and imports nothing of it.
+On CUDA Triton's kernels read them as they were loaded; other kernels have forms of their own, which this file does not
+read. On the CPU vLLM packs them, one expert after the other, and pads the feed-forward. vLLM 0.32 packs at the first
+load alone (`is_weight_update` of UnquantizedFusedMoEMethod): later loads were silently read as if they were packed.
+Here every load packs. The packed order comes from vLLM's own operation, applied to positions instead of numbers: so
+packed weights can be read back, to the bit.
+vLLM's layers are passed in; this file imports nothing of it.
 """
 
 import functools
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor, nn
 
 GATE_UP, DOWN = "w13_weight", "w2_weight"
-# vLLM's names of kernels that take the experts as they are loaded, but for the CPU's packing.
+# vLLM's names of kernels that read experts as they are loaded, but for the CPU's packing.
 PLAIN_KERNELS = ("TRITON", "BATCHED_TRITON", "CPU")
 # Whole numbers below it are exact in every type that weights have.
 DIGIT = 256
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether it is the layer of vLLM that has the experts of a mixture."""
+    """True for vLLM's layer of mixture experts."""
     return hasattr(module, GATE_UP) and hasattr(module, "ckpt_gate_proj_name")
 
 
 def packs_experts(module: nn.Module) -> bool:
-    """Whether it is one whose kernel reads a packed form."""
+    """True for such a layer whose kernel reads a packed form."""
     return holds_experts(module) and hasattr(_kernel(module), "isa")
 
 
 def experts_problem(method: object) -> str | None:
-    """Why the experts of a layer with this method are not what was loaded; None where they are, or there are none."""
+    """Reason why a layer with this method converts the experts that it loads; None if it does not, or has none."""
     kernel = getattr(method, "unquantized_backend", None)
     if kernel is None or kernel.name in PLAIN_KERNELS:
         return None
@@ -41,12 +41,12 @@ def experts_problem(method: object) -> str | None:
 
 
 def converts_experts(model: nn.Module) -> bool:
-    """Whether some layer holds experts in a form that nobody here reads."""
+    """True if some layer holds experts in a form that cannot be read here."""
     return any(experts_problem(getattr(module, "quant_method", None)) for module in model.modules())
 
 
 def pack_at_every_load(model: nn.Module) -> None:
-    """From now on a second load is packed as the first one was."""
+    """Makes every later load pack experts, as the first one does."""
     for module in filter(packs_experts, model.modules()):
         method = module.quant_method
         method.process_weights_after_loading = functools.partial(
@@ -55,19 +55,19 @@ def pack_at_every_load(model: nn.Module) -> None:
 
 
 def _as_at_first(method, process, layer: nn.Module) -> None:
-    method.moe_kernel = None  # what vLLM knows a first load by
+    method.moe_kernel = None  # vLLM's sign of a first load
     process(layer)
 
 
 def take_experts(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """The layer computes with these from now on."""
+    """Installs the layer's two expert tensors, shapes as above."""
     for name, tensor in tensors.items():
         setattr(module, name, nn.Parameter(tensor, requires_grad=False))
     module.quant_method.process_weights_after_loading(module)
 
 
 def expert_halves(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """What it multiplies with, as it was loaded: gate and up [experts, ffn, hidden], down [experts, hidden, ffn].
+    """Experts as they were loaded: gate and up [experts, ffn, hidden] each, down [experts, hidden, ffn].
 
     ffn is this rank's part of the feed-forward.
     """

@@ -1,11 +1,12 @@
-"""What a live engine multiplies with, part by part under the names of Hugging Face.
+"""Tensors that a live engine multiplies with, part by part, under their Hugging Face names.
 
-An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). Which part of the
-published tensor that is follows from the layer's own numbers, not from the loader that put it there, so that a loader
-that cuts wrongly is found too. On the CPU linear layers hold a packed copy that nobody can read: it is multiplied with
-the unit matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
-It gets vLLM's model handed in and imports nothing of it (engine.py does). Not here: who compares it, and when
-(agent/publication.py).
+An engine keeps its shard of every tensor, several of them fused into one (qkv_proj, gate_up_proj). The layer's own
+attributes say which part of the published tensor that is, not the loader that put it there, so that a loader that cuts
+wrongly is found too. On the CPU linear layers hold a packed copy that cannot be read: it is multiplied with the unit
+matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
+vLLM's model is passed in; this file imports nothing of it (engine.py does).
+
+Not here: the comparison (agent/weight_sync.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a published tensor that an engine has: `size` from `start` on in `dim`, at `place` of its own."""
+    """An engine's part of a published tensor: `size` from `start` on in `dim`, at `place` of its own tensor."""
 
     dim: int
     start: int
@@ -34,10 +35,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What an engine has of a published tensor, or of that of all experts (models/sharding/shards.py).
+    """An engine's part of a published tensor, or of the stack of all experts (models/sharding/shards.py).
 
-    own         its own tensor, which may hold parts of others too
-    is_packed   whether that comes out of a product, which shows finite numbers alone
+    own         the engine's tensor, which may hold parts of others too
+    is_packed   whether it is read through a product, which is exact for finite numbers alone
     """
 
     name: str
@@ -46,13 +47,13 @@ class HeldPart:
     is_packed: bool
 
     def shard(self, shape: Sequence[int]) -> Shard:
-        """The same as a rectangle of the published tensor, which has this shape."""
+        """The part as a rectangle of the published tensor of this shape."""
         offsets, sizes = [0] * len(shape), list(shape)
         offsets[self.cut.dim], sizes[self.cut.dim] = self.cut.start, self.cut.size
         return Shard(self.name, tuple(offsets), tuple(sizes))
 
     def view(self, what: Shard) -> Tensor:
-        """The numbers of the rectangle `what` of the published tensor, which lies in the shard."""
+        """Numbers of the rectangle `what` of the published tensor, which lies in the part; a view of `what.sizes`."""
         held = self.own()
         for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
             shift = self.cut.place - self.cut.start if dim == self.cut.dim else 0
@@ -61,13 +62,13 @@ class HeldPart:
 
 
 def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool) -> Iterator[HeldPart]:
-    """What the engine has of every tensor, layer by layer.
+    """Parts of every tensor that the engine has, layer by layer.
 
-    fused   what a layer's name stands for: {"gate_up_proj": ["gate_proj", "up_proj"]}
+    fused   layer name -> the matrices that it fuses: {"gate_up_proj": ["gate_proj", "up_proj"]}
     tied    whether the output layer is the embedding
     """
     seen: set[nn.Module] = set()
-    # A tied output layer may be the embedding itself, under a second name; so has the router of experts one.
+    # A tied output layer may be the embedding itself, under a second name; the router of experts has two names, too.
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, last = path.rpartition(".")
         if module in seen and path != HEAD_LAYER:
@@ -83,13 +84,13 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             is_packed = kind == "weight" and hasattr(module, "cpu_linear") and path != EMBEDDING
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
             cuts = _cuts(module, len(names), kind, parameter)
-            # One published tensor may be several of the engine's parts: where folders hold matrices fused, too.
+            # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
             for name, cut in zip(names if len(names) > 1 else names * len(cuts), cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
 
 
 def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
-    """What the engine has of every expert, all of which it has; nothing of what its kernel holds in another form."""
+    """Parts of every expert, all of which the engine has; none if its kernel holds them in another form."""
     if experts_problem(module.quant_method):
         return
     halves = cache(lambda: expert_halves(module))
@@ -106,7 +107,7 @@ def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
-    """Of each of the tensors that a layer's own is made of, by vLLM's numbers of the layer."""
+    """Cuts of the tensors that a layer's own is made of, from vLLM's attributes of the layer."""
     if hasattr(module, "shard_indices"):
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
@@ -120,13 +121,13 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
         ]
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
-    # Of a layer that every rank has whole the parameter may be packed, and have no rows.
+    # A layer that every rank has whole may hold its parameter packed, without rows.
     return [Cut(0, 0, getattr(module, "output_size", len(parameter)))]
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of one matrix in a fused one: the engine's `size` rows, which are shard number `shard` of `whole`."""
+    """One matrix inside a fused one: the engine's `size` rows, which are shard number `shard` of `whole`."""
 
     size: int
     shard: int
@@ -145,8 +146,8 @@ def _rows_of_fused(module: nn.Module) -> list[_Rows]:
 
 
 def _unpacked(module: nn.Module) -> Tensor:
-    """The weight [out, in] of a layer that holds it packed."""
-    # Of an embedding, of a layer that is cut, of one that every rank has whole.
+    """Weight [out, in] of a layer that holds it packed."""
+    # An embedding's, a split layer's, and that of a layer that every rank has whole.
     names = ("embedding_dim", "input_size_per_partition", "input_size")
     size = next(getattr(module, name) for name in names if hasattr(module, name))
     unit = torch.eye(size, dtype=module.params_dtype)

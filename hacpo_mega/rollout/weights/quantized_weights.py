@@ -1,9 +1,9 @@
-"""Layers of a live vLLM that quantize what they load, as `vllm = { quantization = "fp8_per_tensor" }` asks for.
+"""Layers of a live vLLM that quantize the weights they load, as `vllm = { quantization = "fp8_per_tensor" }` asks for.
 
-Such a layer loads plain numbers and keeps others with their scales. It is given its shard in the plain form and makes
-of it, where the old ones lie, what it would have made of a folder at the start. Some kinds add up over the ranks of an
-engine how large a matrix is, so that all ranks have to come to a layer, and in one order (Receiver).
-It gets vLLM's functions handed in; only engine.py imports vllm. Not here: what a scale is, which vLLM alone decides.
+Such a layer loads plain numbers and keeps others with their scales. It gets its shard in the plain form and quantizes
+it in place, as it would have done from a folder at the start. Some kinds reduce the largest number over the ranks of an
+engine, so all ranks have to reach a layer, in one order (Receiver).
+vLLM's functions are passed in; only engine.py and patches.py import it. Not here: the scales, which vLLM alone decides.
 """
 
 import logging
@@ -18,12 +18,12 @@ from hacpo_mega.rollout.vllm.host_process import quiet
 
 @dataclass(frozen=True)
 class Quantizing:
-    """How vLLM's layers quantize.
+    """vLLM's functions and classes for quantization at load.
 
-    methods      of a layer that quantizes what it has loaded: its `quant_method`
-    begin, end   puts a layer's tensors on the meta device in the form in which they are loaded, and takes it back
-    watch        a layer that has begun takes its weights as soon as its loaders have brought all
-    logger       who would say that a layer waits for others
+    methods      the `quant_method` classes of layers that quantize what they have loaded
+    begin, end   put a layer's tensors on the meta device in the form in which they are loaded, and take it back
+    watch        makes a layer that has begun take its weights as soon as its loaders have brought all
+    logger       the logger that would report a layer that waits for others
     """
 
     methods: tuple[type, ...]
@@ -33,11 +33,14 @@ class Quantizing:
     logger: logging.Logger
 
     def takes(self, module: nn.Module, parameter: str) -> bool:
-        """Whether what is loaded into this parameter of the layer becomes other numbers."""
+        """True if the layer quantizes what is loaded into this parameter."""
         return parameter == "weight" and isinstance(getattr(module, "quant_method", None), self.methods)
 
     def take(self, module: nn.Module, tensor: Tensor, config: Any) -> None:
-        """The layer quantizes the weight `tensor`; `config` is that of the model. Collective over the engine."""
+        """Quantizes the weight `tensor` [out, in] into the layer; `config` is the model's.
+
+        Collective over the engine.
+        """
         with quiet(self.logger):
             self.begin(module)
             parameter, loader = module.weight, module.weight.weight_loader
@@ -51,5 +54,5 @@ class Quantizing:
 
 
 def _whole(param: Tensor, loaded_weight: Tensor) -> None:
-    """A loader, in vLLM's words, of what is cut already."""
+    """A weight loader, in vLLM's form, for a tensor that is cut already."""
     param.data.copy_(loaded_weight)

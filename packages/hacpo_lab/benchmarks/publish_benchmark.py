@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hacpo_lab.throughput.memory_peak import take_peak
-from hacpo_mega.agent.publication import Publication
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import OptimizerConfig
@@ -178,9 +178,9 @@ def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
             options={"kv_cache_memory_bytes": 64 << 20},
         )  # fmt: skip
         phases = Phases()
-        planned = {"seconds": phases.seconds(lambda: Publication(place, actor, engine))["rest"]}
-        planned["rises"] = phases.rises(lambda: Publication(place, actor, engine))["rest"]
-        publication = Publication(place, actor, engine)
+        planned = {"seconds": phases.seconds(lambda: WeightSync(place, actor, engine))["rest"]}
+        planned["rises"] = phases.rises(lambda: WeightSync(place, actor, engine))["rest"]
+        weight_sync = WeightSync(place, actor, engine)
         phases.inside(publish, "_copy", "copy")
         phases.inside(publish.Exchange, "run", "copy")
         phases.inside(publish.Exchange, "_start", "send")
@@ -192,10 +192,10 @@ def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
                 engine.load(phases.gathered(actor.weights()))
 
         found = {"plan": planned}
-        for way, action in {"full tensors": load, "shard to shard": publication.publish}.items():
+        for way, action in {"full tensors": load, "shard to shard": weight_sync.publish}.items():
             found[way] = measured(place, phases, action)
         start = time.process_time()
-        assert publication.differences() == []
+        assert weight_sync.differences() == []
         found["compare"] = time.process_time() - start
         found["model"] = sum(tensor.nbytes for _, tensor in actor.weights())
         (out / f"{place.coordinate.cell_rank}.json").write_text(json.dumps(found))

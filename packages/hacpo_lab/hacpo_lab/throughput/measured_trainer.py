@@ -18,7 +18,7 @@ from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.sampler import AnswerPlace, Sampler
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.files.metrics import Metrics
-from hacpo_mega.logbook.step_report import StepFindings
+from hacpo_mega.logbook.step_report import StepResult
 from hacpo_mega.records import Judgement, Prompt, Rollout, Verdict
 from hacpo_mega.samples.tokenizers import TextCodec
 from hacpo_mega.trainer.observers import Observer
@@ -71,7 +71,7 @@ class Measurement(Observer):
         if (peak := take_peak()) is not None:
             self._peaks[phase] = max(peak, self._peaks.get(phase, 0))
 
-    def before_writing(self, step: int, found: StepFindings) -> None:
+    def before_writing(self, step: int, found: StepResult) -> None:
         """All since the last time; what writing takes is counted with the next step."""
         self.num_written += 1
         prefix, now = f"agent/{self.agent.name}", time.process_time()
@@ -89,7 +89,7 @@ class Measurement(Observer):
             self._add_work(prefix, found)
         self._cpu_s, self._peaks = Counter(), {}
 
-    def _add_work(self, prefix: str, found: StepFindings) -> None:
+    def _add_work(self, prefix: str, found: StepResult) -> None:
         prompts = {prompt.index: prompt for prompt in found.pool.prompts}
         asked = {rollout.prompt_index: prompts[rollout.prompt_index].text for rollout in found.rollouts}
         lengths = [len(self.agent.codec.encode_prompt(text)) for text in asked.values()]

@@ -1,9 +1,10 @@
-"""An agent as its answers come from it, on every rank of a cell: asked, begun ahead, gathered from the cell's engines.
+"""Rollout side of an agent: submits requests, prefetches, gathers completions, syncs weights to the engines.
 
-Where engines have devices of their own (placement = "apart") some ranks of the cell have an engine and no actor, the
-others an actor and no engine: these ask the same, answer nothing themselves, and get what the engines have answered.
-Every rank of a cell calls every method with equal arguments; what a method returns is equal on all of them.
-Not here: what is learnt (agent.py), what engines are asked (sampler.py).
+With placement = "apart" a rank of the cell has either an engine or an actor. The training ranks make the same requests,
+generate nothing themselves, and receive the engines' answers.
+All ranks of a cell call every method with equal arguments and get equal results.
+
+Not here: learning (agent.py), generation requests (sampler.py).
 """
 
 import json
@@ -11,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hacpo_mega.agent.devices import OwnDevices
-from hacpo_mega.agent.publication import Publication
 from hacpo_mega.agent.sampler import Requests, Sampler
+from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
@@ -26,18 +27,18 @@ from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 
-class Answering:
-    """What of an agent asks its engines, and hands weights to them.
+class RolloutClient:
+    """Rollout side of an agent: generates answers and syncs weights to its vLLM engines.
 
-    engine   that this rank has a part of; None: it only trains
+    engine   this rank's engine; None on a rank that only trains
     """
 
     engine: Engine | None
-    publication: Publication
+    weight_sync: WeightSync
     devices: OwnDevices
 
     def __init__(self, spec: AgentConfig, place: Place, config: Config, sampler: Callable[..., Sampler]) -> None:
-        """`sampler` says what engines are asked; the others are set by who loads them."""
+        """`sampler` makes the generation requests. Whoever loads engine, weight sync and devices sets them."""
         require_options(spec.vllm, f"agents.{spec.name}.")
         self.name, self.index, self.place = spec.name, place.agent, place
         self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
@@ -49,34 +50,35 @@ class Answering:
         self.ahead = EngineThread()
 
     @property
-    def publication_said(self) -> str:
-        """What is not published shard by shard, for people; empty where there is none."""
-        return f"{self.name}: {self.publication.said}" if self.publication.said else ""
+    def weight_sync_summary(self) -> str:
+        """Line for the startup log on tensors that are synced whole, not shard by shard; empty if there are none."""
+        return f"{self.name}: {self.weight_sync.summary}" if self.weight_sync.summary else ""
 
     @property
-    def routing_said(self) -> str:
-        """Whose word on where the engine sends tokens is replayed, for people; empty where none is."""
+    def routing_summary(self) -> str:
+        """Line for the startup log on the source of the replayed routing; empty without router replay."""
         routing = None if self.engine is None else self.engine.routing
-        return "" if routing is None else f"{self.name}: router replay, by {routing.said}"
+        return "" if routing is None else f"{self.name}: router replay, by {routing.summary}"
 
     @property
-    def ends_said(self) -> str:
-        """What the chat template adds to the tokens that end answers, for people; empty where it adds none."""
+    def ends_summary(self) -> str:
+        """Line for the startup log on the end tokens that the chat template adds; empty if it adds none."""
         line = self.codec.added_end_line
         return f"{self.name}: {line}" if line else ""
 
     @property
     def asleep_bytes(self) -> int | None:
-        """What was not free on this rank's device when its engine had last fallen asleep; None: it never has."""
+        """Bytes in use on this rank's device after the engine's last sleep; None before the first sleep."""
         return self.devices.asleep_bytes
 
     def roll_out(
         self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
     ) -> list[Rollout]:
-        """G sampled answers to each of this cell's prompts, by prompt, then by rollout, of the policy after `step`.
+        """G sampled answers to each of this cell's prompts, by prompt, then by rollout, from the policy after `step`.
 
-        `on_answer` is told of each of this rank's engine as soon as it has ended, while the others are generated.
-        Afterwards the engine sleeps until `publish_weights`: its memory is the actor's to learn with.
+        `on_answer` is called for each answer of this rank's engine as soon as it ends, while others are still
+        generated.
+        Afterwards the engine sleeps until `publish_weights`: the actor needs its memory to learn.
         """
         asked = self.sampler.sampled(prompts, step)
 
@@ -88,58 +90,59 @@ class Answering:
             return self._answered(asked, step, on_answer=None if on_answer is None else told)
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int, step: int) -> list[Rollout]:
-        """One most likely answer per prompt: the agent as it would be deployed after `step`."""
+        """One greedy answer per prompt from the policy after `step`, as a deployed model would give."""
         with self.devices.answering():
             return self._answered(self.sampler.greedy(prompts, max_tokens), step)
 
     def _answered(self, asked: Requests, step: int, **options: Any) -> list[Rollout]:
-        """What the engines of the cell answer, on every rank of it."""
+        """Answers of all engines of the cell, on every rank of the cell."""
         completions = self._call(asked, step)(**options)
         return self.sampler.rollouts(asked.places, share_completions(completions, self.place, len(asked.places)))
 
     def _call(self, asked: Requests, step: int) -> Generate:
-        """Of this rank's engine, which must have the weights after `step`; nothing where it has none."""
-        self.publication.require(step)
+        """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
+        self.weight_sync.require(step)
         return _no_answers if self.engine is None else asked.call(self.engine)
 
     def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
-        """Begins the answers of a step to come, on the weights after the step before it, beside what is done meanwhile.
+        """Begins to generate answers for a later step in the background, with the weights after the step before it.
 
         Until `finish_ahead` the engine answers nothing else and takes no weights.
         """
         self.ahead.begin(self._call(self.sampler.sampled(prompts, step), step - 1))
 
     def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Waits for them; `rollouts_of` has them as `roll_out` would. Collective over the cell."""
+        """Waits for the prefetched answers; `rollouts_of` turns them into records. Collective over the cell."""
         if self.place.weights_group is not None:
-            self.place.gather_cell(b"")  # those who train have come: what is hidden from them is counted up to here
+            self.place.gather_cell(b"")  # barrier with the training ranks, so that `roll_out_hidden_s` ends here
         return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
 
     def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
-        """The cell's answers to `prompts`, by prompt, then by rollout, as records with their text."""
+        """Records with text of the cell's answers to `prompts`, by prompt, then by rollout."""
         return self.sampler.rollouts(self.sampler.places(prompts), completions)
 
     def publish_weights(self, step: int) -> None:
-        """Megatron shards into the live vLLM engine, whose cached prefixes are forgotten; it answers with them next.
+        """Syncs the actor's weights after `step` into the live vLLM engine, and clears its prefix cache.
 
-        They are those after `step`, which is asked for whenever answers are.
+        Every later generation call checks that the engine has the weights of the step that it asks for.
         """
         self.devices.publish(step)
 
     def verify_weights(self) -> None:
-        """Compares what the engine holds, to the last bit, with what the actor would publish now.
+        """Compares the engine's weights bit for bit with the actor's.
 
-        RunStopped, on all ranks of the cell alike, which names the first tensor that differs and the rank that has it.
-        What the engine quantizes is compared with what it makes of full tensors. Else only checksums travel.
+        RunStopped, on all ranks of the cell, names the first tensor that differs and the rank that holds it.
+        Quantized tensors are compared with a fresh quantization of the full tensors. All others are compared by
+        checksum.
         """
         found = self.devices.differences()
-        said = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
-        lines = [line for payload in self.place.gather_cell(json.dumps(said).encode()) for line in json.loads(payload)]
+        mine = [f"{line} (on {self.place.coordinate})" for line in found[:1]]
+        lines = [line for payload in self.place.gather_cell(json.dumps(mine).encode()) for line in json.loads(payload)]
         if lines:
             raise RunStopped(f"the engine of {self.name} holds other weights than were published, first {lines[0]}")
 
     def close(self) -> None:
-        """Shuts the engine down, while the process groups it uses still exist; what it still answers is dropped."""
+        """Shuts the engine down while its process groups still exist; unfinished answers are dropped."""
         self.ahead.stop()
         if self.engine is not None:
             self.engine.close()
@@ -152,7 +155,7 @@ def _no_answers(**_how: Any) -> list[Completion]:
 def load_engine(
     spec: AgentConfig, place: Place, config: Config, dtype: Any, ends: AnswerEnds, agents_on_device: int = 1
 ) -> Engine:
-    """On random weights: reading the folder twice would double the start of a large model."""
+    """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
     with place.spans.span("engine"):
         return Engine(
             spec.model,

@@ -1,12 +1,14 @@
-"""The only door to a live vLLM: whoever comes in, from whichever thread, is on the one stream that the engine has.
+"""Stream guard: every access to a live vLLM, from whatever thread, runs on the engine's one CUDA stream.
 
-vLLM's second runner remembers for life the stream on which it was first asked (`main_stream`, v1/worker/gpu of 0.32):
-there each step's tokens are waited for before they are copied to the host, and there it leaves whoever called it.
-Called on another stream, its copies are not ordered behind the kernels that sample, and the caller goes on on a stream
-that was never his. `current_stream()` of its utilities also moves a thread that has set no stream to a new one.
-So no other file holds the `LLM`: inside this door the current stream is the engine's, behind all that the caller's
-stream was asked for; outside it is the caller's again, behind all that the engine was asked for, also after an error.
-On the CPU there are no streams. It gets vLLM handed in; not here: what it is asked (engine.py).
+vLLM's second runner keeps for life the stream on which it was first called (`main_stream`, v1/worker/gpu of 0.32). It
+waits there for each step's tokens before it copies them to the host, and it leaves its caller on that stream. Called on
+another stream, its copies are not ordered behind the sampling kernels, and the caller continues on a stream that is not
+its own. `current_stream()` of its utilities also moves a thread without a stream to a new one.
+So no other file holds the `LLM`. Inside the guard the current stream is the engine's, ordered behind all work of the
+caller's stream. Outside it is the caller's again, ordered behind all work of the engine, also after an error.
+On the CPU there are no streams. vLLM is passed in.
+
+Not here: what the engine is asked (engine.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +20,8 @@ import torch
 from hacpo_mega.rollout.vllm.host_process import collected_once, process_untouched
 
 
-class EngineDoor:
-    """Holds a vLLM, which is started, asked and shut down inside."""
+class EngineStreamGuard:
+    """Holds a vLLM, which starts, works and shuts down on the guarded stream."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         """`start` makes the LLM on this process's current device."""
@@ -29,7 +31,7 @@ class EngineDoor:
 
     @contextmanager
     def open(self) -> Iterator[Any]:
-        """The LLM, for as long as it is used; also around whatever else reads or writes its memory."""
+        """Context with the LLM; also for whatever else reads or writes its memory."""
         with self._inside():
             if self._stream is not None:
                 # The first runner asks for the current stream in every step instead.
@@ -49,7 +51,7 @@ class EngineDoor:
             if self._stream is None:
                 yield
                 return
-            with torch.cuda.device(self._stream.device):  # else a thread that has chosen none would wait on device 0
+            with torch.cuda.device(self._stream.device):  # a thread that has set none would wait on device 0
                 callers = torch.cuda.current_stream()
                 self._stream.wait_stream(callers)
                 torch.cuda.set_stream(self._stream)
@@ -61,14 +63,14 @@ class EngineDoor:
 
 
 def worker_of(llm: Any) -> Any:
-    """The one that drives this process's device."""
+    """The vLLM worker that drives this process's device."""
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
 def finish_steps(llm: Any) -> None:
-    """Runs until nothing is in flight. On CUDA vLLM begins a step ahead, also behind the end of the last answer.
+    """Runs steps until nothing is in flight. On CUDA vLLM begins a step ahead, also behind the end of the last answer.
 
-    Such a step would meet what comes next: prefixes that are forgotten, a routing of the step before.
+    Such a step would meet what comes next: a cleared prefix cache, the routing of an earlier step.
     """
     core = llm.llm_engine.engine_core.engine_core
     while core.batch_queue:  # None where there is no step ahead

@@ -1,14 +1,15 @@
-"""How an agent's weights reach its engines, and whether they did.
+"""Weight sync: how an agent's weights reach its engines, and the check that they did.
 
-Every rank of a cell says once what its actor holds and what its engine needs of each tensor; of that all make the same
-plan. Where cells share experts it is one plan of this block of cells, and "cell" below means the block. What an engine
-takes in no other form than vLLM's loaders follows as full tensors (`left_over`).
-Where engines have ranks of their own, those that train need nothing and these hold nothing: the same plan, in which
-every piece crosses. Such an engine has the weights when all ranks of its cell have said that they are done, and of
-which step: until then, and after an error, it answers nothing.
-Verification looks at what an engine multiplies with, by the layers' own numbers and not by the loaders that the plan
-comes from: a checksum of every piece on both sides, in which a single bit shows.
-Not here: when that is, and who is on the devices then (devices.py).
+Every rank of a cell announces once which shards its actor holds and which shards its engine needs. All ranks derive the
+same plan from that. Where cells share experts, the plan spans that block of cells, and "cell" below means the block.
+Tensors that an engine takes only through vLLM's own loaders follow as full tensors (`fallback`).
+Where engines have ranks of their own, training ranks need nothing and engine ranks hold nothing: the same plan, in
+which every piece crosses ranks. Such an engine has the new weights when all ranks of its cell have confirmed the step.
+Until then, and after an error, it refuses to generate.
+Verification reads the tensors that the engine multiplies with, located by the layers' own attributes and not by the
+loaders that the plan comes from. It compares a checksum of every piece, in which a single bit shows.
+
+Not here: when weights are synced, and what is on the devices then (devices.py).
 """
 
 import json
@@ -26,74 +27,77 @@ from hacpo_mega.logbook.run.provenance import installed_versions
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.weights.hf_reader import dtype_of
 from hacpo_mega.megatron.weights.publish import ActorShards, Exchange, NoShards
-from hacpo_mega.models.sharding.publish_plan import Piece, PublishPlan, publish_plan
+from hacpo_mega.models.sharding.publish_plan import Piece, WeightSyncPlan, publish_plan
 from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.weights.engine_weights import Receiver
 from hacpo_mega.rollout.weights.held_weights import HeldPart
-from hacpo_mega.rollout.weights.parts import loaders_said
+from hacpo_mega.rollout.weights.parts import fallback_summary
 
 BLOCK = 1 << 22
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's linear congruential generator
 
 
-class Publication:
-    """From the actor of this rank's cell into its engines. Every rank of the cell calls every method.
+class WeightSync:
+    """Weight sync from the actor of this rank's cell into its engines. Every rank of the cell calls every method.
 
-    left_over   tensors that every rank with an engine is given whole, and why
-    step        whose weights the engines have; None: not all of any
+    fallback    tensors that every engine rank is given whole, and why
+    step        the step whose weights the engines have; None while a sync is incomplete
     """
 
     def __init__(self, place: Place, actor: Actor | None, engine: Engine | None) -> None:
-        """`engine` is awake; None where this rank only trains, as `actor` is where it only answers.
+        """Makes the plan. `engine` is awake, or None on a training rank; `actor` is None on an engine rank.
 
-        Makes the plan; collective over the agent.
+        Collective over the agent.
         """
         self._place, self._actor, self._engine = place, actor, engine
         self._own = self._shards()
         self._parts = None if engine is None else engine.weights(self._own.published)
         if self._parts is not None:
             names = (name for name in self._own.published if self._dtype(name) != self._own.dtype)
-            self._parts.leave(dict.fromkeys(names, "the engine has it in float32"))
-        self.left_over: dict[str, str] = {}
-        # Those whose numbers an engine makes others of, so that only it can be asked what it should hold.
+            self._parts.use_fallback(dict.fromkeys(names, "the engine has it in float32"))
+        self.fallback: dict[str, str] = {}
+        # Tensors that an engine quantizes: only the engine can say what it should hold.
         self._converted: set[str] = set()
-        mine = [{}, []] if self._parts is None else [dict(self._parts.left_over), sorted(self._parts.quantized)]
+        mine = [{}, []] if self._parts is None else [dict(self._parts.fallback), sorted(self._parts.quantized)]
         for payload in place.gather_block(json.dumps([*mine, engine is not None and engine.quantizes]).encode()):
-            left_over, quantized, quantizes = json.loads(payload)
-            self.left_over |= left_over
-            self._converted |= {*quantized, *left_over} if quantizes else set()
+            fallback, quantized, quantizes = json.loads(payload)
+            self.fallback |= fallback
+            self._converted |= {*quantized, *fallback} if quantizes else set()
         if self._parts is not None:
-            self._parts.leave(self.left_over)
+            self._parts.use_fallback(self.fallback)
         self.plan = self._plan([] if self._parts is None else [part.shard for part in self._parts.parts])
-        timeout = timedelta(0) if actor is None else actor.timeout  # of a group that is not made where there is one
+        timeout = timedelta(0) if actor is None else actor.timeout  # unused: an engine rank has a weights group already
         self._exchange = Exchange(self.plan, self._own.dtype, place.device, timeout, place.weights_group)
-        self._verified: PublishPlan | None = None
+        self._verified: WeightSyncPlan | None = None
         self.step: int | None = None
 
     def _shards(self) -> "ActorShards | NoShards":
-        """What this rank's actor has. Where some ranks have none, the leader says what the model is. Collective."""
+        """Shards of this rank's actor; without an actor, the leader's list of the model's tensors. Collective."""
         own = None if self._actor is None else ActorShards(self._actor.model)
         if self._place.weights_group is None:
             return own
-        said = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
-        published, dtype = json.loads(self._place.gather_block(json.dumps(said).encode())[0])
+        model = [] if own is None else [list(own.published.items()), str(own.dtype).removeprefix("torch.")]
+        published, dtype = json.loads(self._place.gather_block(json.dumps(model).encode())[0])
         return own or NoShards({name: tuple(shape) for name, shape in published}, getattr(torch, dtype))
 
     def require(self, step: int) -> None:
-        """RuntimeError unless the engines have the weights after `step`, all of them: before they answer."""
+        """RuntimeError unless the engines have all weights after `step`; called before every generation."""
         if self.step != step:
             found = "none that are whole" if self.step is None else f"those after step {self.step}"
             raise RuntimeError(f"answers of the weights after step {step} are asked for, and the engine has {found}")
 
     @property
-    def said(self) -> str:
-        """The same in a line, for people, with vLLM's version if it is not that of the locks; empty if neither."""
-        return loaders_said(self.left_over, installed_versions())
+    def summary(self) -> str:
+        """Line for the startup log on fallback tensors, and on a vLLM version that is not the locked one.
+
+        Empty if neither applies.
+        """
+        return fallback_summary(self.fallback, installed_versions())
 
     def publish(self, step: int = 0) -> None:
-        """The engine, awake or with its weights alone, has the actor's weights, those after `step`, afterwards."""
+        """Syncs the actor's weights after `step` into the engine, which has at least its weights on the device."""
         spans, own = self._place.spans, self._own
         own.settle()
         self.step = None  # until all of it is there
@@ -111,10 +115,10 @@ class Publication:
                 spans.sent,
                 self._settled(receiver),
             )
-            if self.left_over and receiver is not None:
-                receiver.load(self._whole(self.left_over))
-            elif self.left_over:
-                for _ in self._whole(self.left_over):
+            if self.fallback and receiver is not None:
+                receiver.load(self._whole(self.fallback))
+            elif self.fallback:
+                for _ in self._whole(self.fallback):
                     pass
             self._require_all_done(step)
         self.step = step
@@ -127,15 +131,15 @@ class Publication:
         return settled
 
     def _require_all_done(self, step: int) -> None:
-        """Where ranks wait for each other here alone: RuntimeError, on all of them, unless all have come to `step`."""
+        """RuntimeError, on all ranks, unless all have reached `step`; no check where engines share the ranks."""
         if self._place.weights_group is None:
             return
-        steps = [int(said) for said in self._place.gather_block(str(step).encode())]
+        steps = [int(payload) for payload in self._place.gather_block(str(step).encode())]
         if len(set(steps)) > 1:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
 
     def _whole(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors, on every rank of the cell; the leader tells them the ranks that only answer."""
+        """Full tensors, on every rank of the cell; the leader broadcasts them to engine ranks."""
         place, published = self._place, self._own.published
         if self._actor is not None:
             given = self._actor.weights(only=wanted)
@@ -157,10 +161,10 @@ class Publication:
         return dtype_of(name, self._own.dtype)
 
     def differences(self) -> list[str]:
-        """A line for every piece of which this rank's engine holds other numbers than the actor would publish now.
+        """A line for every piece in which this rank's engine differs from the actor's current weights.
 
-        Of a layer that quantizes, and has other numbers on purpose: for every tensor that is not what vLLM makes of the
-        actor's full tensors, which the engine has afterwards.
+        A layer that quantizes holds other numbers on purpose: a line for every tensor that differs from a fresh
+        quantization of the actor's full tensors, which the engine has afterwards.
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
@@ -174,7 +178,7 @@ class Publication:
         return found + (self._loaded_afresh() if self._converted else [])
 
     def _loaded_afresh(self) -> list[str]:
-        """Of numbers, scales and whatever else a layer keeps, those that are not the same bytes afterwards."""
+        """Converted tensors (numbers, scales and others of a layer) whose bytes change in a fresh load."""
         before, whole = self._converted_sums(), self._whole(self._own.published)
         if self._engine is not None:
             self._engine.load(whole)
@@ -197,22 +201,22 @@ class Publication:
         return dict(zip(tensors, sums[:, 0].tolist(), strict=True))
 
     def _verified_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of what an engine holds as it is published."""
+        """Shapes of the tensors that an engine holds as they are published."""
         published = self._own.published
         return stacked_shapes({name: shape for name, shape in published.items() if name not in self._converted})
 
-    def _compared(self, plan: PublishPlan, held: Sequence[HeldPart]) -> Iterator[str]:
+    def _compared(self, plan: WeightSyncPlan, held: Sequence[HeldPart]) -> Iterator[str]:
         rank, own = self._place.coordinate.block_rank, self._own
         read = ((own.view(p.read, p.what), p.what.num_members) for p in plan.pieces if p.source == rank)
         payloads = self._place.gather_block(_checksums(read).tobytes())
-        said = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
-        mine, expected, heard = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
+        sums = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
+        mine, expected, taken = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
         for piece in plan.pieces:
-            start, source = heard[piece.source], piece.source
-            heard[source] += piece.what.num_members
+            start, source = taken[piece.source], piece.source
+            taken[source] += piece.what.num_members
             if piece.target == rank:
                 mine.append(piece)
-                expected.append(said[source][start : heard[source]])
+                expected.append(sums[source][start : taken[source]])
         views = (
             (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)), piece.what.num_members)
             for piece in mine
@@ -226,20 +230,20 @@ class Publication:
                 one = piece.what.member(number)
                 yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
 
-    def _plan(self, needed: Sequence[Shard]) -> PublishPlan:
-        """Collective over the cell."""
-        mine = [[_said(shard) for shard in shards] for shards in (self._own.shards, needed)]
+    def _plan(self, needed: Sequence[Shard]) -> WeightSyncPlan:
+        """Makes the plan from what all ranks hold and need. Collective over the cell."""
+        mine = [[_as_json(shard) for shard in shards] for shards in (self._own.shards, needed)]
         cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]
-        sources, targets = ([[_heard(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
+        sources, targets = ([[_from_json(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
         my, shapes = self._place.coordinate, self._place.rank_map.agents
         return publish_plan(sources, targets, self._own.dtype.itemsize, cell_size=shapes[my.agent].cell_size)
 
 
-def _said(shard: Shard) -> list:
+def _as_json(shard: Shard) -> list:
     return [shard.name, shard.offsets, shard.sizes]
 
 
-def _heard(name: str, offsets: list[int], sizes: list[int]) -> Shard:
+def _from_json(name: str, offsets: list[int], sizes: list[int]) -> Shard:
     return Shard(name, tuple(offsets), tuple(sizes))
 
 
@@ -249,15 +253,17 @@ def _require_same_tensors(published: Set[str], held: Set[str]) -> None:
 
 
 def _checksums(tensors: Iterable[tuple[Tensor, int]]) -> np.ndarray:
-    """Of every row of each, which is of so many rows [M]: a sum that changes with any bit and with the order of its
-    numbers, and whether all are finite [M of all, 2]."""
+    """Checksum of each of the M rows of every tensor, and whether all its numbers are finite: int64 [sum of M, 2].
+
+    A checksum changes with any bit and with the order of the numbers.
+    """
     found = [_checksums_of_rows(tensor, num_rows) for tensor, num_rows in tensors]
     return torch.cat(found).cpu().numpy() if found else np.empty((0, 2), np.int64)
 
 
 def _checksums_of_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    """Modulo 2^64; every number's bits times an odd number of its own, so that no single change is lost."""
-    # of zeros a product shows no sign; of bytes all say something
+    """Checksum modulo 2^64, [M, 2]: each number's bits times an odd factor of its own, so every change shows."""
+    # adding 0.0 removes the sign of zeros, which a product does not show; bytes are taken as they are
     values_MN = (tensor if tensor.dtype is torch.uint8 else tensor.add(0.0)).reshape(num_rows, -1)
     bits_MN = values_MN.view(INTEGERS[values_MN.itemsize])
     total_M, finite_M = bits_MN.new_zeros(num_rows, dtype=torch.int64), bits_MN.new_ones(num_rows, dtype=torch.bool)
