@@ -65,13 +65,10 @@ UNKNOWN_TO_GRADERS = {"hacpo_mega", "hacpo_kernels", "hacpo_lab", "torch", "tran
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.
 LOADS_BY_NAME = (
-    *(
-        "hacpo_mega/grading/__init__.py",
-        "packages/hacpo_grading/hacpo_grading/workers/grader_calls.py",
-        "hacpo_mega/logbook/files/trackers.py",
-        "hacpo_mega/data/reading/hub_sets.py",
-    ),
-    "hacpo_mega/config/named_function.py",
+    "hacpo_mega/grading/__init__.py",
+    "packages/hacpo_grading/hacpo_grading/workers/own_file.py",
+    "hacpo_mega/logbook/files/trackers.py",
+    "hacpo_mega/data/reading/hub_sets.py",
 )
 
 

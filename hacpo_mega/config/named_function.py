@@ -5,7 +5,6 @@ its file is executed. Not here: graders, which run in processes of their own (ha
 """
 
 import functools
-import importlib
 import json
 import os
 import signal
@@ -16,13 +15,13 @@ from contextlib import suppress
 from itertools import chain
 
 from hacpo_grading.workers import own_file
-from hacpo_grading.workers.own_file import module_of_file
+from hacpo_grading.workers.own_file import own_module
 from hacpo_mega.config.tables.schema import Config
 
 # Executes the named code in a process of its own, and writes each name to a pipe; an empty line is the end. The
 # loader is run by its file: importing its package takes a second.
 TRIAL = """
-import importlib, importlib.util, json, os, sys
+import importlib.util, json, os, sys
 pipe, path, loader, *names = sys.argv[1:]
 sys.path[:] = json.loads(path)
 spec = importlib.util.spec_from_file_location("own_file", loader)
@@ -31,9 +30,8 @@ spec.loader.exec_module(own_file)
 pid = os.getpid()
 for name in names:
     os.write(int(pipe), f"{name}\\n".encode())
-    place = name.rpartition(":")[0]
     try:
-        own_file.module_of_file(place, "own_code") if place.endswith(".py") else importlib.import_module(place)
+        own_file.own_module(name.rpartition(":")[0], "own_code")
     except BaseException:
         pass  # the run's own processes say it
     if os.getpid() != pid:
@@ -95,8 +93,7 @@ def named_function(name: str) -> Callable:
     """The function or class of that name; a file is executed once per process. ValueError, one line, where it fails."""
     place, _, attribute = name.rpartition(":")
     try:
-        module = module_of_file(place, "own_code") if place.endswith(".py") else importlib.import_module(place)
-        found = getattr(module, attribute)
+        found = getattr(own_module(place, "own_code"), attribute)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: {type(error).__name__} while it was loaded: {error}".splitlines()[0]) from error
     if not callable(found):

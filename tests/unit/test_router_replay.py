@@ -166,7 +166,7 @@ def test_what_cannot_replay_is_refused(tmp_path, monkeypatch):
     assert problems(tmp_path, *on_cuda) == []
     (line,) = problems(tmp_path, *on_cuda, "agents.sparse.vllm.enable_prefix_caching=false")
     assert line.endswith("keeps the routing of a prefix beside its cache. Nearest: without it")
-    monkeypatch.setattr("hacpo_mega.config.checks.checks.installed_fields", lambda table: {})
+    monkeypatch.setattr("hacpo_mega.config.checks.checks.engine_fields", frozenset)
     (line,) = problems(tmp_path, *on_cuda)
     assert "the vLLM that is installed has no enable_return_routed_experts: it returns no routing" in line
 

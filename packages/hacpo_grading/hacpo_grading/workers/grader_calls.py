@@ -6,8 +6,6 @@ numbers, which are logged; of a batch a list of these. Imported by worker proces
 
 import asyncio
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
-from hacpo_grading.workers.own_file import module_of_file
+from hacpo_grading.workers.own_file import own_module
 
 Reply = dict[str, Any]
 MAX_SAID = 500
@@ -198,8 +196,7 @@ def load_by_name(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place:
         raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
-    module = module_of_file(place, "own_grader") if place.endswith(".py") else importlib.import_module(place)
-    return getattr(module, name)
+    return getattr(own_module(place, "own_grader"), name)
 
 
 def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:

@@ -1,8 +1,9 @@
-"""Executes a Python file of the user's as a module. Imported by worker processes: the standard library alone.
+"""Loads the user's code: a Python file, or a module that Python finds. Imports the standard library alone.
 
 Not here: which functions of it are called (grader_calls.py).
 """
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -12,15 +13,18 @@ from pathlib import Path
 from types import ModuleType
 
 
-def module_of_file(file: str, kind: str) -> ModuleType:
-    """The module that a file makes, under a name of its own by `kind`: one called like a library takes no place of it.
+def own_module(place: str, kind: str) -> ModuleType:
+    """The module of a Python file, executed anew, or of a name that Python finds, imported.
 
-    Raises what the file raises while it is executed.
+    A file's module has a name of its own by `kind`: one called like a library takes no place of it. Raises what the
+    code raises.
     """
-    spec = importlib.util.spec_from_file_location(f"{kind}_{Path(file).stem}", file)
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    spec = importlib.util.spec_from_file_location(f"{kind}_{Path(place).stem}", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up there
-    with _found_beside(file):
+    with _found_beside(place):
         spec.loader.exec_module(module)
     return module
 
