@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.cluster.environment import compiler_problems
+from hacpo_mega.cluster.machine.environment import compiler_problems
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.commands.doctor_findings import TOLERANCES, Finding, finding_of, table, worst_of
