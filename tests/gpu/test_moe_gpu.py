@@ -3,7 +3,8 @@
 import pytest
 import torch
 from expert_products import COUNTS, compare_products
-from hacpo_mega.megatron.moe import grouped_product
+
+from hacpo_mega.megatron.model.moe import grouped_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
