@@ -72,5 +72,5 @@ def test_an_engine_on_the_cpu_quantizes_nothing(tmp_path):
 
 def test_what_needs_a_quantized_folder_is_refused(tmp_path):
     _, problem = checked(tmp_path, "device_memory_gib=80", "agents.a.vllm.quantization=awq")
-    assert "agents.a: vllm.quantization: 'awq' is of folders that are quantized already" in problem
+    assert "agents.a: vllm.quantization: 'awq' is for folders that are quantized already" in problem
     assert "Nearest: 'fp8_per_tensor'; known here: fp8, fp8_per_tensor, " in problem
