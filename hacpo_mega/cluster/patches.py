@@ -33,7 +33,7 @@ class Patch:
     wraps: bool = False
 
     def original(self) -> Any:
-        """What the library has by the name, also after the patch; None where it has nothing."""
+        """The library's own attribute of that name, also after the patch; None where it has none."""
         return _ORIGINALS.get((self.owner, self.name), getattr(self.owner, self.name, None))
 
 

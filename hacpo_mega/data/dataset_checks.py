@@ -137,7 +137,7 @@ def normalised(text: str) -> str:
 
 
 def _same_gold(one: Problem, other: Problem) -> bool:
-    """Whether the golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
+    """Tells whether golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
     golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(problem.gold))) for problem in (one, other))
     return next(golds) == next(golds)
 

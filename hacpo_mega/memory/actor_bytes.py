@@ -353,7 +353,7 @@ TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000
 
 
 def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool) -> int:
-    """The most that they take, every one of a rank's `tokens` being trained; a number has so many bytes."""
+    """The most bytes that they take, if all of a rank's `tokens` are trained; a number has so many bytes."""
     columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, number < FLOAT32
     rows, row = min(tokens, logit_rows(columns, triton=triton)), a.hidden_size
     weight = columns * row * number

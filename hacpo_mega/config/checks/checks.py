@@ -452,7 +452,7 @@ WITHOUT = "Nearest: router_replay = false"
 
 
 def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
-    """A line for what cannot be, with the nearest thing that works."""
+    """A line for each impossible setting, with the nearest that works."""
     if not agent.router_replay:
         return
     if not architecture.has_experts:

@@ -114,7 +114,7 @@ def _nearest(key: str, known: Collection[str]) -> str:
 
 
 def _type_problem(field: str, value: Any) -> str | None:
-    """What is wrong with the type or size of the value of a field of Megatron that works; None where nothing is."""
+    """Names what is wrong with the type or size of a value of a field of Megatron that works; None if nothing is."""
     if field in (AUX_LOSS, Z_LOSS):
         wanted, fits = "number", _is_number(value)
     elif field in (FIRST_STAGE, LAST_STAGE, VIRTUAL):

@@ -71,5 +71,5 @@ METHODS: Mapping[str, Method] = {
 
 
 def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:
-    """Those of the options `names` that a method does not read, in alphabetical order."""
+    """The options among `names` that a method does not read, in alphabetical order."""
     return sorted(set(names) - COMMON - METHODS[method].reads)

@@ -140,7 +140,7 @@ def resolved_toml(config: Config) -> str:
 
 
 def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
-    """A line for the metrics and one for the answers that are missing among those of the steps that were done.
+    """A line for missing metrics and one for missing answers of the steps that were done.
 
     A lane's answers are missing where a later lane's are there; of the last lanes nothing can be told.
     """
@@ -160,7 +160,7 @@ def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
 
 
 def _spoken(steps: Sequence[int]) -> str:
-    """Ascending steps as a line says them: "steps 1 to 4, 7"."""
+    """Ascending steps as text: "steps 1 to 4, 7"."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and runs[-1][-1] == step - 1:

@@ -83,7 +83,7 @@ class RunLock:
         self._identity = _identity(self.folder)
 
     def is_lost(self) -> bool:
-        """Whether the folder is there and no longer this holder's: its lock was deleted, or another job has taken it.
+        """True if the folder is there and no longer this holder's: its lock was deleted, or another job has taken it.
 
         A folder that is away, or another one in its place, is no loss: it may come back.
         """
@@ -165,7 +165,7 @@ class RunLock:
 
 
 def not_the_folder(folder: Path, token: str) -> str | None:
-    """Why a folder is not, or not now, the one that the holder of `token` has opened; None when it is."""
+    """The reason why a folder is not, or not now, the one that the holder of `token` has opened; None if it is."""
     try:
         if token in (folder / LOCK).read_text(encoding="utf-8", errors="replace"):
             return None
@@ -315,14 +315,14 @@ class _LockFile:
 
 
 def _rights(path: Path, descriptor: int) -> int:
-    """Who may open a lock: its user, and his group where that may write the folder, and so take the lock away."""
+    """Permissions of a lock: its user, and his group if that may write the folder, and so take the lock away."""
     folder, file = os.stat(path.parent), os.fstat(descriptor)
     may_write = folder.st_mode & (stat.S_IWGRP | stat.S_ISVTX) == stat.S_IWGRP and folder.st_gid == file.st_gid
     return 0o660 if may_write else 0o600
 
 
 def _is_earlier_attempt(said: Mapping[str, Any]) -> bool:
-    """Whether a signature is of an attempt of this process's own job that came before this one."""
+    """True if a signature is of an attempt of this process's own job that came before this one."""
     mine, number = attempt_of_job(), said.get("attempt")
     return mine is not None and isinstance(number, int) and said.get("job") == mine[0] and number < mine[1]
 
@@ -349,13 +349,13 @@ def _sign(path: Path) -> tuple[int, int, int]:
 
 
 def is_gone(said: str) -> bool:
-    """Whether a `signature` is known to be of a process that has ended; one of another machine may live."""
+    """True if a `signature` is known to be of a process that has ended; one of another machine may live."""
     found = _known(said)
     return found is not None and found["space"] == _space() and _start_of(found["pid"]) != found["start"]
 
 
 def signature(token: str) -> str:
-    """What a lock says: a line for people, and one by which its process is known."""
+    """Content of a lock: a line for people, and one by which its process is known."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     process = os.getpid()
     known = {"token": token, "space": _space(), "pid": process, "start": _start_of(process)}
@@ -365,7 +365,7 @@ def signature(token: str) -> str:
 
 
 def _known(said: str) -> dict[str, Any] | None:
-    """What the second line of a signature says; None when nobody holds it, or somebody has not yet said so."""
+    """The process in the second line of a signature; None if nobody holds it, or the holder has not yet written it."""
     with suppress(ValueError, IndexError, KeyError, TypeError):  # then it is not one of ours
         known = json.loads(said.split("\n")[1])
         return {key: known[key] for key in ("space", "pid", "start")} | {
@@ -382,7 +382,7 @@ def _space() -> str:
 
 
 def _start_of(process: int) -> str | None:
-    """When a process began, in ticks since the boot; None for one that is gone, or dead and not yet buried."""
+    """Start of a process, in ticks since the boot; None for one that is gone, or dead and not yet buried."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

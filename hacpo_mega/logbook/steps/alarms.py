@@ -1,4 +1,4 @@
-"""What a person is told once when a number leaves the range in which training makes sense, and when a run must end."""
+"""One-time warnings on anomalous metrics, and limits that end a run."""
 
 import math
 from collections import deque
@@ -51,7 +51,7 @@ class OnceAlarm:
         self._told = {tuple(key) if isinstance(key, list) else key for key in state["told"]}
 
     def _is_new(self, key: Any) -> bool:
-        """Whether `key` has not been said; it has been from now on."""
+        """Tells whether `key` has not been said; it has been from now on."""
         is_new = key not in self._told
         self._told.add(key)
         return is_new
@@ -80,7 +80,7 @@ class SpikeAlarm:
         self._was_spike = list(state[self.FLAG])
 
     def _begins(self, n: int, value: float, *, is_spike: bool, is_usual: bool = True) -> bool:
-        """Whether a spike of agent `n` begins with this value; one that is no spike is kept where it `is_usual`."""
+        """Tells whether agent `n`'s spike begins with this value; a value that is none is kept where it `is_usual`."""
         was_spike, self._was_spike[n] = self._was_spike[n], is_spike
         if not is_spike and is_usual:
             self._calm[n].append(value)

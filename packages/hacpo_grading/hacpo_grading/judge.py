@@ -128,17 +128,17 @@ class Judge:
 
     @property
     def has_workers(self) -> bool:
-        """Whether its graders run in processes of their own."""
+        """Tells whether its graders run in processes of their own."""
         return self._workers is not None
 
     @property
     def compares_groups(self) -> bool:
-        """Whether its grader asks for all answers to a prompt."""
+        """Tells whether its grader asks for all answers to a prompt."""
         return "group" in self.signature.wants
 
     @property
     def signature(self) -> Signature:
-        """How its grader is called."""
+        """The form in which its grader is called."""
         return self._grader.signature if self._workers is None else self._workers.signature
 
     @property
@@ -320,7 +320,7 @@ class Judge:
 
 
 def is_success(reward: float, least: float = FULL) -> bool:
-    """Whether a reward is that of a success: at least `least`, up to the rounding of a sum. 0 and NaN never are."""
+    """Tells whether a reward is a success: at least `least`, up to the rounding of a sum. 0 and NaN never are."""
     return reward >= least * (1.0 - ROUNDING)
 
 

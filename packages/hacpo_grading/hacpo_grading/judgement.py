@@ -28,7 +28,7 @@ class Verdict(enum.IntEnum):
     ERROR = 4
 
     def allows(self, reward: float) -> bool:
-        """Whether a reward can go with this verdict: nothing but 0 or NaN where the grader reached no end."""
+        """Tells whether a reward can go with this verdict: nothing but 0 or NaN where the grader reached no end."""
         if self in (Verdict.TIMEOUT, Verdict.ERROR):
             return math.isnan(reward) or reward == 0.0
         return not math.isnan(reward)

@@ -152,7 +152,7 @@ def value_problem(name: str, options: Mapping[str, Any]) -> str | None:
 
 
 def gives_parts(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a grader may give a part of a reward, as the user's own may."""
+    """Tells whether a grader may give a part of a reward, as the user's own may."""
     grader = GRADERS.get(name)
     return grader is None or not grader.is_binary or bool(options.get(grader.graded_by))
 

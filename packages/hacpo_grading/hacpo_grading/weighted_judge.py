@@ -58,12 +58,12 @@ class WeightedJudge:
 
     @property
     def has_workers(self) -> bool:
-        """Whether a part's grader runs in processes of its own."""
+        """Tells whether a part's grader runs in processes of its own."""
         return any(judge.has_workers for judge in self._judges)
 
     @property
     def compares_groups(self) -> bool:
-        """Whether a part's grader asks for all answers to a prompt."""
+        """Tells whether a part's grader asks for all answers to a prompt."""
         return any(judge.compares_groups for judge in self._judges)
 
     @property

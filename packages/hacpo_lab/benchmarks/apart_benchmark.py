@@ -1,4 +1,4 @@
-"""What engines on ranks of their own save, one step off: `python apart_benchmark.py [FOLDER] [STEPS]`.
+"""The savings of engines on ranks of their own, one step off: `python apart_benchmark.py [FOLDER] [STEPS]`.
 
 One agent of random weights under gspo, one core a process: one process that trains and answers in turns of its threads,
 against one that trains and one that answers, which gives the same bits. Beside them what else two cores can do: one

@@ -1,4 +1,4 @@
-"""What the engine alone costs on the CPU: core-seconds of one step's answers, by one thread.
+"""The cost of the engine alone on the CPU: core-seconds of one step's answers, by one thread.
 
     OMP_NUM_THREADS=1 python engine_benchmark.py MODEL [--answers 512] [--tokens 15] [--prompt 6]
 

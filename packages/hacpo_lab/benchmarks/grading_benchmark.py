@@ -65,7 +65,7 @@ RULES: dict[str, dict[str, Callable]] = {
 
 
 def in_half(half: str | None, *texts: str) -> bool:
-    """Whether what is told by these texts belongs to a half ("seen" or "held-out"); all belongs to None."""
+    """Tells whether a thing told by these texts belongs to a half ("seen" or "held-out"); all belongs to None."""
     is_held_out = hashlib.sha256("\0".join(texts).encode()).digest()[0] % 2 == 1
     return half is None or is_held_out == (half == "held-out")
 
@@ -117,7 +117,7 @@ def _normalised(text: str) -> str:
 
 @dataclass
 class Tally:
-    """Of each class how many were graded, and how many of them otherwise than the label says."""
+    """The number of those graded in each class, and of those graded otherwise than the label says."""
 
     total: Counter = field(default_factory=Counter)
     wrong: Counter = field(default_factory=Counter)
@@ -244,7 +244,7 @@ def print_mutations(changed: Tally, same: Tally) -> None:
 
 @dataclass(frozen=True)
 class HostileRun:
-    """What generated hostile answers cost their worker, and what they got."""
+    """The cost of generated hostile answers to their worker, and what they got."""
 
     verdicts: tuple[str, ...]
     cpu_s: float
@@ -267,7 +267,7 @@ def hostile_run(number: int, seed: int = 0) -> HostileRun:
 
 
 def run_ablation(data: Path, num_golds: int) -> None:
-    """What agrees on labelled pairs, and what a sample of mutations gets wrong, without each rule."""
+    """Prints the agreement on labelled pairs, and what a sample of mutations gets wrong, without each rule."""
     cases, golds = labelled_cases(data), golds_of(data, num_golds)
     print("| without | labelled pairs that agree | accepted | refused | CPU s per 1,000 |\n|---|---|---|---|---|")
     for rule in (None, *RULES):

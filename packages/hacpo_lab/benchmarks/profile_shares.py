@@ -1,4 +1,4 @@
-"""Whose the processor time of a step is: py-spy samples one agent's steady steps under GSPO, native frames too.
+"""The owners of a step's processor time: py-spy samples one agent's steady steps under GSPO, native frames too.
 
     OMP_NUM_THREADS=1 .venv/bin/python profile_shares.py PY_SPY [quickstart 10M 60M]
 
@@ -93,7 +93,7 @@ def phase_lines() -> dict[int, str]:
 
 
 def owner(frames: list[str]) -> str:
-    """Whose a sample is: a kernel's, that of torch's compiled code, else the innermost package's."""
+    """The owner of a sample: a kernel, torch's compiled code, else the innermost package."""
     python = [place for place, frame in enumerate(frames) if ".py:" in frame]
     native = "\n".join(frames[python[-1] + 1 :])
     if re.search("attention|attn", native, re.IGNORECASE):
@@ -112,7 +112,7 @@ def owner(frames: list[str]) -> str:
 
 
 def samples(stacks: Path) -> Counter[tuple[str, str]]:
-    """How many by phase and owner, of the thread that trains."""
+    """The number of samples of the thread that trains, by phase and owner."""
     known, found = phase_lines(), Counter()
     for line in stacks.read_text(encoding="utf-8", errors="replace").splitlines():
         stack, _, count = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""What a publication costs on CPUs: `python publish_benchmark.py [MODEL] [FOLDER]`.
+"""The cost of a publication on CPUs: `python publish_benchmark.py [MODEL] [FOLDER]`.
 
 MODEL, one of MODELS, has random weights in float32 and is written to FOLDER (build/publish-MODEL) when it is not there.
 For each layout and every rank of a cell, by phase, shard to shard and through full tensors (gathered, and loaded by
@@ -101,7 +101,7 @@ class Phases:
             yield item
 
     def counted(self, action: Callable[[], object], turn: Callable[[str], None]) -> Counter[str]:
-        """What `turn`, told of the phase that ends, has put into `found`."""
+        """The counts that `turn`, told of the phase that ends, has put into `found`."""
         self.found, self._turn = Counter(), turn
         action()
         turn(self._now)
@@ -109,7 +109,7 @@ class Phases:
         return self.found
 
     def seconds(self, action: Callable[[], object]) -> Counter[str]:
-        """Of the processor, on all threads of this process."""
+        """The seconds of the processor, on all threads of this process."""
         last = time.process_time()
 
         def turn(name: str) -> None:
@@ -219,7 +219,7 @@ def measured(place: Place, phases: Phases, action: Callable[[], object]) -> dict
 
 
 def row(found: dict) -> Iterator[str]:
-    """What is printed of a rank."""
+    """The lines that are printed of a rank."""
     plan = found["plan"]
     yield f"    plan {plan['seconds']:.2f} s, +{plan['rises']:.0f} MiB; compare {found['compare']:.2f} s"
     for way, names in PHASES.items():

@@ -1,4 +1,4 @@
-"""What router replay does to the gap between engine and actor: `python replay_gap.py [SCALE]`.
+"""The effect of router replay on the gap between engine and actor: `python replay_gap.py [SCALE]`.
 
 A bf16 twin on the CPU, where the product computes in float32: a Qwen3-MoE of 6 layers of 32 experts, 4 of a token, with
 random weights, routers SCALE (1) times as large. Its engine answers 24 prompts; its actor scores the answers with its

@@ -26,7 +26,7 @@ from hacpo_mega.data.datasets import read_dataset
 
 @dataclass
 class Found:
-    """Of all answers how many were judged, how many wrongly, and of those how many math-verify judges rightly."""
+    """The numbers of answers judged, of those judged wrongly, and of these the ones that math-verify judges rightly."""
 
     total: int = 0
     wrong: Counter = field(default_factory=Counter)

@@ -1,4 +1,4 @@
-"""What an actor's device holds, counted by running the real Megatron model on tensors without numbers.
+"""The bytes that an actor's device holds, counted by running the real Megatron model on tensors without numbers.
 
 torch's FakeTensorMode gives every tensor its shape and no memory, its fake process group stands for a cluster of any
 size, and every storage is counted while it lives. So a 70B model on 256 devices is counted on a laptop, with
@@ -288,7 +288,7 @@ def _even(counts: torch.Tensor, num_rows: int) -> list[list[int]]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What CUDA's kernel allocates; on the CPU torch writes a norm out in float32, a tensor for every operation."""
+    """The allocations of CUDA's kernel; on the CPU torch writes a norm out in float32, a tensor for every operation."""
 
     @staticmethod
     def forward(ctx, hidden, weight):

@@ -39,7 +39,7 @@ def too_large(answer: str, gold: str) -> str | None:
 
 
 def nesting(text: str) -> int:
-    """How deep the brackets of a text are nested."""
+    """The depth to which the brackets of a text are nested."""
     depth = deepest = 0
     for sign in text:
         depth += (sign in "{([") - (sign in "})]")
@@ -48,7 +48,7 @@ def nesting(text: str) -> int:
 
 
 def powers(text: str) -> int:
-    """How many powers stand in each other's exponents: 2 for "2^{3^4}" and "2^3^4"."""
+    """The number of powers that stand in each other's exponents: 2 for "2^{3^4}" and "2^3^4"."""
     is_exponent: list[bool] = []  # of every bracket that is open
     highest = 2 if POWER_OF_A_POWER.search(text) else 0
     previous = ""

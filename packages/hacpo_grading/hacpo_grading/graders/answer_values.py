@@ -36,7 +36,7 @@ COLLECTIONS = (FiniteSet, Tuple, Union)
 
 
 def is_out_of_bounds(gold: Any, answer: Any) -> bool:
-    """Whether an answer has an infinite or undefined number where gold has none, as written or when it is evaluated.
+    """Tells whether an answer has an infinite or undefined number where gold has none, as written or once evaluated.
 
     An interval or an inequality may be without bound. Where gold has an infinity, an answer may have one in other
     places, but only a written one: what evaluates to it is undefined to us.
@@ -66,7 +66,7 @@ def _strange_number(number: Expr) -> set[str]:
 
 
 def _has_no_value(node: Any) -> bool:
-    r"""Whether this is infinite or undefined, or a power or a function of numbers that is: \log 0, \tan(\pi/2)."""
+    r"""Tells whether this is infinite or undefined, or a power or function of numbers that is: \log 0, \tan(\pi/2)."""
     if node in STRANGE or isinstance(node, AccumBounds):
         return True
     if not isinstance(node, Pow | Function) or not node.is_number:
@@ -85,12 +85,12 @@ def value_of(number: Expr) -> Expr:
 
 
 def is_finite(value: Expr) -> bool:
-    """Whether a value is neither infinite nor undefined; what stays unevaluated is taken for finite."""
+    """Tells whether a value is neither infinite nor undefined; one that stays unevaluated is taken for finite."""
     return value.is_finite is not False and not value.has(*STRANGE)
 
 
 def are_far_apart(gold: Any, answer: Any, decimals: int) -> bool:
-    """Whether a number of either is not close to any number of the other, so that they cannot be equal.
+    """Tells whether a number of either is not close to any number of the other, so that they cannot be equal.
 
     Compared are numbers in closed form that stand alone, in a set, a list, a tuple, a matrix, as bounds of an interval
     or behind "x =". To so many decimals, below 0.1 to as many significant digits.
@@ -100,7 +100,7 @@ def are_far_apart(gold: Any, answer: Any, decimals: int) -> bool:
 
 
 def _has_stranger(numbers: list[Expr | None], others: list[Expr | None], decimals: int) -> bool:
-    """Whether one of the others is close to none of the numbers; never where one of those cannot be compared."""
+    """Tells whether one of the others is close to none of the numbers; never where one of those cannot be compared."""
     if None in numbers:
         return False
     return any(other is not None and not any(_may_be_equal(x, other, decimals) for x in numbers) for other in others)

@@ -68,7 +68,7 @@ class MatchRules:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether an answer equals gold, the rule that said so, both texts, and what they were read as where they were."""
+    """The verdict whether an answer equals gold, its rule, both texts, and what they were read as where they were."""
 
     is_equal: bool
     rule: str
@@ -102,14 +102,14 @@ def anywhere(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> f
 
 
 def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
-    """How the grader "math" or "math_any" decides: what was extracted, how both sides were read, which rule decided."""
+    """Explains a decision of "math" or "math_any": what was extracted, how both sides were read, which rule decided."""
     text = after_thinking(answer).strip()
     decision = decide_boxed(gold, answer) if kind == "math" else decide_anywhere(gold, text) if text else None
     return asdict(decision or Decision(False, "the text has no answer", gold=box_of(gold_answer(gold))))
 
 
 def decide_boxed(gold: str, answer: str, rules: MatchRules = RULES) -> Decision | None:
-    """Whether the last box after the reasoning equals gold; None without one, or while the reasoning goes on."""
+    """Decides if the last box after the reasoning equals gold; None without one, or while the reasoning goes on."""
     text = after_thinking(answer)
     content = last_boxed(text)
     if content is None:
@@ -121,7 +121,7 @@ def decide_boxed(gold: str, answer: str, rules: MatchRules = RULES) -> Decision 
 
 
 def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision:
-    """Whether an answer in a text equals gold: in its boxes, as the whole text, or where math-verify finds one.
+    """Decides whether an answer in a text equals gold: in its boxes, as the whole text, or where math-verify finds one.
 
     Gold is always read whole; only the text is searched.
     """
@@ -154,7 +154,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
 
 
 def _choice_in_words(gold: str, text: str) -> Decision | None:
-    """Whether a sentence names the letter that gold is; None where gold is no letter or the sentence names none."""
+    """Decides whether a sentence names the letter that gold is; None where gold is no letter or none is named."""
     wanted = lone_letter(gold)
     letter = stated_letter(text) if wanted else None
     return None if letter is None else Decision(letter == wanted, "the letter of a choice", gold, text, wanted, letter)
@@ -165,7 +165,7 @@ def _has_money(*sides: str) -> list[bool]:
 
 
 def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
-    """Whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
+    """Decides whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
     texts = tidy(gold), tidy(answer)
     if is_same_text(*map(plain, texts)):
         return Decision(True, "the same text", gold, answer)
@@ -187,7 +187,7 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
 
 
 def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:
-    """Whether two quantities are the same: their units first, then their values."""
+    """Decides whether two quantities are the same: their units first, then their values."""
     if (ratio := scale(gold.measure, answer.measure)) is None:
         return Decision(False, UNITS, *said)
     values = value_text(gold.value, answer.value), value_text(answer.value, gold.value)
@@ -208,7 +208,7 @@ def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rule
 
 
 def is_same_text(gold: str, answer: str) -> bool:
-    """Whether two plain texts are the same and say something."""
+    """Tells whether two plain texts are the same and say something."""
     return gold == answer != ""
 
 
@@ -240,7 +240,7 @@ def _numbers(gold: str, answer: str) -> tuple[Fraction | None, Fraction | None]:
 def _are_equal_numbers(
     gold: Fraction, answer: Fraction, sides: Sequence[Quantity], ratio: Ratio, rules: MatchRules
 ) -> bool:
-    r"""Whether two values are close in gold's unit; 50\% is 50 and 0.5 where the other side is no percentage."""
+    r"""Tells whether two values are close in gold's unit; 50\% is 50 and 0.5 where the other side is no percentage."""
     percents = [side.measure == PERCENT for side in sides]
     pairs = [(gold, answer * ratio.factor)]
     if percents[0] != percents[1]:
@@ -304,7 +304,7 @@ def _are_equal(gold: Sequence[Any], answer: Sequence[Any], rules: MatchRules) ->
 
 
 def _is_equal(gold: Any, answer: Any, rules: MatchRules) -> bool:
-    """Whether math-verify finds two readings equal, asked only where its algebra holds."""
+    """Tells whether math-verify finds two readings equal, asked only where its algebra holds."""
     gold, answer = as_sets(gold, answer, rules.relations_are_sets)
     if any(isinstance(a, Interval) and isinstance(b, FiniteSet) for a, b in ((gold, answer), (answer, gold))):
         return False  # (1, 2) is no set of two

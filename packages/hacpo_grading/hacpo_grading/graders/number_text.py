@@ -62,7 +62,7 @@ def value_text(text: str, other: str) -> str:
 
 
 def is_of_another_value(text: str) -> bool:
-    """Whether words make a tidy answer another one: "5 million", "5 or more", "5 apples and 6 pears"."""
+    """Tells whether words make a tidy answer another one: "5 million", "5 or more", "5 apples and 6 pears"."""
     unit = UNIT.search(text)
     return BETWEEN.search(text) is not None or (unit is not None and OTHER_VALUE.search(unit[0]) is not None)
 

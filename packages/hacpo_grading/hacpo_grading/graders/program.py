@@ -49,7 +49,7 @@ class Run:
     ending: str
 
     def passes(self, case: Case) -> bool:
-        """Whether it ended well and printed what was expected."""
+        """Tells whether it ended well and printed what was expected."""
         printed = self.stdout.decode("utf-8", errors="replace")
         return self.ending == "exit status 0" and _lines(printed) == _lines(case.stdout)
 

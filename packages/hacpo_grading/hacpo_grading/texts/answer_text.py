@@ -1,4 +1,4 @@
-"""Where the answer is in a text, and what of it is only typesetting. Text only, no parser.
+"""Finds the answer in a text and strips typesetting from it. Text only, no parser.
 
 Not here: whether two answers are equal (graders/math_grader.py).
 """
@@ -105,7 +105,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_box(text: str) -> tuple[int, int, int] | None:
-    """Where the last complete box starts, and where its content starts and ends. One pass, linear in the text."""
+    """Start of the last complete box, and start and end of its content. One pass, linear in the text."""
     closing = _closing_braces(text)
     for box in reversed(list(BOX.finditer(text))):
         if text.startswith("{", box.end()):

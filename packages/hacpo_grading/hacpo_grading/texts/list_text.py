@@ -28,7 +28,7 @@ def elements_of(text: str) -> tuple[str, list[str]]:
 
 
 def are_equal_lists(gold: str, answer: str, is_equal: Callable[[str, str], bool]) -> bool:
-    """Whether each element of one is equal to another of the other; in their order in brackets and with equations."""
+    """Tells whether each element of one equals another of the other; in their order in brackets and with equations."""
     (brackets, wanted), (other_brackets, found) = elements_of(gold), elements_of(answer)
     if not wanted or len(wanted) != len(found) or brackets != other_brackets:
         return False

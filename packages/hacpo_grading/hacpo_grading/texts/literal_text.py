@@ -27,7 +27,7 @@ BETWEEN_WORDS = re.compile(r"\s*(?:,|;|\band\b|\bor\b)\s*(?:(?:and|or)\b\s*)?")
 
 
 def literal_verdict(gold: str, answer: str) -> bool | None:
-    """Whether two plain texts say the same where one of them is no arithmetic; None where both may be calculated."""
+    """Tells whether two plain texts say the same where one is no arithmetic; None where both may be calculated."""
     for read in (_clock, _run_of_digits, _letters, _congruence, _ratio):
         wanted, found = read(gold, True), read(answer, False)
         if wanted is not None:

@@ -109,7 +109,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much of gold's unit an answer's unit is."""
+    """The size of an answer's unit, as a multiple of gold's unit."""
 
     factor: Fraction = Fraction(1)
     power_of_pi: int = 0
@@ -204,7 +204,7 @@ def _is_value(value: str) -> bool:
 
 
 def _is_clear(value: str, unit: str, measure: Measure) -> bool:
-    """Whether letters that are not set as text are a unit: known ones, behind a number and a space or a bracket."""
+    """Tells whether letters not set as text are a unit: known ones, behind a number and a space or a bracket."""
     bare = re.findall(BARE, re.sub(rf"{WORDS}|{SIGN}", " ", unit))
     if not bare or unit.lstrip().startswith("^"):
         return True
@@ -248,7 +248,7 @@ def read_total(text: str) -> Quantity | None:
 
 
 def scale(gold: Measure | None, answer: Measure | None) -> Ratio | None:
-    """How an answer's unit is measured by gold's; None for units of different things."""
+    """The ratio of an answer's unit to gold's; None for units of different things."""
     if gold is None or answer is None or gold == answer:
         return Ratio()
     if not gold.powers or not answer.powers:
@@ -261,7 +261,7 @@ def scale(gold: Measure | None, answer: Measure | None) -> Ratio | None:
 
 
 def _is_loose(gold: dict[str, int], answer: dict[str, int]) -> bool:
-    """Whether one only says less than the other: "units" of a length or of anything, money without its time."""
+    """Tells whether one only says less than the other: "units" of a length or of anything, money without its time."""
     for one, other in ((gold, answer), (answer, gold)):
         if one.keys() == {"unit"}:
             return other.keys() != {"m"} or one["unit"] == other["m"]

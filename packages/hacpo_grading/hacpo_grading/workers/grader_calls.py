@@ -212,8 +212,8 @@ def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
 
 
 def explain(grader: Callable, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
-    """How a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold) of that
-    name; nothing where there is neither."""
+    """Explains how a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold)
+    of that name; nothing where there is neither."""
     try:
         if hasattr(grader, "explain"):
             return grader.explain(answer, gold)

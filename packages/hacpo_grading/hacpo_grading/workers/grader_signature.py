@@ -1,4 +1,4 @@
-"""How a grader wants to be called: by position, by name, or as TRL and verl call theirs; plain, batched, async.
+"""The forms in which a grader is called: by position, by name, or as TRL and verl call theirs; plain, batched, async.
 
     def reward(prompt, answer, gold): ...                                  by position, whatever the names are
     def reward(answer, level, gold, *, strict=False): ...                  by name: what a parameter is called it gets
@@ -44,12 +44,12 @@ class Signature:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether several answers go into one call."""
+        """Tells whether several answers go into one call."""
         return self.style in ("batch", "trl", "verl_batch")
 
     @property
     def takes_many(self) -> bool:
-        """Whether they do, or are awaited together."""
+        """Tells whether several answers go into one call or are awaited together."""
         return self.is_async or self.takes_lists
 
     @property
@@ -95,7 +95,7 @@ class Signature:
 
 
 def signature_of(grader: Callable) -> Signature:
-    """How a callable is called, from its parameters' names. ValueError for one that can be called in no way known."""
+    """The form in which a callable is called, from its parameters' names. ValueError where it fits no known form."""
     parameters = inspect.signature(grader).parameters.values()
     fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [

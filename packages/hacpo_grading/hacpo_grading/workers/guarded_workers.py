@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the grader reached no end."""
+        """Tells whether the grader reached no end."""
         return self.timed_out or self.error is not None
 
 
@@ -114,7 +114,7 @@ class _Batch:
         self.waiting.extendleft(reversed([*indices]))
 
     def may_try_again(self, index: int, num_finished: int) -> bool:
-        """Whether a worker's state may be to blame: what it had judged before can fill its memory. Once per task."""
+        """Tells whether a worker's state may be to blame: earlier answers can fill its memory. Once per task."""
         if num_finished == 0 or index in self._tried_twice:
             return False
         self._tried_twice.add(index)

@@ -182,7 +182,7 @@ class Activity:
 
 
 class Rest:
-    """How long a process has slept since `begin`.
+    """The time that a process has slept since `begin`.
 
     A machine too crowded to give it its turn is no sleep: then a thread is runnable. Nor is waiting for a disk, or for
     a child that works.

@@ -49,7 +49,7 @@ SURVIVED = ("pause",)  # faults that must not end a run
 
 
 class ChaosError(Exception):
-    """What no fault explains: a start that is refused, a run that fails by itself."""
+    """An end that no fault explains: a start that is refused, a run that fails by itself."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Attempt:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run was finished."""
+        """Tells whether the run was finished."""
         return set(self.statuses) == {0}
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is asked: a run, how many faults of which kinds, the seed they are drawn from, what a rank of the run does.
+    """The task: a run, the number and kinds of its faults, the seed they are drawn from, what a rank of the run does.
 
     `config` is the run's; its run_dir is OUT/run.
     """

@@ -1,4 +1,4 @@
-"""What can happen to the processes of a run, done to them from outside: signals and the limits that the kernel keeps.
+"""The faults that can happen to a run's processes, done from outside: signals and the limits that the kernel keeps.
 
     kill-one, kill-all   SIGKILL to one rank, or to all of them at once
     stop                 SIGSTOP to one rank, for good: the job must name it after `stall_s` and end

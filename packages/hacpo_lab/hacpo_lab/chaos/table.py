@@ -15,7 +15,7 @@ HEADER = ("fault", "struck", "ended the job", "not noticed", "steps done again",
 
 @dataclass(frozen=True)
 class Cost:
-    """What one fault has cost.
+    """The cost of one fault.
 
     ended_job    whether it did      lost_steps   finished steps that were done again
     recovery_s   until the run went on; None: it has not stopped, or not gone on yet

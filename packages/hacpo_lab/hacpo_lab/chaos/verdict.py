@@ -1,4 +1,4 @@
-"""What must be equal when a run under faults is over: every bit of what it has learnt, and a ledger of what it trained.
+"""The comparison of a finished run under faults: every bit of what it has learnt, and a ledger of what it trained.
 
 Not here: whether every start went on from the newest committed step, which is seen as it happens (campaign.py).
 """

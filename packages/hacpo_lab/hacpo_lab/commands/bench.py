@@ -158,7 +158,7 @@ def _facts(workload: "Workload", rounds: int, steps: int, warm_up: int) -> dict[
 
 
 def facts_of(work: str) -> dict[str, str]:
-    """What a measurement is of: machine, commit, versions, `work`."""
+    """Facts of a measurement: machine, commit, versions, `work`."""
     from hacpo_lab.experiments.result import this_machine
     from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 

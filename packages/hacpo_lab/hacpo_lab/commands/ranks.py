@@ -1,4 +1,4 @@
-"""What a rank does that is forked for an experiment, a campaign of faults or a benchmark, and not started by `train`.
+"""The work of a rank that is forked for an experiment, a fault campaign or a benchmark, and not started by `train`.
 
 Imports are inside functions: who asks for ranks must not load what they do.
 """
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def train_rank(config_file: str) -> None:
-    """What one rank of a run does, in a process forked from the server: the same as `hacpo-mega train`."""
+    """Runs one rank of a run, in a process forked from the server: the same as `hacpo-mega train`."""
     from hacpo_mega.cluster.exit_status import RESUMABLE
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer.trainer import Trainer
@@ -22,7 +22,7 @@ def train_rank(config_file: str) -> None:
 
 
 def bench_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
-    """What one rank of a block does, in a process forked from the server."""
+    """Runs one rank of a block, in a process forked from the server."""
     from hacpo_lab.throughput.measured_trainer import take_steps
     from hacpo_mega.config import load_config
 

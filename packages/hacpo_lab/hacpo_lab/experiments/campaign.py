@@ -42,7 +42,7 @@ TrainRank = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a queue ended: runs it made, runs that failed, and those of the grid that are still missing."""
+    """The end of a queue: runs it made, runs that failed, and those of the grid that are still missing."""
 
     num_made: int
     failed: tuple[Cell, ...]
@@ -72,7 +72,7 @@ def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, pa
 
 @dataclass(frozen=True)
 class Queue:
-    """What all runs of one queue share: the grid, what its runs must be, the source, the server, what a rank does."""
+    """The things that a queue's runs share: the grid, what they must be, the source, the server, what a rank does."""
 
     grid: Grid
     identities: Mapping[Setting, Identity]
@@ -105,7 +105,7 @@ class Queue:
         return Outcome(num_made, tuple(failed), num_missing)
 
     def scores(self) -> dict[Cell, float]:
-        """What is finished, as it lies on disk: files of another machine may come at any time."""
+        """The scores of finished cells, as they lie on disk: files of another machine may come at any time."""
         results, _ = read_results(self.grid)
         require_same(self.grid, results, self.identities, self.commit)
         return {cell: result.score for cell, result in results.items()}

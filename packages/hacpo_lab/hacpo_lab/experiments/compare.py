@@ -1,4 +1,4 @@
-"""What two methods' runs say of each other: mean, standard deviation, paired bootstrap interval. Pure functions.
+"""The comparison of two methods' runs: mean, standard deviation, paired bootstrap interval. Pure functions.
 
 Runs are paired by seed: one seed has the same prompts in the same order for every method, so what a seed makes easy or
 hard for both cancels in their difference. The interval is scipy's percentile bootstrap (Efron 1979) of the mean of the

@@ -14,7 +14,7 @@ DASHES = ("solid", (0, (5, 2)), (0, (1, 1.5)))
 
 @dataclass(frozen=True)
 class XAxis:
-    """What accuracy is drawn against. `values` are at the evaluated steps, empty where the runs did not count it."""
+    """The x axis of accuracy. `values` are at the evaluated steps, empty where the runs did not count it."""
 
     stem: str
     label: str

@@ -43,7 +43,7 @@ class MethodEvidence:
     curves: Mapping[str, Band]
     """Accuracy, by agent and for ALL_AGENTS."""
     generated_answers: tuple[float, ...]
-    """Of all agents, at the steps, mean over seeds."""
+    """The number of all agents' generated answers, at the steps, mean over seeds."""
     trained_answers: tuple[float, ...]
     """The same of answers trained on; empty when the runs did not count them."""
     updates: tuple[float, ...]
@@ -57,7 +57,7 @@ class MethodEvidence:
 
 @dataclass(frozen=True)
 class WarmStarts:
-    """What the runs of some seeds began from: the digest of every agent's model folder, by its name."""
+    """The models that the runs of some seeds began from: the digest of every agent's model folder, by its name."""
 
     models: Mapping[str, str]
     seeds: tuple[int, ...]
@@ -71,12 +71,12 @@ class RegimeEvidence:
     machines: tuple[str, ...]
     held_out: str
     warm_starts: tuple[WarmStarts, ...]
-    """Of the reported seeds; those of one seed are the same for every method."""
+    """The warm starts of the reported seeds; those of one seed are the same for every method."""
     agents: tuple[str, ...]
     start: Mapping[str, float]
     """Accuracy before training, by agent and for ALL_AGENTS: the mean over seeds, each once, whatever ran of it."""
     measure: str
-    """What all accuracies of the regime are called: "accuracy", or "mean reward" where a reward lay between 0 and 1."""
+    """The name of all accuracies of the regime: "accuracy", or "mean reward" where a reward lay between 0 and 1."""
     reference: str
     methods: Mapping[str, MethodEvidence]
 
@@ -196,7 +196,7 @@ def _method(
 
 
 def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, float]:
-    """What a source's answers did to a learner; empty for a pair that did not learn from each other."""
+    """The effect of a source's answers on a learner; empty for a pair that did not learn from each other."""
     names = {name: f"agent/{learner}/from/{source}/{name}" for name in CROSS}
     names |= {"omega": f"omega/{learner}/{source}", "own_positive_share": f"agent/{learner}/self/positive_share"}
     found = {}

@@ -42,9 +42,9 @@ class Method(Section):
     set: tuple[str, ...] = ()
     """Overrides key=value, after those of the regime."""
     about: str = ""
-    """What it is, in a few words, for the reader of the table."""
+    """A description in a few words, for the reader of the table."""
     seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] | None = None
-    """Those of the grid's seeds that it runs on; not given: all."""
+    """The seeds of the grid that it runs on; not given: all."""
     learning_rate_of: Name | None = None
     """The method whose tuned learning rate it takes instead of being tuned itself, as an ablation does."""
     regimes: Annotated[tuple[Name, ...], Field(min_length=1)] | None = None
@@ -67,7 +67,7 @@ class Grid(Section):
     reference: Name | None = None
     """The method that the others are compared with, seed by seed; not given: the first."""
     keep_runs: Flag = False
-    """Whether a finished run's folder is kept (work_dir/runs) beside its small file."""
+    """Tells whether a finished run's folder is kept (work_dir/runs) beside its small file."""
     regimes: Annotated[dict[Name, Regime], Field(min_length=1)]
     """The settings, by name."""
     methods: Annotated[dict[Name, Method], Field(min_length=1)]
@@ -103,7 +103,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of the run and of its file: no two cells of a grid have the same, since no seed serves both stages."""
+        """The name of the run and of its file: no two cells of a grid share one, since no seed serves both stages."""
         return f"{self.regime}.{self.method}.lr-{self.learning_rate!r}.seed-{self.seed}"
 
 
@@ -127,7 +127,7 @@ def load_grid(path: Path) -> Grid:
 
 
 def overrides_of(grid: Grid, cell: Cell) -> list[str]:
-    """What a cell changes in its regime's file, except the run folder; the later one holds."""
+    """The changes that a cell makes in its regime's file, except the run folder; the later one holds."""
     given = (*grid.regimes[cell.regime].set, *grid.methods[cell.method].set)
     return [*given, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
 
@@ -140,7 +140,7 @@ def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
 
 
 def _folder_problems(grid: Grid) -> Iterator[str]:
-    """Whether the folders that an experiment writes can be folders."""
+    """Names the folders that an experiment writes and that cannot be folders."""
     for key, folder in (("results", grid.results), ("work_dir", grid.work_dir)):
         file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
         if file is not None:

@@ -1,4 +1,4 @@
-"""What runs must have in common before they are compared, as digests of contents, not of names.
+"""The things that runs must have in common before they are compared, as digests of contents, not of names.
 
 A digest is the first 16 hexadecimal digits of a SHA-256.
 """
@@ -36,7 +36,7 @@ def identity_of(config: Config) -> Identity:
 
 @functools.cache
 def folder_digest(folder: Path) -> str:
-    """Of every file of a model folder: name and bytes. Read once per process, since a model may have many gigabytes."""
+    """The digest of a model folder's files: names and bytes. Read once per process: a model may have many gigabytes."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     return digest_of([(file.name, file_digest(file)) for file in files])
 

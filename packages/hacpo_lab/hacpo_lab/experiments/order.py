@@ -1,4 +1,4 @@
-"""Which run of a grid comes next, and the learning rate that a method's tuning runs chose. Pure functions.
+"""The order of a grid's runs, and the learning rate that a method's tuning runs chose. Pure functions.
 
 `scores` is what is known: for every finished cell the accuracy at the end of its run, mean over all agents.
 A regime's tuning runs come first, method by method; then its reported seeds, every method on the first before any on
@@ -33,7 +33,7 @@ class Part:
         return cls(int(index) - 1, int(total))
 
     def has(self, grid: Grid, cell: Cell) -> bool:
-        """Whether a cell is this machine's: what is compared with each other is never divided.
+        """Tells whether a cell is this machine's: cells that are compared with each other are never divided.
 
         Tuning runs go by method, so that all rates of a method are tried on one machine; reported runs by seed.
         """
@@ -104,7 +104,7 @@ def known_cells(grid: Grid, scores: Scores) -> Iterator[Cell]:
 
 
 def pending_cells(grid: Grid, scores: Scores, part: Part = EVERYTHING) -> list[Cell]:
-    """What can be run next by this machine, in order."""
+    """The cells that this machine can run next, in order."""
     return [cell for cell in known_cells(grid, scores) if cell not in scores and part.has(grid, cell)]
 
 

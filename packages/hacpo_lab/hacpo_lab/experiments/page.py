@@ -1,4 +1,4 @@
-"""What an experiment writes into its work folder: evidence.json, its tables in Markdown, report.html, PNG curves."""
+"""The files of an experiment's work folder: evidence.json, its tables in Markdown, report.html, PNG curves."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the server of an experiment's or a campaign's runs imports once, so that ranks forked from it start at once.
+"""The imports that the server of an experiment's or a campaign's runs makes once, so that its forks start at once.
 
 What is named of vLLM is what it would import itself when its first engine starts.
 """

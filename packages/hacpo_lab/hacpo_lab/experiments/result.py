@@ -51,14 +51,14 @@ class Diagnosis(Section):
 
 
 class Curves(Section):
-    """What an evaluation found and what had been spent on it, by agent, at the steps of `Result.steps`."""
+    """The findings of an evaluation and what had been spent on it, by agent, at the steps of `Result.steps`."""
 
     accuracy: dict[str, tuple[float, ...]]
     """Over all held-out prompts: the mean reward."""
     accuracy_by_skill: dict[str, dict[str, tuple[float, ...]]]
     """By agent and skill; empty for prompts without skills."""
     is_graded: bool = False
-    """Whether a reward lay between 0 and 1, so that the mean reward is no accuracy."""
+    """Tells whether a reward lay between 0 and 1, so that the mean reward is no accuracy."""
     generated_answers: dict[str, tuple[int, ...]]
     """Answers that the agent has sampled for training."""
     trained_answers: dict[str, tuple[int, ...]]
@@ -68,7 +68,7 @@ class Curves(Section):
 
 
 class Measured(Section):
-    """What is kept of a finished run's folder."""
+    """The numbers that are kept of a finished run's folder."""
 
     agents: tuple[str, ...]
     """In the order of the configuration."""
@@ -84,21 +84,21 @@ class Result(Measured):
     """A finished run: what it measured, who made it, from what."""
 
     format: Literal[1] = 1
-    """Of this file."""
+    """The format of this file."""
     regime: str
     method: str
     learning_rate: float
     seed: int
     stage: Stage
     commit: str | None
-    """Of the source; with `+` when files differed from it, None outside a checkout."""
+    """The commit of the source; with `+` when files differed from it, None outside a checkout."""
     versions: dict[str, str]
-    """Of the packages that a result depends on."""
+    """The versions of the packages that a result depends on."""
     machine: Machine
     config_file: str
     """The regime's configuration."""
     overrides: tuple[str, ...]
-    """What the run changed in it, except run_dir."""
+    """The changes that the run made in it, except run_dir."""
     identity: Identity
 
     @property
@@ -112,12 +112,12 @@ class Result(Measured):
 
     @property
     def score(self) -> float:
-        """What tuning compares: accuracy at the end, mean over all agents."""
+        """The number that tuning compares: accuracy at the end, mean over all agents."""
         return self.mean_accuracy[-1]
 
 
 def measure(run_dir: Path, agents: Sequence[str], every_steps: int) -> Measured | None:
-    """What a finished run folder has measured; None when an evaluation is missing, as one without a verdict is.
+    """Reads what a finished run folder has measured; None when an evaluation is missing, as one without a verdict is.
 
     Evaluations are due before training, every `every_steps` steps, and after the last step.
     """
@@ -257,7 +257,7 @@ def _seconds(metrics: Mapping[int, StepMetrics], steps: Sequence[int]) -> tuple[
 
 
 def _over(metrics: Mapping[int, StepMetrics], steps: Sequence[int], name: str) -> float | None:
-    """What a window has of a metric: its mean, or its extreme. One number that is not finite makes it None."""
+    """The value of a metric over a window: its mean, or its extreme. One number that is not finite makes it None."""
     found = [metrics[step].values[name] for step in steps if name in metrics[step].values]
     if not found or not all(map(math.isfinite, found)):
         return None

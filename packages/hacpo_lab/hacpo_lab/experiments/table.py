@@ -37,7 +37,7 @@ def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
 
 
 def facts_of(regime: RegimeEvidence) -> dict[str, str]:
-    """What all numbers of a regime rest on."""
+    """The facts that all numbers of a regime rest on."""
     commit = regime.commit or "unknown"
     return {
         "commit": commit.replace("+", " with local changes"),
@@ -55,7 +55,7 @@ def _spoken_start(start: WarmStarts) -> str:
 
 
 def summary_line(num_used: int, num_missing: int) -> str:
-    """How complete the tables are."""
+    """Says how complete the tables are."""
     missing = f", {num_missing} of the grid are missing" if num_missing else ""
     return f"{num_used} runs{missing}."
 

@@ -1,4 +1,4 @@
-"""Which files of a results folder may stand in one table: same code, same configuration, same models, same prompts.
+"""The files of a results folder that may stand in one table: same code, same configuration, same models and prompts.
 
 Differences are taken seed by seed, so it is the runs of one seed that need the same warm starts; those of another seed
 may have others, as another machine makes them, and the tables name them. A begun seed is not finished with others.
@@ -182,7 +182,7 @@ Difference = tuple[str, str, str]  # (what, found, expected)
 
 
 def _shared_differences(found: Identity, expected: Identity) -> list[Difference]:
-    """Of the digests that all methods share."""
+    """The differences between the digests that all methods share."""
     return [*_held_out_difference(found, expected), *_warm_start_differences(found, expected)]
 
 

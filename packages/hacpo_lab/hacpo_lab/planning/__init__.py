@@ -1,1 +1,1 @@
-"""What a configuration would take on machines that are not here: bytes, seconds, waiting, and which layout is even."""
+"""The demands of a configuration on machines that are not here: bytes, seconds, waiting, and which layout is even."""

@@ -36,7 +36,7 @@ class DeviceTable(Section):
 
 
 class LinksTable(Section):
-    """What a device sends in one direction."""
+    """The rates at which a device sends in one direction."""
 
     inside_gb_per_s: Amount
     """10^9 bytes per second to a device of the same node."""
@@ -54,7 +54,7 @@ class HostTable(Section):
 
 
 class RatesTable(Section):
-    """What work is seen to use of a device, and what a host needs; all can be given (docs/guide/planning.md)."""
+    """Shares of a device that work is seen to use, and needs of a host; all can be given (docs/guide/planning.md)."""
 
     learn: Used
     """Share of the peak in forward and backward."""
@@ -65,7 +65,7 @@ class RatesTable(Section):
     decode: Used
     """Share of the peak that an engine can reach while it answers, where the memory is not slower."""
     experts: Used
-    """Of these shares, what a model with experts reaches, whose matrices are many and small."""
+    """The part of these shares that a model with experts reaches, whose matrices are many and small."""
     memory: Used
     """Share of the memory's bandwidth."""
     link: Used
@@ -104,7 +104,7 @@ class Cluster(Section):
     kind: KindName | None = None
     """A known kind that says what is not given."""
     processor: Literal["cuda", "cpu"] = "cuda"
-    """Whether training is in bf16 with CUDA's kernels, or in float32 with the CPU's."""
+    """The kind of training: in bf16 with CUDA's kernels, or in float32 with the CPU's."""
     nodes: Count
     """Nodes of the cluster."""
     devices_per_node: Count
@@ -112,11 +112,11 @@ class Cluster(Section):
     device: DeviceTable
     """One device."""
     links: LinksTable
-    """What a device sends."""
+    """The rates at which a device sends."""
     host: HostTable
     """The host of a node."""
     rates: RatesTable
-    """What work uses of them."""
+    """The shares of them that work uses."""
 
     @property
     def num_devices(self) -> int:
@@ -125,16 +125,16 @@ class Cluster(Section):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a device is a core of a CPU."""
+        """Tells whether a device is a core of a CPU."""
         return self.processor == "cpu"
 
     def bytes_per_s(self, *, inside: bool) -> float:
-        """What work gets of a link, in bytes per second of one device."""
+        """The bandwidth that work gets of a link, in bytes per second of one device."""
         links = self.links
         return 1e9 * (links.inside_gb_per_s if inside else links.between_gb_per_s) * self.rates.link
 
     def memory_bytes_per_s(self) -> float:
-        """What work gets of the memory of a device."""
+        """The bandwidth that work gets of the memory of a device."""
         return 1e9 * self.device.memory_gb_per_s * self.rates.memory
 
 

@@ -76,7 +76,7 @@ class Plan:
         return wall_seconds([agent.stretches_s for agent in self.agents])
 
     def idle_share(self, agent: AgentPlan) -> float:
-        """Of a step, what an agent waits for others."""
+        """The share of a step that an agent waits for others."""
         return max(0.0, 1.0 - agent.busy_s / self.wall_s)  # of the slowest one it is 0 up to rounding
 
     def host_gib(self) -> float:

@@ -51,7 +51,7 @@ class _Tensors:
 def published(
     architecture: Architecture, tp: int, stages: tuple[int, ...], engine_tp: int, cp: int = 1, ep: int = 1
 ) -> Published:
-    """Of one publication in a cell of `tp` x `cp` ranks for each of the stages, which have so many layers."""
+    """Traffic of one publication in a cell of `tp` x `cp` ranks for each of the stages, which have so many layers."""
     cell_size = tp * cp * len(stages)
     num_ranks = cell_size * block_cells(ep, tp, cp)
     sent, received, written = ([0] * num_ranks for _ in range(3))
@@ -90,7 +90,7 @@ def _moves(tensors: _Tensors, rank: int, width: int, cell_size: int, engine_tp: 
 def _held(
     architecture: Architecture, tp: int, ep: int, stages: tuple[int, ...], engine_tp: int
 ) -> Iterator[tuple[int, _Tensors]]:
-    """How often what is held where: every stage's layers by their kinds, and what is beside them."""
+    """Yields how often what is held where: every stage's layers by their kinds, and what is beside them."""
     for stage, layers in enumerate(stages):
         first = sum(stages[:stage])
         for thin, count in architecture.kinds(range(first, first + layers)).items():
@@ -110,7 +110,7 @@ _Counted = tuple[tuple[tuple[int, ...], ...], int]
 
 @lru_cache(maxsize=256)
 def _of_one_layer(thin: Architecture, tp: int, ep: int, engine_tp: int) -> list[_Counted]:
-    """What is common of a model's only layer, its experts by themselves."""
+    """The overlaps of a model's only layer, its experts by themselves."""
     layer = [slot for slot in stage_slots(thin, (1,), 0) if slot.parameter.startswith(LAYER)]
     experts = [slot for slot in layer if slot.cut is Cut.EXPERTS]
     others = [slot for slot in layer if slot.cut is not Cut.EXPERTS]
@@ -127,7 +127,7 @@ def _beside_layers(architecture: Architecture, tp: int, engine_tp: int) -> list[
 
 
 def _overlaps(architecture: Architecture, slots: list[Slot], tp: int, ep: int, engine_tp: int) -> _Counted:
-    """Of slots that are shared by `tp` ranks, or of experts, which `ep` ranks share."""
+    """The overlaps of slots that are shared by `tp` ranks, or of experts, which `ep` ranks share."""
     actor = [
         [stack_of(r) for _, r in actor_stacks(slots, architecture, tp=tp, tp_rank=n % tp, ep=ep, ep_rank=n % ep)]
         for n in range(tp * ep)

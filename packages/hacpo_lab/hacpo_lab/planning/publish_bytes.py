@@ -1,4 +1,4 @@
-"""What each rank of a cell, or of cells that share experts, moves in a publication, in bytes, beside the least that any
+"""The bytes that each rank of a cell, or of cells that share experts, moves in a publication, beside the least that any
 publication could move; and what goes as full tensors instead, beyond these bytes.
 
 The least is counted without a plan: of the numbers that a rank's engine holds, those that its own actor does not.
@@ -22,7 +22,7 @@ from hacpo_mega.models.sharding.shards import Shard
 
 @dataclass(frozen=True)
 class PublishBytes:
-    """Of one publication of an agent, each by rank as a plan counts them; tensor ranks are neighbours there."""
+    """The bytes of one publication of an agent, by rank as a plan counts them; tensor ranks are neighbours there."""
 
     budget: Budget
 
@@ -95,7 +95,7 @@ def whole_tensors(architecture: Architecture, vllm: Mapping[str, Any]) -> dict[s
 
 
 def _is_in_a_layer(slot: Slot) -> bool:
-    """Whether a parameter is a matrix that may be quantized, or a bias beside it."""
+    """Tells whether a parameter is a matrix that may be quantized, or a bias beside it."""
     return slot.cut in (Cut.QKV, Cut.COLUMNS, Cut.GATE_UP) or slot.parameter.endswith("linear_proj.bias")
 
 

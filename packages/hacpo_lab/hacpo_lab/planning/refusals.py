@@ -1,4 +1,4 @@
-"""What keeps a configuration from running on a cluster, with the arithmetic, and the nearest thing that works."""
+"""The reasons why a configuration cannot run on a cluster, with the arithmetic, and the nearest thing that works."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""Which layouts let all agents finish together: every tp, cp, ep, pp, engine and number of cells that models can have.
+"""The layouts that let all agents finish together: every tp, cp, ep, pp, engine and number of cells models can have.
 
 For every number of lanes each agent's layouts are judged for themselves, then one agent after the other is put on the
 devices that are left; of two ways to use as many devices, one that is nowhere faster is dropped. More devices or
@@ -58,11 +58,11 @@ class Way:
         return wall_seconds([choice.stretches_s for choice in self.choices])
 
     def idle_share(self, choice: Choice) -> float:
-        """Of a step, what an agent waits for others."""
+        """The share of a step that an agent waits for others."""
         return max(0.0, 1.0 - sum(choice.stretches_s) / self.wall_s)
 
     def overrides(self) -> list[str]:
-        """What makes a configuration this one, as key=value."""
+        """The overrides, as key=value, that make a configuration this one."""
         keys = ("tp", "cp", "ep", "pp", "cells_per_lane", "engine_tp")
         own = [
             f"agents.{choice.plan.name}.{key}={getattr(choice.plan.agent, key)}"
@@ -86,7 +86,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Ways:
-    """What was found: the fastest way for every number of devices where more of them make it faster, best last."""
+    """The results of a search: the fastest way for every number of devices where more make it faster, best last."""
 
     frontier: tuple[Way, ...]
 
@@ -223,13 +223,13 @@ def _sharing(ranks: int, cells: int) -> list[int]:
 
 
 def _fits_a_node(model: Architecture, cluster: Cluster) -> bool:
-    """Whether the devices of a node hold the weights of an engine in half of their memory; else whole nodes do."""
+    """Tells whether a node's devices hold an engine's weights in half of their memory; else whole nodes do."""
     number = (CPU if cluster.on_cpu else CUDA).number
     return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
 def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> bool:
-    """Whether the choice fits behind the others, with its groups where they were when it was judged for itself.
+    """Tells whether the choice fits behind the others, with its groups where they were when it was judged for itself.
 
     Alone it began at a node: an agent of at most a node must not straddle two, a larger one begins with a whole cell.
     """
@@ -240,7 +240,7 @@ def _has_room(before: Sequence[Choice], choice: Choice, cluster: Cluster) -> boo
 
 
 def _undominated(ways: list[tuple[Choice, ...]]) -> list[tuple[Choice, ...]]:
-    """Of ways with as many devices, those that are faster than each other one between some two meetings."""
+    """The ways that, among those with as many devices, are faster than each other one between some two meetings."""
     kept: dict[int, list[tuple[tuple[float, ...], tuple[Choice, ...]]]] = {}
     slowest = [(tuple(map(max, zip(*(choice.stretches_s for choice in choices)))), choices) for choices in ways]
     for stretches_s, choices in sorted(slowest, key=lambda pair: pair[0]):
@@ -269,7 +269,7 @@ class Lightest:
 
 
 def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest | None:
-    """That of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any layout."""
+    """The lightest layout of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any."""
     config = planned.config.model_copy(update={"lanes": 1})
     found = []
     for changes in _layouts(planned, agent, cluster):

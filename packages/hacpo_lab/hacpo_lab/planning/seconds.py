@@ -1,4 +1,4 @@
-"""How long an agent's phases take on a cluster: a roofline whose every constant is a key of the cluster file.
+"""The seconds of an agent's phases on a cluster: a roofline whose every constant is a key of the cluster file.
 
     seconds = FLOPs / (peak x share) + bytes / (bandwidth x share) + messages + the host's
 
@@ -34,7 +34,7 @@ Terms = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Demand:
-    """What an agent does and where.
+    """The work of an agent and where it is done.
 
     num_workers    grading processes of a cell
     max_requests   answers that an engine may run at once
@@ -67,7 +67,7 @@ class Demand:
         return max(self.work.longest, asked * self.work.answer_tokens / self.at_once)
 
     def messages(self) -> tuple[Message, ...]:
-        """What a device sends."""
+        """The messages that a device sends."""
         return tuple(messages_of(self.budget, self.work, self.lanes, self.spread, self.rounds))
 
 
@@ -186,7 +186,7 @@ def _peak(model: Architecture, cluster: Cluster) -> float:
 
 
 def _feed_forward_share(actor: ActorPlan) -> float:
-    """Of a forward pass, what the feed-forwards are."""
+    """The share of a forward pass that the feed-forwards take."""
     model = actor.architecture
     return 2.0 * feed_forward_parameters(model) / forward_flops(model, 1, 1)
 

@@ -1,4 +1,4 @@
-"""What a job costs its store and its sockets, as formulas over the rank map; test_store_traffic.py counts the same.
+"""The cost of a job to its store and its sockets, as formulas over the rank map; test_store_traffic.py counts the same.
 
     key      one set: the address of a rank in a gloo group, or in the ring of the watchdog; and that it has come
     get      one read of such a key: the neighbour's in the ring, and one of every gloo peer, when they first speak
@@ -64,7 +64,7 @@ def peers(group: Group) -> set[int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one rank: keys that it sets, gets, sockets, and the messages that a gather over the job brings it."""
+    """The cost of one rank: keys that it sets, gets, sockets, and the messages that a gather over the job brings it."""
 
     keys: int
     gets: int
@@ -73,7 +73,7 @@ class Cost:
 
 
 def cost(rank_map: RankMap, rank: int, fanout: int = FANOUT) -> Cost:
-    """Of a rank, from joining to the end of a first step, as far as Place makes it."""
+    """The cost of a rank, from joining to the end of a first step, as far as Place makes it."""
     groups = groups_of(rank_map, rank, fanout)
     in_ring = rank_map.world_size > 1
     num_peers = sum(len(peers(group)) for group in groups)

@@ -1,4 +1,4 @@
-"""Which bytes a device sends in a step, over which link, and how long they take: every collective of a phase as a row.
+"""The bytes that a device sends in a step, by link, and their seconds: every collective of a phase as a row.
 
 Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
@@ -37,7 +37,7 @@ ENGINE_SUMS = 2
 
 @dataclass(frozen=True)
 class Spread:
-    """Which groups of an agent stay inside a node: of tensor ranks, of these and those of cp, of those that share
+    """The groups of an agent that stay inside a node: of tensor ranks, of these and those of cp, of those that share
     experts, of stages, of the cells, of one engine."""
 
     tp: bool
@@ -50,7 +50,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Message:
-    """What one device sends of one kind in a step: `num_bytes` in all, in `count` messages that wait for each other.
+    """Bytes of a kind that a device sends in a step: `num_bytes` in all, in `count` messages that wait for each other.
 
     `piped` says that every micro-batch of a pipeline has its part of it, for which other stages wait.
     """
@@ -75,7 +75,7 @@ def spread_of(ranks: RankMap, agent: int, devices_per_node: int) -> Spread:
     sharing = shape.ep if shape.block_cells == 1 else shape.block_size
 
     def together(size: int, width: int) -> bool:
-        """Whether each block of `width` neighbours, of which all `size` blocks exist, lies in one node."""
+        """Tells whether each block of `width` neighbours, of which all `size` blocks exist, lies in one node."""
         return all(
             start // devices_per_node == (start + width - 1) // devices_per_node for start in range(first, last, size)
         )
@@ -170,8 +170,8 @@ def _gathers(phase: str, budget: Budget) -> int:
 
 
 def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
-    """What a rank sends of its `tokens` to their experts, of which those of other ranks are as likely as its own, and
-    what it sends back; again backward, and where it is computed again."""
+    """The message of a rank that sends its `tokens` to their experts, of which those of other ranks are as likely as
+    its own, and what it sends back; again backward, and where it is computed again."""
     actor = budget.actor
     a, ep = actor.architecture, actor.layout.ep
     ways = {"score": 1, "learn": 2 + (actor.recompute != "none")}[phase]
@@ -181,7 +181,7 @@ def _of_experts(phase: str, budget: Budget, tokens: float, batches: int, spread:
 
 
 def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, spread: Spread) -> Message:
-    """What a rank of cp sends of its `tokens` around every attention, forward, backward and computed again.
+    """The message of a rank of cp that sends its `tokens` around every attention, forward, backward and computed again.
 
     And the output once more, for who learns of it (context_parallel.py: FromHeads).
     """
@@ -229,7 +229,7 @@ def _of_publication(budget: Budget, spread: Spread) -> Iterator[Message]:
 
 
 def publication_of(budget: Budget) -> Published:
-    """What one publication of the agent moves in each of its cells, or of the blocks of them that share experts."""
+    """The traffic of one publication of the agent in each of its cells, or of the blocks of them that share experts."""
     actor = budget.actor
     stages = stage_layers(actor.architecture.num_layers, actor.layout)
     layout = actor.layout

@@ -1,4 +1,4 @@
-"""What a step asks of an agent, as numbers: answers, tokens, updates. Not here: who does it (cluster/rank_map.py)."""
+"""The work that a step asks of an agent: answers, tokens, updates. Not here: who does it (cluster/rank_map.py)."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class Lengths:
 
 
 def work_of(config: Config, lengths: Lengths) -> Work:
-    """What a step asks of each agent. ValueError for lengths that the configuration does not allow."""
+    """The work that a step asks of each agent. ValueError for lengths that the configuration does not allow."""
     rollout, num_agents = config.rollout, len(config.agents)
     limits = (("prompt", lengths.prompt_tokens, rollout.max_prompt_tokens),
               ("answer", lengths.answer_tokens, rollout.max_answer_tokens))  # fmt: skip

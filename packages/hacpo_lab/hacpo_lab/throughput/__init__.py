@@ -1,1 +1,1 @@
-"""What a step costs: the same models under several schedules, on one machine, answer for answer the same work."""
+"""The cost of a step: the same models under several schedules, on one machine, answer for answer the same work."""

@@ -22,7 +22,7 @@ TakeSteps = Callable[[str, int, Workload], None]
 
 @dataclass(frozen=True)
 class Block:
-    """What is measured under a name: a configuration, and how long and how right its answers are."""
+    """The things measured under a name: a configuration, and how long and how right its answers are."""
 
     name: str
     config: Config
@@ -31,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is run, and how often.
+    """The blocks that are run, and how often.
 
     blocks       every configuration is load_config's result for a run of more than `num_steps` steps
     rounds       of all blocks
@@ -67,6 +67,6 @@ class Bench:
 
 
 def _last_words(folder: Path) -> str:
-    """What the ranks wrote last; the folder may be a temporary one."""
+    """The last lines that the ranks wrote; the folder may be a temporary one."""
     said = [file.read_text(encoding="utf-8", errors="replace").strip() for file in sorted(folder.glob("*.err"))]
     return next((words.splitlines()[-1] for words in said if words), "its ranks said nothing")

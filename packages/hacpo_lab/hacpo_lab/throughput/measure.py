@@ -1,4 +1,4 @@
-"""What a block of measured steps has cost, read from the metrics of its run.
+"""The cost of a block of measured steps, read from the metrics of its run.
 
 A step of an agent is busy or waiting. Busy are its phases but `wait`, the end of the step; of `exchange`, in which
 agents wait for each other, only what the last one to come needs. Everything else of the step's wall time is waiting.
@@ -17,7 +17,7 @@ SHARED_PHASE, WAITING = "exchange", "wait"
 
 @dataclass(frozen=True)
 class AgentStep:
-    """What one agent did in one step.
+    """The work of one agent in one step.
 
     phases_s       seconds of its slowest rank, by phase
     busy_s         seconds it worked

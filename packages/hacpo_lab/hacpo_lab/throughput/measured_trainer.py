@@ -58,7 +58,7 @@ class Measurement(Observer):
         self.num_written = 0
 
     def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """What it measures is this agent's."""
+        """Makes this agent the one whose phases it measures."""
         self.agent, self._metrics = agent, metrics
 
     @contextmanager
@@ -124,7 +124,7 @@ def measured_trainer(config: Config, workload: Workload) -> Trainer:
 
 
 def take_steps(config: Config, workload: Workload, num_steps: int) -> None:
-    """What one rank of a benchmark does. Collective over the job."""
+    """Takes the steps of one rank of a benchmark. Collective over the job."""
     with measured_trainer(config, workload) as trainer:
         for _ in range(num_steps):
             trainer.step()

@@ -1,4 +1,4 @@
-"""What is compared: the configuration's own method, and each agent alone with as many or twice as many answers.
+"""The schedules compared: the configuration's own method, and each agent alone with as many or twice as many answers.
 
     its own method   the configuration as it is: N agents, G answers each, all of them shared
     in turns         the same, one agent after the other, each on the devices of all: the authors' recipe
@@ -72,7 +72,7 @@ def schedules_of(config: Config) -> tuple[Schedule, ...]:
 
 
 def _in_turns(config: Config) -> tuple[str, ...]:
-    """What gives every agent the devices of all: as many cells as fit on them and share the prompts of an update."""
+    """Gives every agent the devices of all: as many cells as fit on them and share the prompts of an update."""
     ranks, updates = RankMap.of(config), METHODS[config.algorithm.method].updates
     cells = []
     for shape in ranks.agents:

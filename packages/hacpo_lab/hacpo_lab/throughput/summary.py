@@ -1,4 +1,4 @@
-"""What the measured steps of a schedule add up to, per step, per answer and per FLOP."""
+"""The sums over the measured steps of a schedule, per step, per answer and per FLOP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -102,7 +102,7 @@ def _scaled(numbers: Mapping[str, float], unit: float) -> dict[str, float]:
 
 
 def fact_lines(facts: Mapping[str, str]) -> list[str]:
-    """What a table was measured on, as a list."""
+    """The facts that a table was measured on, as a list."""
     return [f"- {name}: {fact}" for name, fact in facts.items()]
 
 
