@@ -59,6 +59,7 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
         read |= {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
         asked = {"queues": "CUDA_DEVICE_MAX_CONNECTIONS", "order": "CUDA_DEVICE_ORDER"}
+        asked |= {"flashinfer": "FLASHINFER_LOGGING_LEVEL"}
         return read | {name: os.environ.get(variable) for name, variable in asked.items()}
 
 
@@ -75,6 +76,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
             "agent": agent,
             "queues": {"small": None, "large": "1"}[agent],
             "order": "PCI_BUS_ID",
+            "flashinfer": "warning",
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
             "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,
@@ -88,6 +90,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
 def test_what_the_user_has_set_stays(tmp_path):
     chosen = {
         "CUDA_DEVICE_ORDER": "FASTEST_FIRST",
+        "FLASHINFER_LOGGING_LEVEL": "debug",
         "VLLM_LOGGING_LEVEL": "DEBUG",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "1",
         "VLLM_CACHE_ROOT": "/of/the/user",
@@ -96,6 +99,7 @@ def test_what_the_user_has_set_stays(tmp_path):
     for read in ranks_on_cuda(tmp_path, chosen):
         assert (read["VLLM_LOGGING_LEVEL"], read["VLLM_ALLREDUCE_USE_FLASHINFER"]) == ("DEBUG", True)
         assert (read["VLLM_CACHE_ROOT"], read["order"]) == ("/of/the/user", "FASTEST_FIRST")
+        assert read["flashinfer"] == "debug"
         assert read["TRITON_CACHE_DIR"].startswith(str(tmp_path))
 
 
