@@ -40,7 +40,7 @@ test-portable: env
 
 # On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
 gpu: env
-	$(BIN)/python -m pytest tests/gpu tests/unit/test_linear_logprob.py tests/unit/test_sequence_objective.py tests/unit/test_kernel_complaints.py tests/unit/test_kernel_repeats.py
+	$(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_linear_logprob.py tests/unit/kernels/test_sequence_objective.py tests/unit/kernels/test_kernel_complaints.py tests/unit/kernels/test_kernel_repeats.py
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/sequence_objective.py
 
@@ -70,7 +70,7 @@ measure: env
 	$(TIMED) --answer-tokens 15 --unmixed 0.5 --out $(MEASURED)/unmixed
 	$(TIMED) --scaling --out $(MEASURED)
 
-# The pages of docs/reference that say what the code says (tests/unit/test_reference.py), and the README's curve.
+# The pages of docs/reference that say what the code says (tests/unit/commands/test_reference.py), and the README's curve.
 reference: env
 	$(BIN)/python docs/reference/generate.py
 

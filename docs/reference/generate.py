@@ -1,6 +1,6 @@
 """Writes the generated pages of this folder (PAGES) from the code: `make reference`.
 
-tests/unit/test_reference.py holds the pages and the code equal. Nothing here loads torch.
+tests/unit/commands/test_reference.py holds the pages and the code equal. Nothing here loads torch.
 """
 
 import ast

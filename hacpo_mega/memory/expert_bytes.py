@@ -3,7 +3,7 @@
 The terms are what megatron/model/moe.py keeps. A rank's s tokens are k rows each, which go to the ranks that have the
 experts and come back; where every expert gets as many, a rank computes R = s k rows, of hidden size h and an expert's
 width f. Only with ep can they be more: all tokens of its ep ranks may ask for the experts of one of them. Held to the
-real layer by tests/unit/test_memory_trace.py, as actor_bytes.py is.
+real layer by tests/unit/memory/test_memory_trace.py, as actor_bytes.py is.
 """
 
 from dataclasses import dataclass

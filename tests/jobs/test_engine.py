@@ -256,7 +256,7 @@ def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
     """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments.
 
     vLLM's build for processors without AVX-512 has no shared memory: its ranks meet through torch.distributed.
-    tests/unit/test_host_process.py has the names go on every processor.
+    tests/unit/rollout/test_host_process.py has the names go on every processor.
     """
     for rank in range(2):
         segments = saw["qwen3", rank]["shared memory"]

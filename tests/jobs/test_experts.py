@@ -1,7 +1,7 @@
 """Actors with experts: scores, gradients, clipping and files on every layout, against Hugging Face in float64.
 
 Gradients are read off the weights after a step of plain gradient descent, and named as Hugging Face saves them.
-unit/test_moe.py looks at a layer alone, test_expert_options.py at what is stored and at options.
+unit/megatron/test_moe.py looks at a layer alone, test_expert_options.py at what is stored and at options.
 """
 
 import dataclasses

@@ -130,7 +130,7 @@ def other_plan_is_refused(plan, rank: int) -> bool:
     return False
 
 
-@pytest.mark.nightly  # unit/test_publish_plan.py executes all plans on arrays, jobs/test_publish.py one with vLLM
+@pytest.mark.nightly  # unit/models/test_publish_plan.py runs all plans on arrays, jobs/test_publish.py one on vLLM
 @pytest.mark.parametrize("model, layout", CASES)
 def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, layout, tmp_path):
     folder = make_model(tmp_path / "model", num_layers=4 * layout.vpp, **MODELS[model])

@@ -2,7 +2,7 @@
 
 Routings are drawn: any experts, in any order, so that a token that went elsewhere shows. Of every sixth token of own
 answers nobody says; answers of others have no routing. Where prompts are shared, they are read once.
-unit/test_router_replay.py looks at the parts by hand, test_expert_engine.py at what an engine returns,
+unit/megatron/test_router_replay.py looks at the parts by hand, test_expert_engine.py at what an engine returns,
 test_expert_run.py and test_answers_ahead.py at whole runs.
 """
 

@@ -1,10 +1,10 @@
 """The optimizers' interface of TransformerEngine and apex, and what is asked of it on the CPU.
 
-The classes declare what the libraries declare (signatures.json, held by tests/unit/test_signatures.py); functions that
-are compiled take their arguments by place, as their bindings do. What they compute is the definition: Adam with
+The classes declare what the libraries declare (signatures.json, held by tests/unit/house/test_signatures.py); functions
+that are compiled take their arguments by place, as their bindings do. What they compute is the definition: Adam with
 decoupled weight decay whose steps are counted in the group, a norm, a product. It shows that Megatron is given them and
-that state travels; nothing of the libraries' numbers.
-`python fused_stand_in.py FOLDER` trains FOLDER/model with each and writes FOLDER/found.pt (see `answer`).
+that state travels; nothing of the libraries' numbers. `python fused_stand_in.py FOLDER` trains FOLDER/model with each
+and writes FOLDER/found.pt (see `answer`).
 """
 
 import importlib.metadata

@@ -1,10 +1,10 @@
 """TransformerEngine's interface, as far as Megatron's spec of its layers uses it, and what is asked of it on the CPU.
 
 The four classes declare what TransformerEngine declares: __init__ and forward have the parameters, in their order and
-with their defaults, of release 2.11.0 (signatures.json, held by tests/unit/test_signatures.py). Those of 2.9 (70f5366)
-and 2.10 (769ed77) are the same, but for num_splits and the last three of get_cpu_offload_context, which they lack. So
-an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of a
-module, their names and shapes are read from the source of 2.9.
+with their defaults, of release 2.11.0 (signatures.json, held by tests/unit/house/test_signatures.py). Those of 2.9
+(70f5366) and 2.10 (769ed77) are the same, but for num_splits and the last three of get_cpu_offload_context, which they
+lack. So an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of
+a module, their names and shapes are read from the source of 2.9.
 
 What a forward computes is its definition in a few lines of torch, in one process: it shows that weights are where they
 belong and that attention is told where sequences begin. It shows nothing of TransformerEngine's numbers.

@@ -2,8 +2,8 @@
 
 A record lists the fields that a config.json of the family may have, and what the family decides by itself. An unknown
 field is refused, since it may ask for another computation (Mistral's `sliding_window`). Sources: the configuration
-classes of transformers, whose defaults tests/unit/test_families.py compares, and vllm/model_executor/models. Not here:
-public sizes (public.py), names of tensors (segments.py).
+classes of transformers, whose defaults tests/unit/models/test_families.py compares, and vllm/model_executor/models. Not
+here: public sizes (public.py), names of tensors (segments.py).
 """
 
 from collections.abc import Mapping

@@ -5,7 +5,7 @@ the token. vLLM draws that number from a random generator per request, one after
 a hash of the answer's seed and its number of tokens. So a token is a function of logits, seed and place alone: not of
 the batch, its order, the rank, a preemption or a chunked prompt.
 It replaces vLLM's sampler on the first model runner (CPU). The second one, on CUDA, has such noise by itself, from
-Triton (tests/unit/test_v2_sampler.py). Log-probs stay those of the logits that are sampled from.
+Triton (tests/unit/rollout/test_v2_sampler.py). Log-probs stay those of the logits that are sampled from.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The least that a publication can move, by hand, and what `hacpo-mega plan` prints of it.
 
-jobs/test_publish_exchange.py counts the same bytes on the wire, unit/test_publish_plan.py number by number.
+jobs/test_publish_exchange.py counts the same bytes on the wire, unit/models/test_publish_plan.py number by number.
 """
 
 import json

@@ -1,6 +1,7 @@
 """What a device holds and sends of experts, by hand: of Qwen3-30B-A3B, and of a small job.
 
-unit/test_memory_trace.py holds the activations to the real layer, unit/test_publish_plan.py what is published.
+unit/memory/test_memory_trace.py holds the activations to the real layer, unit/models/test_publish_plan.py what is
+published.
 """
 
 from dataclasses import replace

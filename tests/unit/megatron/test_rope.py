@@ -18,7 +18,7 @@ from hacpo_mega.megatron.model.rope import cosines_and_sines, rope_frequencies, 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 
-# Three of the kinds are in jobs/test_megatron_layout.py, too, and a refusal in unit/test_model_folders.py.
+# Three of the kinds are in jobs/test_megatron_layout.py, too, and a refusal in unit/models/test_model_folders.py.
 pytestmark = pytest.mark.nightly
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
