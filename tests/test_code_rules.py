@@ -37,6 +37,7 @@ ENVIRONMENT = (
 )
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
+MAX_TEST_NAME = 70
 # Where `say` is, what has none, and what speaks to the process that started it alone.
 PRINTS = (
     *(
@@ -280,7 +281,15 @@ def test_no_test_file_is_long() -> None:
     assert len(lengths) > 100 and too_long == []
 
 
-def test_what_starts_jobs_and_measures_kernels_makes_no_code_of_what_it_reads() -> None:
+def test_no_name_of_a_test_is_long() -> None:
+    written = re.compile(r"^ *(?:async )?def (test_\w+)", re.MULTILINE)
+    files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("*.py")]
+    names = [(file, name) for file in files for name in written.findall((ROOT / file).read_text("utf-8"))]
+    too_long = [f"{file}: {name}" for file, name in names if len(name) > MAX_TEST_NAME]
+    assert len(names) > 1000 and too_long == []
+
+
+def test_launchers_and_kernel_benchmarks_unpickle_nothing() -> None:
     files = [*(ROOT / "launch").rglob("*.py"), *(ROOT / "kernels" / "bench").rglob("*.py")]
     sources = [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
     assert sources and list(nothing_is_pickled(sources)) == []

@@ -73,7 +73,7 @@ def test_labelled_pairs_of_eleven_projects():
 
 @labelled_pairs
 @pytest.mark.nightly
-def test_no_source_has_fewer_than_math_verify_alone_and_all_have_a_point_more():
+def test_every_source_is_judged_no_worse_than_by_math_verify_alone():
     cases = labelled_cases(REAL)
     ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
     assert [source for source in ours.total if ours.wrong[source] > alone.wrong[source]] == []
@@ -108,7 +108,7 @@ def test_labelled_answers_of_gsm8k():
 
 
 @pytest.mark.nightly
-def test_generated_hostile_answers_run_no_code_and_are_judged_the_same_twice():
+def test_generated_hostile_answers_run_no_code_and_are_judged_repeatably():
     first, second = hostile_run(50, seed=1), hostile_run(50, seed=1)
     assert first.verdicts == second.verdicts
     assert "CORRECT" not in first.verdicts
@@ -152,7 +152,7 @@ def test_model_answers_get_the_label_of_their_own_project():
 
 
 @pytest.mark.nightly
-def test_hostile_answers_end_in_time_with_the_right_verdict_and_leave_nothing_behind():
+def test_hostile_answers_end_in_time_with_right_verdicts_and_no_leftovers():
     cases = hostile_answers()
     assert len(cases) >= 200
     before = set(psutil.Process().children())

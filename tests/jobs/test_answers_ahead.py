@@ -132,7 +132,7 @@ def apart(undisturbed) -> Path:
     return run_dir
 
 
-def test_engines_on_ranks_of_their_own_change_no_bit_and_the_run_goes_on_without_them(undisturbed, apart):
+def test_engines_on_their_own_ranks_change_no_bit_and_may_be_removed(undisturbed, apart):
     """Nor does its checkpoint know: jobs/test_apart_faults.py goes the other way."""
     run, back = undisturbed.parent / "run", undisturbed.parent / "back"
     run_command(NUM_RANKS, "train", undisturbed, f"run_dir={back}", "--from", folder_of(apart, 2))
@@ -151,7 +151,7 @@ def test_engines_on_ranks_of_their_own_change_no_bit_and_the_run_goes_on_without
     assert all(f"agent/{name}/roll_out_hidden_s" in timing for name in NAMES)
 
 
-def test_only_the_first_step_is_not_stale_and_nothing_compares_engine_and_trainer(undisturbed):
+def test_only_the_first_step_is_not_stale_and_engines_are_not_compared(undisturbed):
     steps = read_metrics(undisturbed.parent / "run" / "metrics.jsonl")
     for step in range(1, NUM_STEPS + 1):
         values, timing = steps[step].values, steps[step].timing
@@ -188,9 +188,7 @@ def logprobs(model: AutoModelForCausalLM, forced: Forced | None, routing, prompt
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_answers_are_those_of_the_weights_before_the_last_update_and_ratios_are_against_these(
-    name, undisturbed, between
-):
+def test_answers_and_ratios_are_of_the_weights_before_the_last_update(name, undisturbed, between):
     """What is ready after step t was written while step t learnt: by what was published after step t - 1."""
     run = undisturbed.parent / "run"
     tokenizer = load_tokenizer(undisturbed.parent / name)

@@ -65,7 +65,7 @@ def meet(fate: str, step: int, config: Path) -> tuple[list[int], list[str]]:
     return [rank.exitcode for rank in ranks], [(folder / f"{rank}.err").read_text() for rank in range(2)]
 
 
-def test_an_engine_that_refuses_is_killed_and_is_stopped_is_named_and_costs_no_bit(undisturbed):
+def test_an_engine_that_refuses_dies_or_hangs_is_named_and_costs_no_bit(undisturbed):
     folder, run = undisturbed.parent, undisturbed.parent / "disturbed"
 
     statuses, (trains, answers) = meet("refuses", 3, undisturbed)

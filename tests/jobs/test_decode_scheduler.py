@@ -26,7 +26,7 @@ def plain(answers) -> list:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_and_the_order_in_which_they_end_are_those_of_vllms_scheduler(seen, case):
+def test_answers_and_the_order_of_their_ends_match_vllms_scheduler(seen, case):
     theirs, ours = seen["vllm"][case], seen["ours"][case]
     assert plain(ours["answers"]) == plain(theirs["answers"])
     assert ours["told"] == theirs["told"] and ours["told"]

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_until_the_end_is_waited_for_there(tmp_path, disk):
     run.assert_every_step_is_there_once()
 
 
-def test_a_run_that_ends_on_a_full_disk_says_what_it_needs_and_goes_on_when_there_is_room(tmp_path, disk):
+def test_a_run_ended_by_a_full_disk_says_what_it_needs_and_goes_on_later(tmp_path, disk):
     run = Run(tmp_path, disk, wait_for_room_s=0.0)
     run.start()
     try:
@@ -171,7 +171,7 @@ def write_more_than_fits(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_a_disk_that_fills_in_the_middle_of_a_shard_is_told_to_all_who_write(disk):
+def test_a_disk_that_fills_within_a_shard_is_reported_to_every_writer(disk):
     (disk / "shards").mkdir()
     zero, one = run_group(2, write_more_than_fits, disk / "shards")
     assert zero == one

@@ -166,7 +166,7 @@ def test_engines_of_one_and_of_two_ranks_draw_the_same_answers(saw, agent, rank)
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_unwanted_answers_are_cut_where_they_are_and_each_is_told_as_it_ends(saw, agent):
+def test_unwanted_answers_are_cut_and_each_answer_is_reported_as_it_ends(saw, agent):
     """When the first of 41 has ended, on both ranks: the whole answers' beginnings, with their log-probs."""
     seen, neighbour = saw[agent, 0], saw[agent, 1]
     ended = [stop is not Stop.CUT for _, stop, _ in seen["cut"]]
@@ -234,7 +234,7 @@ def test_the_trainers_process_is_left_as_it_was(saw, agent, rank):
 
 
 @pytest.mark.parametrize("agent, rank", RANKS)
-def test_an_engine_in_a_thread_gives_the_same_answers_and_touches_no_generator(saw, agent, rank):
+def test_an_engine_in_a_thread_answers_alike_and_touches_no_generator(saw, agent, rank):
     """Nor do they reach an answer: jobs/test_answers_ahead.py disturbs all of them."""
     seen = saw[agent, rank]
     assert tokens_of(seen["beside"]) == tokens_of(seen["here"])
@@ -265,7 +265,7 @@ def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
 
 
 @pytest.mark.parametrize("agent, rank", RANKS)
-def test_an_engine_over_several_ranks_has_no_queue_that_unpickles_and_its_memory_is_its_users(saw, agent, rank):
+def test_engines_on_several_ranks_unpickle_nothing_and_share_privately(saw, agent, rank):
     """vLLM's queue would listen on sockets under the temporary folder, and over several nodes on TCP ports."""
     assert saw[agent, rank]["queue"] is None
     assert set(saw[agent, rank]["shared memory modes"]) <= {0o600, None}

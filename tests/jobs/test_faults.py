@@ -116,7 +116,7 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))
 
 
-def test_a_grader_that_returns_text_ends_the_run_with_its_first_error_and_no_traceback(tmp_path):
+def test_a_grader_that_returns_text_ends_the_run_without_a_traceback(tmp_path):
     """It is quoted for the held-out answers already. What was finished before the third step stays."""
     agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
     config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text_for_others"})
@@ -164,7 +164,7 @@ def wait_until_gone(family: set[int]) -> None:
         time.sleep(0.5)
 
 
-def test_a_scheduler_that_tells_the_launcher_to_end_finds_75_and_a_whole_step(tmp_path):
+def test_a_launcher_told_to_end_exits_with_75_after_a_whole_step(tmp_path):
     """The launcher tells its ranks, who agree on where to leave."""
     agents = [agent_table(tmp_path, "wide", "qwen3", CHARACTERS, tp=2)]
     config = write_config(tmp_path, agents, num_steps=100_000, algorithm={"method": "gspo"})

@@ -34,7 +34,7 @@ def config_file(tmp_path, monkeypatch) -> Path:
     return write_config(tmp_path, agents, algorithm={"method": "gspo"}, checkpoint={"every_steps": 1})
 
 
-def test_a_run_from_python_shows_every_step_once_and_leaves_the_caller_as_it_was(config_file):
+def test_a_run_from_python_shows_each_step_once_and_restores_the_caller(config_file):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     steps, answers, accuracies = {}, {}, {}
 
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_the_ranks_and_raises_where_the_script_stands(config_file, t
     assert not outlive(marked["STARTED_BY"])
 
 
-def test_a_notebook_gets_its_results_and_interrupting_the_kernel_ends_the_ranks(config_file, tmp_path, monkeypatch):
+def test_a_notebook_gets_results_and_an_interrupt_ends_the_ranks(config_file, tmp_path, monkeypatch):
     """nbclient runs it as Jupyter would, and interrupts the kernel, as its button does, once step 1 is shown."""
     shown = tmp_path / "step 1 is shown"
     first = f"""

@@ -133,7 +133,7 @@ def test_sums_over_lanes_are_in_lane_order_on_every_rank(summed):
     assert [sums for sums, _ in summed] == [by_hand] * ROUNDING.world_size
 
 
-def test_bytes_of_a_lane_and_of_sums_over_lanes_are_those_of_their_formulas(summed):
+def test_bytes_of_a_lane_and_of_sums_over_lanes_match_their_formulas(summed):
     """docs/measurements/throughput.md has them. A lane's payload is as long as the longest; sums are two floats."""
     numbers = 8 * len(LANE_VALUES[0])
     up, down = 8 + 16 + numbers, 2 * (8 + numbers)  # what a leader sends to lane 0's, and that one to the other two

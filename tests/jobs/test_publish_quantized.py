@@ -59,7 +59,7 @@ def test_scales_and_numbers_are_verified(saw, layout):
         assert found == ([f"{name}: not what a fresh load of the actor's weights makes"] if rank == 1 else [])
 
 
-def test_an_engine_on_a_rank_of_its_own_quantizes_what_comes_and_is_verified(saw):
+def test_an_engine_on_its_own_rank_quantizes_its_weights_and_is_verified(saw):
     """Nothing of it goes as full tensors; its actor's rank has no engine, and holds nothing that could differ."""
     trains, answers = saw(APART)
     assert answers["left over"] == {} and answers["differing"] == [[], []] and trains["differing"] == []

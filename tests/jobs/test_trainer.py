@@ -80,7 +80,7 @@ def watched(three_agents) -> dict:
     return train(config, f"run_dir={config.parent / 'again'}", *looks, "logging.rollout_tokens=true")
 
 
-def test_same_seed_same_metrics_and_weights_though_every_second_step_is_diagnosed_and_traced(three_agents, watched):
+def test_metrics_and_weights_repeat_with_the_seed_despite_diagnosed_steps(three_agents, watched):
     config, steps = three_agents
     names = ("qwen", "llama", "twin-of-qwen")
     pairs = [(learner, source) for learner in names for source in names if learner != source]
@@ -296,7 +296,7 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_what_is_scored_by_the_first_update_and_judged_while_sampling_is_the_same_to_the_last_bit(tmp_path):
+def test_scoring_in_the_update_and_judging_while_sampling_change_no_bit(tmp_path):
     """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
 
     Without sharing the first update scores unless it is told not to.

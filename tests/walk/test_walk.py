@@ -155,7 +155,7 @@ def test_own_numbers_and_trackers_see_every_answer(walk, steps):
     assert numbers["agent/wide/reward_mean"] == steps[3].values["agent/wide/reward_mean"]
 
 
-def test_a_rank_has_few_threads_and_both_starts_say_where_their_seconds_went(steps):
+def test_a_rank_has_few_threads_and_a_start_names_where_its_seconds_went(steps):
     """Threads that wait wake up all the same, a hundred times a second those of gloo."""
     for name in NAMES:
         assert 1 <= steps[3].values[f"agent/{name}/own/threads"] < 40

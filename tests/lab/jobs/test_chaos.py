@@ -75,7 +75,7 @@ def test_a_run_under_faults_ends_with_the_bits_of_the_run_in_peace(campaign):
     assert 0.0 < record["training_share"] < 1.0 and len(record["faults"]) == len(struck)
 
 
-def test_a_step_says_how_much_memory_its_ranks_hold_and_for_how_long_they_waited(campaign):
+def test_a_step_records_the_memory_and_the_waits_of_its_ranks(campaign):
     """Those are timing: the comparison above has passed over them."""
     timing = read_metrics(campaign.config.run_dir / "metrics.jsonl")[STEPS].timing
     for name in ("wide", "narrow"):
@@ -122,7 +122,7 @@ def test_whatever_differs_is_found(campaign, tmp_path, harm, found):
     assert any(problem.startswith(found) for problem in problems), problems
 
 
-def test_a_fault_strikes_a_run_that_is_faster_than_was_foreseen_while_steps_are_left(campaign, tmp_path):
+def test_a_fault_comes_early_in_a_run_that_is_faster_than_planned(campaign, tmp_path):
     """It is due in 11 days. After 2 of 5 steps, or one after the newest on disk, later faults need what is left."""
     config = campaign.config.model_copy(update={"run_dir": tmp_path})
     fast = dataclasses.replace(campaign, config=config)
@@ -171,7 +171,7 @@ def test_a_start_is_seen_though_the_run_has_moved_aside_what_was_before(tmp_path
     assert opened_since(run, time.time() + 1.0) == opened_since(tmp_path / "none", 0.0) == (None, None)
 
 
-def test_a_fault_costs_the_steps_after_the_checkpoint_and_the_time_until_the_run_goes_on():
+def test_a_fault_costs_the_steps_since_the_checkpoint_and_the_recovery():
     kill = (fault("kill-one"), 8.0)
     starts = [
         attempt(struck=((fault("pause"), 6.0), kill), last_step=4, committed=3),

@@ -112,6 +112,6 @@ def meet(num_ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.nightly
-def test_a_round_of_the_preflight_costs_the_same_on_every_rank_but_the_first():
+def test_a_preflight_round_costs_the_same_on_every_rank_but_the_first():
     """And on rank 0 one read per rank."""
     assert run_ranks(5, meet, 5) == [{"set": 2, "add": 1, "get": 5}] + [{"set": 1, "add": 1, "get": 1}] * 4

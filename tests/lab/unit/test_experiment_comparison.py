@@ -32,7 +32,7 @@ def test_differences_are_paired_by_seed():
     assert found.interval == pytest.approx((-0.2, 0.4))
 
 
-def test_fewer_than_three_pairs_have_no_interval_and_strangers_no_difference():
+def test_fewer_than_three_pairs_have_no_interval_and_none_no_difference():
     assert paired_difference({1: 0.6, 2: 0.3}, {1: 0.5, 2: 0.5}).interval is None
     assert paired_difference({1: 0.6}, {2: 0.5}) is None
 

@@ -49,7 +49,7 @@ def test_tuning_comes_first_by_method_then_the_seeds_interleaved(tmp_path):
     assert len({cell.name for cell in played}) == 16
 
 
-def test_every_method_is_tuned_with_the_same_budget_on_seeds_that_are_not_reported(tmp_path):
+def test_methods_are_tuned_with_equal_budgets_on_seeds_not_reported(tmp_path):
     grid = make_grid(tmp_path)
     budgets = [
         {(c.learning_rate, c.seed) for c in tuning_cells(grid, "skills", method)} for method in ("alone", "shared")
@@ -199,7 +199,7 @@ def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_warm_starts_in_the_repository_are_those_that_its_last_seed_began_from(monkeypatch, name):
+def test_the_stored_warm_starts_are_those_that_the_last_seed_began_from(monkeypatch, name):
     """So whoever goes on with a grid on another processor, which would make others, pairs with what is there."""
     monkeypatch.chdir(ROOT)
     grid = load_grid(ROOT / f"configs/{name}.toml")

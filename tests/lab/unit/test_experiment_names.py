@@ -18,7 +18,7 @@ def test_a_name_that_leads_elsewhere_is_refused(table, name, tmp_path):
         load_grid(grid_file(tmp_path, **{table: tables[table]}))
 
 
-def test_the_longest_name_that_a_file_system_takes_is_the_longest_that_is_taken(tmp_path, monkeypatch):
+def test_the_longest_accepted_name_is_the_longest_that_a_disk_can_store(tmp_path, monkeypatch):
     """The file that is written first carries a dot, the process and an ending beside the name of the run."""
     monkeypatch.setattr("hacpo_lab.experiments.grid.load_config", lambda *_: None)
     around = len(f".{Cell('skills', 'shared', 4e-4, 12, 'reported').name}.json.{'9' * PID_DIGITS}.tmp")

@@ -269,7 +269,7 @@ def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
         assert (find_ways(planned, work, machines).best is not None) is holds
 
 
-def test_a_layout_that_a_smaller_engine_makes_fit_is_found_before_more_nodes(tmp_path):
+def test_a_smaller_engine_is_proposed_before_more_nodes(tmp_path):
     """Engines have half of a device where nothing is said."""
     longer = ("agents.*.vllm={}", "rollout.max_answer_tokens=8192")
     found = command(EXPERTS, *longer, "--cluster", of_kind(tmp_path, "h100", 2))

@@ -162,7 +162,7 @@ def record(run_dir: Path, config: Config, agents: tuple[str, ...] = ("one", "two
     return run_dir
 
 
-def test_a_replay_has_the_recorded_lengths_and_takes_them_again_for_more_answers(tmp_path, config_file):
+def test_a_replay_has_the_recorded_lengths_and_repeats_them_when_short(tmp_path, config_file):
     config = load_config(config_file)
     workload = replayed(config, record(tmp_path, config))
     assert [workload.answer("two", 5, 0, g) for g in range(4)] == [(4, 0.0), (5, 1.0), (4, 0.0), (5, 1.0)]
@@ -290,7 +290,7 @@ def test_a_bad_benchmark_is_one_line_before_anything_starts(tmp_path, config_fil
     assert line in str(result.exception) and len(str(result.exception).splitlines()) == 1
 
 
-def test_turns_that_a_configuration_cannot_take_are_left_out_with_the_reason(tmp_path, config_file, monkeypatch):
+def test_turns_that_a_configuration_rules_out_are_skipped_with_a_reason(tmp_path, config_file, monkeypatch):
     """An engine that answers while its actor learns cannot take turns."""
     started = []
     monkeypatch.setattr(cli_bench, "run_blocks", lambda run: started.extend(run.blocks) or {})

@@ -111,7 +111,7 @@ def test_every_token_gets_its_sequences_coefficient():
 
 
 @pytest.mark.parametrize("method", ["gspo", "grpo"])
-def test_a_first_update_that_scores_its_answers_computes_what_it_would_with_scores(method):
+def test_a_first_update_computes_the_same_with_and_without_scores(method):
     """Loss, gradient and terms to the last bit, for means that round; in a later update it would be another policy."""
     values = torch.tensor([-0.21, -0.43, -0.37, -0.59, -0.71])
     mean = [((-0.21 - 0.43) / 2), ((-0.37 - 0.59 - 0.71) / 3)]

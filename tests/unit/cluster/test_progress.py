@@ -41,7 +41,7 @@ def test_who_waits_for_others_is_not_stuck_however_long_they_need():
     assert beats_until_stuck(progress)[0] == 10
 
 
-def test_who_is_inside_a_collective_of_its_agent_lets_the_one_that_has_not_come_speak_first():
+def test_the_absent_rank_of_a_collective_is_named_first():
     """The beat comes from another thread, as in a job, while the main thread is in a file of torch.distributed."""
     progress, found = Progress(), []
     progress.enter("learn")

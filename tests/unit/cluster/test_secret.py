@@ -236,7 +236,7 @@ def env(num_local: int) -> LauncherEnv:
     return LauncherEnv(0, 4, 0, num_local, "here", (), "127.0.0.1", 0, launcher_keeps_store=False)
 
 
-def test_a_job_on_several_machines_without_a_secret_is_refused_in_a_line_that_helps(monkeypatch):
+def test_a_job_on_several_machines_without_a_secret_is_told_how_to_set_it(monkeypatch):
     """The line, said to a shell, is what was missing."""
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(ValueError, match="HACPO_MEGA_SECRET is not set") as refused:
@@ -271,7 +271,7 @@ def places(tmp_path, monkeypatch):
     return shared, cache
 
 
-def test_ranks_that_are_started_by_hand_on_one_machine_agree_by_a_file_of_their_user(places):
+def test_ranks_started_by_hand_on_one_machine_share_a_private_secret_file(places):
     assert Secret.of_job(env(4)) == Secret.of_job(env(4))
     (folder,) = places[1].iterdir()
     (file,) = folder.iterdir()
@@ -367,7 +367,7 @@ def test_no_file_is_made_where_the_secret_is_there_or_not_needed(tmp_path, no_se
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_of_anybody_else_is_not_believed_and_what_a_killed_step_left_is_replaced(tmp_path, no_secret):
+def test_a_planted_secret_file_is_not_believed_and_a_stale_one_replaced(tmp_path, no_secret):
     file = tmp_path / ".run.7.1.0.secret"
     for plant in (lambda: file.write_text("0" * 64), lambda: file.symlink_to("target"), lambda: os.mkfifo(file)):
         plant()

@@ -241,7 +241,7 @@ def test_a_number_that_is_not_finite_leaves_no_checkpoint(going_on, tmp_path):
     assert "is not written: model.norm.weight holds 1 numbers that are not finite" in line
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_leaves_nothing_half_written(going_on, tmp_path, monkeypatch):
+def test_a_checkpoint_removed_during_its_export_leaves_no_partial_output(going_on, tmp_path, monkeypatch):
     """It is removed when its bytes have been compared, and before its weights are read."""
     shutil.copytree(folder_of(going_on, 1), folder_of(going_on, 2))
     copy_beside_weights = export.copy_beside_weights
@@ -299,7 +299,7 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_hostile_checkpoint_runs_nothing_where_it_is_exported_or_begun_from(going_on, tmp_path):
+def test_a_hostile_checkpoint_runs_no_code_when_exported_or_started_from(going_on, tmp_path):
     folder, touched = folder_of(going_on, 1), tmp_path / "touched"
     be_hostile(touched, folder)
     said = f"{folder}/first/.metadata is no index of a stored state: it names os.system. Nothing of it was run"

@@ -23,7 +23,7 @@ def shown(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_every_command_names_every_option_whole_and_says_what_it_is(name):
+def test_the_help_of_a_command_names_and_explains_every_option(name):
     text = shown(*name.split(), "--help")
     assert "…" not in text and max(map(len, text.splitlines())) <= 80
     options = [p for p in COMMANDS[name].params if p.param_type_name == "option" and p.name != "help"]

@@ -39,7 +39,7 @@ def test_a_folder_that_is_gone_and_a_full_disk_are_a_line(config_file, tmp_path)
     assert done.stderr == "what this command prints cannot be written: No space left on device\n"
 
 
-def test_a_login_node_that_allows_less_memory_than_a_template_may_take_blames_no_template(config_file):
+def test_a_login_node_with_little_memory_blames_no_template(config_file):
     """A limit that an administrator has set can only be lowered."""
     allowed = MEMORY_BYTES // 2  # enough for check itself
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

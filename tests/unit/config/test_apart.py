@@ -27,7 +27,7 @@ WIDE, PLAIN = AgentShape("wide", tp=2, rollout=2, engine_tp=1), AgentShape("plai
 RANKS = RankMap(2, (WIDE, PLAIN))
 
 
-def test_ranks_that_answer_stand_behind_those_that_train_and_are_counted_apart():
+def test_answering_ranks_follow_training_ranks_and_are_counted_apart():
     """As loops: agents, lanes, cells, those that train, those that answer; by hand for what vLLM and Megatron see."""
     rank, trained, answered = 0, {"wide": 0, "plain": 0}, {"wide": 0, "plain": 0}
     for shape, cells in ((WIDE, 2), (PLAIN, 4)):

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_configuration(name, content, says, tmp_path, monkeypa
     assert len(complaints.splitlines()) == (4 if name == "empty.toml" else 1)  # run_dir, num_steps, agents, data
 
 
-def test_a_mark_before_the_first_line_and_spaces_around_an_override_are_no_matter(here, tmp_path):
+def test_a_byte_order_mark_and_spaces_around_an_override_are_ignored(here, tmp_path):
     (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + (here / "run.toml").read_bytes().replace(b"\n", b"\r\n"))
     assert load_config(tmp_path / "marked.toml", ["num_steps = 7"]).num_steps == 7
 

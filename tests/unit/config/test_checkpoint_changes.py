@@ -98,7 +98,7 @@ def test_a_run_in_place_of_one_of_its_steps_is_told_the_newest(tmp_path):
         read_checkpoint(folder.parent.parent)
 
 
-def test_another_layout_goes_through_and_other_fields_of_megatron_are_asked_for():
+def test_layout_changes_are_free_and_other_megatron_fields_are_asked_for():
     before, now = plain(config_in(Path("run"))), plain(config_in(Path("run")))
     stages = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 2}
     now["agents"][0] |= {"tp": 2, "pp": 2, "engine_tp": 1, "megatron": {**stages, "recompute_granularity": "full"}}
@@ -156,7 +156,7 @@ def test_another_model_in_the_same_folder_is_refused(tmp_path):
     )
 
 
-def test_keys_that_are_newer_than_a_checkpoint_are_no_change_at_their_defaults():
+def test_keys_newer_than_a_checkpoint_are_no_change_at_their_defaults():
     config = config_in(Path("run"), "rollout.temperature=0.9")
     now, before = plain(config), plain(config)
     del before["rollout"]["temperature"], before["training"]["share_prompts"], before["agents"][0]["offload"]

@@ -240,7 +240,7 @@ def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_p
     ]
 
 
-def test_an_override_of_the_method_takes_the_files_options_for_another_one_out(tmp_path):
+def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
     """The quickstart's band is HACPO's; a rival by override starts from the same file and refuses what it is given."""
     text = QUICKSTART.read_text(encoding="utf-8")
     assert load_config(QUICKSTART).algorithm.delta == 0.5

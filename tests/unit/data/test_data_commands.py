@@ -58,7 +58,7 @@ def test_convert_writes_nothing_from_a_file_with_bad_rows(tmp_path):
     assert not (tmp_path / "clean.jsonl").exists()
 
 
-def test_convert_reads_the_columns_that_are_named_and_a_run_reads_what_it_writes(tmp_path):
+def test_convert_reads_the_named_columns_and_a_run_reads_its_output(tmp_path):
     """Chats stay lists of messages, other columns and the row's own id stay, a repeated row is left out."""
     chats = [
         [{"role": "system", "content": "Be brief.\u2028"}, {"role": "user", "content": f"{n}+1?"}] for n in (1, 2, 1)

@@ -88,7 +88,7 @@ def test_every_problem_of_every_file_at_once(tmp_path):
     assert len(str(error.value).splitlines()) == len(problems)
 
 
-def test_repeated_rows_are_one_line_with_a_count_and_the_first_is_kept_on_request(tmp_path):
+def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
     """Ten prompts a hundred times each, as public sets have them; in two files, so a line each."""
     rows = [{"q": str(i), "a": f"gold {i}"} for _ in range(100) for i in range(10)]
     one, other = write_lines(tmp_path / "one.jsonl", *rows), write_lines(tmp_path / "other.jsonl", *rows[:3])
@@ -105,7 +105,7 @@ def test_repeated_rows_are_one_line_with_a_count_and_the_first_is_kept_on_reques
     assert [(row.text, row.gold) for row in kept.rows] == [(str(i), f"gold {i}") for i in range(10)]
 
 
-def test_rows_that_contradict_each_other_and_held_out_rows_in_training_are_refused_in_any_case(tmp_path):
+def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
     train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
     held_out = write_lines(tmp_path / "test.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
     met = PromptsMet()
@@ -226,7 +226,7 @@ def test_a_data_set_by_its_name(tmp_path, monkeypatch):
         assert what in str(problems[0]) if what else not problems, problems
 
 
-def test_the_first_rows_of_a_data_set_are_streamed_once_and_read_without_it(tmp_path, monkeypatch):
+def test_the_first_rows_of_a_data_set_are_streamed_once_and_then_cached(tmp_path, monkeypatch):
     """The second file cannot be read: whoever opens it fails."""
     datasets = pytest.importorskip("datasets", reason="the `datasets` library is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

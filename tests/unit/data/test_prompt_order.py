@@ -54,7 +54,7 @@ def test_lanes_partition_every_update_and_every_epoch_has_each_prompt_once(num_r
     assert all(len(set(epoch)) == num_rows for epoch in epochs)
 
 
-def test_a_seam_postpones_the_rows_that_its_step_has_already_and_changes_nothing_else():
+def test_an_epoch_boundary_only_postpones_rows_that_its_step_already_has():
     """Against the permutations themselves, laid end to end: by hand, where 25 rows go through steps of 8."""
     sampler = PromptSampler(rows(25), seed=3, prompts_per_step=8, prompts_per_update=8)
     stream = [int(p.text) for step in range(100) for p in sampler.at(step)]
@@ -113,7 +113,7 @@ def test_another_process_draws_the_same_prompts():
     assert run.stdout.strip() == str([p.text for p in here])
 
 
-def test_a_run_with_the_seed_of_its_warm_start_does_not_begin_with_what_was_taught():
+def test_a_run_with_its_warm_starts_seed_begins_with_other_prompts():
     """One skill, 320 taught examples of 7,925: by chance 2 or 3 of the first 64 prompts are among them, never most."""
     taught = {example.prompt for example in WarmStartStream([SkillMix("sum", 1.0, 320)], 64, seed=7).examples[0]}
     first = PromptSampler(rows_of_examples(training_examples("sum")), 7, 64, 16).at(0)

@@ -63,7 +63,7 @@ def test_a_carry_is_written_exactly_when_there_is_one():
         assert ("+1=" in example.working.split(",")[1]) == (a % 10 + b % 10 >= 10 or str(b // 10) == "1"), example
 
 
-def test_the_working_of_a_sum_adds_every_digit_once_and_hands_its_totals_on():
+def test_the_working_of_a_sum_adds_every_digit_once_and_carries_totals():
     """Read back from the text alone: the addends of each column are the terms' digits, and each step starts with the
     total before it; the first step of the tens adds what the units carry."""
     for example in SKILLS["sum"]():

@@ -61,7 +61,7 @@ def test_an_unjudged_answer_counts_nowhere(tmp_path):
     ]
 
 
-def test_a_time_out_of_the_answers_own_doing_counts_as_wrong_and_rewards_may_be_shares(tmp_path):
+def test_a_time_out_counts_as_wrong_and_rewards_may_be_fractions(tmp_path):
     benchmark = Benchmark("b", (PromptRow("x", "1", "1"), PromptRow("y", "2", "2")), 2, 1.0)
     file = AnswerFile(tmp_path, "b", 0)
     file.append([answer("x", 0), answer("x", 1, "timeout", reward=0.0, vote="w")])

@@ -122,7 +122,7 @@ def pairs(model: Path | None, file: str, folder: Path, **fields: str) -> list[tu
     return [(row.text, row.gold) for row in benchmark.rows]
 
 
-def test_a_file_is_read_by_the_fields_of_the_run_or_those_that_are_asked_for(own_run, tmp_path):
+def test_a_file_is_read_by_the_fields_of_the_run_or_by_those_given(own_run, tmp_path):
     own = [("0+1", "1"), ("1+1", "2"), ("2+1", "3")]
     assert pairs(own_run, "own.jsonl", tmp_path) == own  # although `prompt` and `answer` would be a known layout
     assert pairs(own_run, "public.jsonl", tmp_path) == [("2+2", "4")]
@@ -157,7 +157,7 @@ def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
         (["--reward", "program", "--option", "cpu_s=0"], "option cpu_s (0) must be a whole number from 1"),
     ],
 )
-def test_a_bad_grader_or_option_ends_an_evaluation_before_a_model_is_loaded(own_run, tmp_path, arguments, says):
+def test_a_bad_grader_or_option_ends_an_evaluation_before_models_load(own_run, tmp_path, arguments, says):
     arguments = [argument.replace("OWN", str(tmp_path / "own.py")) for argument in arguments]
     done = run_here("eval", own_run, tmp_path / "own.jsonl", "--out", tmp_path / "out", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

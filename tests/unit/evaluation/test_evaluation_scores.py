@@ -208,7 +208,7 @@ def test_a_suite_names_all_files_that_are_missing(tmp_path):
     assert "gsm8k" not in str(error.value) and "olympiadbench: none of" in str(error.value)
 
 
-def test_physical_quantities_of_minerva_may_be_rounded_and_no_other_benchmark():
+def test_only_physical_quantities_of_minerva_may_be_rounded():
     tolerances = {entry.name: entry.relative for entry in PAPER_SUITE if entry.relative}
     assert tolerances == {"minerva_math": 1e-5}
     answers = [r"\boxed{4.50003 \times 10^{33}}", r"\boxed{4.501e33}"]

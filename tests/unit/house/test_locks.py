@@ -54,7 +54,7 @@ def test_the_locks_name_torchs_build():
     assert line == "torch==2.13.0,!=2.13.0+cpu"
 
 
-def test_all_of_the_cuda_lock_is_resolved_and_of_the_other_all_but_what_is_known(monkeypatch):
+def test_the_cuda_lock_is_resolved_whole_and_the_cpu_lock_with_exceptions(monkeypatch):
     """`make locks` asks the indexes; here only what it does not ask them."""
     monkeypatch.syspath_prepend(FOLDER)
     resolve = runpy.run_path(str(FOLDER / "resolve.py"))

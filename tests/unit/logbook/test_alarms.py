@@ -29,7 +29,7 @@ def report(num_unjudged: int, error: str | None, num_errors: int | None = None) 
     return JudgeReport(64, num_unjudged, 0, num_errors, {} if error is None else {error: num_errors})
 
 
-def test_an_agent_without_a_reward_is_named_once_for_every_pair_that_it_breaks():
+def test_an_agent_without_reward_is_named_once_for_each_pair_it_breaks():
     alarm = OmegaAlarm(("strong", "weak", "fair"))
     fine = capability_ratios(torch.tensor([0.5, 0.06, 0.4]), None)
     assert list(alarm.warnings(fine)) == []
@@ -116,7 +116,7 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
         limit.see(report(64, None))
 
 
-def test_an_advantage_beyond_what_rewards_of_0_and_1_can_make_is_said_once_with_its_cause():
+def test_an_impossible_advantage_is_reported_once_with_its_cause():
     """Two agents, eight answers each: the bound is (1 + w) sqrt(16) w, for w = 1.5 that is 15."""
     paper = AdvantageAlarm(("a", "b"), AlgorithmConfig(uniform_group_is_zero=False), 8)
     assert list(paper.warnings([15.0, None], 1.5)) == []
@@ -153,7 +153,7 @@ def unshared(*steps: dict[str, float]) -> list[list[str]]:
     return [list(alarm.warnings(step)) for step in steps]
 
 
-def test_a_source_that_reaches_nobody_is_named_in_the_third_step_with_the_reasons_and_what_to_do():
+def test_a_source_that_reaches_nobody_is_explained_in_the_third_step():
     lost = offered(0, None, undecodable=42, too_long=20, zero_advantage=2)
     said = unshared(lost, lost, lost, lost, lost)
     assert [len(lines) for lines in said] == [0, 0, 1, 0, 0]
@@ -164,7 +164,7 @@ def test_a_source_that_reaches_nobody_is_named_in_the_third_step_with_the_reason
     ]
 
 
-def test_answers_outside_the_band_teach_no_more_than_those_that_are_left_out():
+def test_answers_outside_the_band_count_as_left_out():
     (line,) = unshared(*[offered(64, 1 / 64)] * 3)[2]
     assert line.startswith("warning: 3 of 192 of moe's answers reach gemma in 3 steps: 189 outside the band. ")
     assert line.endswith("widen algorithm.delta")
@@ -227,7 +227,7 @@ def test_every_jump_is_said_once_and_does_not_become_what_is_usual(broken):
     assert said(EngineAlarm(("a",), torch.bfloat16), 0.01, *long, 0.01, *long) == [1, 42]
 
 
-def test_the_usual_gap_may_grow_slowly_and_steps_without_one_are_passed_over():
+def test_the_usual_gap_may_grow_slowly_and_steps_without_one_are_skipped():
     slowly = [0.01 * 1.05**step for step in range(60)]
     assert slowly[-1] > 0.15
     assert said(EngineAlarm(("a",), torch.bfloat16), *slowly) == []
@@ -249,7 +249,7 @@ def test_a_gradient_that_leaps_is_named_with_what_was_usual():
     assert line.startswith(start) and line.endswith("lower agents.wild.optimizer.lr")
 
 
-def test_a_spike_is_above_five_medians_of_at_least_four_steps_and_said_once():
+def test_a_spike_exceeds_five_medians_of_four_steps_and_is_reported_once():
     assert spikes(1, 1, 1, 100) == []
     assert spikes(1, 1, 1, 1, 5.0) == []
     assert spikes(1, 1, 1, 1, 5.1, 50, 500, 1, 6) == [4, 8]
@@ -272,7 +272,7 @@ def residues(*gib: float | None) -> list[int]:
     return [step for step, held in enumerate(gib) if list(alarm.warnings([None if held is None else held * GIB]))]
 
 
-def test_an_engine_that_keeps_more_and_more_is_named_with_what_it_kept_before():
+def test_an_engine_that_keeps_more_memory_is_named_with_its_earlier_peak():
     alarm = ResidueAlarm(("tidy", "leaky"))
     for held in (9.5, 10.0, 9.8, 9.9, 10.5, 11.0):
         assert list(alarm.warnings([4.0 * GIB, held * GIB])) == []
@@ -293,7 +293,7 @@ def test_every_further_gib_is_said_once():
     assert residues(1, 1, 1, 1, 3, 3, 3, 1, 3, 4, 4.1) == [4, 10]
 
 
-def test_first_steps_that_teach_nothing_are_said_once_and_only_if_all_of_them_do():
+def test_idle_first_steps_are_reported_once_and_only_if_all_are_idle():
     nobody, equal, later, good = IdleAlarm(), IdleAlarm(), IdleAlarm(), IdleAlarm()
     said = [list(nobody.warnings([0.0, 0.0], [0.0, 0.0])) for _ in range(5)]
     assert [len(lines) for lines in said] == [0, 0, 1, 0, 0] and "earned anything in 3 steps" in said[2][0]

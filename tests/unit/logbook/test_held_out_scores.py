@@ -79,7 +79,7 @@ def test_the_interval_of_a_gain_is_newcombes():
 
 
 @pytest.mark.parametrize("rewards", [[0.9] * 20, [0.01] * 30 + [0.2], [0.99] * 30 + [0.8], [1.0] * 5, [0.0] * 5])
-def test_the_interval_of_a_reward_between_0_and_1_lies_there_and_has_a_width(rewards):
+def test_the_interval_of_a_reward_lies_within_0_and_1_and_has_a_width(rewards):
     found = measured(rewards, may_be_graded=True)
     low, high = found.interval
     assert 0.0 <= low <= found.value <= high <= 1.0 and high - low > 0.02

@@ -61,7 +61,7 @@ def rank_main(rank: int, world_size: int, store_file: str, folder: str) -> None:
 
 
 @pytest.mark.nightly
-def test_reduction_over_processes_is_the_hand_calculation_and_equal_on_every_rank(tmp_path: Path) -> None:
+def test_a_reduction_is_the_hand_calculation_and_equal_on_every_rank(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(4, str(tmp_path / "store"), str(tmp_path)), nprocs=4)
     results = [(tmp_path / f"{rank}.json").read_text() for rank in range(4)]
     assert len(set(results)) == 1
@@ -152,7 +152,7 @@ def test_metrics_are_strict_json_on_whole_lines(tmp_path: Path) -> None:
     assert json.loads(text, parse_constant=refuse)["values"] == {"x": "nan"}
 
 
-def test_a_torn_last_line_is_left_out_and_a_broken_one_before_it_is_an_error(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_skipped_and_an_earlier_one_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(tmp_path) as writer:
         writer.write(1, step_of(x=1.0))
@@ -249,7 +249,7 @@ def long_step(names: list[str]) -> StepMetrics:
     return StepMetrics(values, timing)
 
 
-def test_a_step_is_one_line_of_120_columns_with_the_agents_as_they_were_configured() -> None:
+def test_a_step_is_one_line_of_120_columns_with_agents_in_given_order() -> None:
     (line,) = StepLine(["b"]).of("step 1/9", long_step(["b"]))
     assert line == (
         "step 1/9 | b reward .500 accuracy .500 unjudged 0% ratio .500"
@@ -358,7 +358,7 @@ def test_console_shows_the_phase_on_a_terminal() -> None:
     assert "step 1/40  | llama" in terminal.getvalue()
 
 
-def test_bars_leave_a_terminal_before_the_last_words_of_a_process_that_ends_at_once() -> None:
+def test_bars_leave_a_terminal_before_the_last_words_of_a_process() -> None:
     terminal = Terminal()
     with Console(40, file=terminal) as console:
         console.phase("roll_out")
@@ -463,7 +463,7 @@ def test_a_resumed_lane_drops_rollouts_it_will_write_again(tmp_path: Path) -> No
     assert len(read_rollouts(tmp_path, 2)) == 3
 
 
-def test_a_callback_sees_texts_with_every_line_separator_and_no_unreadable_file_ends_the_ranks(
+def test_callbacks_get_every_line_separator_and_bad_files_end_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The ranks of `hacpo_mega.train` are played by a function: it writes what they would, one file damaged."""

@@ -79,7 +79,7 @@ def no_locks(*_: object) -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "ENOLCK", "EOPNOTSUPP"])
-def test_a_second_job_is_refused_by_the_name_of_the_first_and_a_killed_one_holds_nothing(tmp_path, answer):
+def test_a_second_job_is_told_the_holder_and_a_killed_job_holds_no_lock(tmp_path, answer):
     run_dir = tmp_path / "run"
     first = holder_of(run_dir, answer)
     assert refusal(run_dir, answer).startswith(f"run_dir {run_dir} is being written by process {first.pid} on ")
@@ -167,7 +167,7 @@ def test_whoever_loses_its_lock_knows_before_it_writes(tmp_path, monkeypatch, an
 
 
 @pytest.mark.nightly
-def test_without_locks_only_a_silent_process_of_another_machine_is_given_up(tmp_path):
+def test_without_locks_only_a_silent_remote_process_is_given_up(tmp_path):
     run_dir = tmp_path / "run"
     far = holder_of(run_dir, "ENOSYS", elsewhere=True)
     assert f"by process {far.pid} on " in refusal(run_dir, "ENOSYS"), "it gives signs"
@@ -244,9 +244,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
 
 
 @WITH_AND_WITHOUT
-def test_whoever_ends_at_once_gives_its_locks_up_and_lets_nobody_in_before_its_end(
-    tmp_path, monkeypatch, capsys, answer
-):
+def test_a_process_that_exits_at_once_frees_its_locks_only_at_its_end(tmp_path, monkeypatch, capsys, answer):
     """As a rank that the watchdog ends: the next attempt, on another machine, waits for no sign of it."""
     if answer:
         monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
@@ -301,7 +299,7 @@ def test_both_locks_are_waited_for_at_once(tmp_path, monkeypatch, capsys, answer
         ("8", "1", 91, (0, 0)),
     ],
 )
-def test_an_earlier_attempt_of_the_same_job_needs_less_silence_and_never_none(
+def test_an_earlier_attempt_of_the_same_job_needs_less_but_some_silence(
     tmp_path, monkeypatch, answer, job, attempt, silent_s, waits_s
 ):
     """Seconds that are still waited, where the kernel locks and where not; this process is of job 7, attempt 2."""
@@ -405,7 +403,7 @@ def test_another_user_can_hold_no_lock(open_folder):
 
 
 @pytest.mark.parametrize("said", ["", "dead", "another machine's"])
-def test_a_lock_of_an_older_version_that_another_user_holds_keeps_nobody_out(open_folder, monkeypatch, said):
+def test_a_lock_of_an_older_version_and_another_user_keeps_nobody_out(open_folder, monkeypatch, said):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.05)
     monkeypatch.setattr(run_lock, "QUIET_S", 0.3)
     (run_dir := open_folder / "run").mkdir()

@@ -90,7 +90,7 @@ def refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 
-def test_the_broken_samples_of_the_row_are_written_and_all_where_none_is_broken(watch, tmp_path):
+def test_broken_samples_are_written_or_all_samples_if_none_is_broken(watch, tmp_path):
     watch.see(1, 0, BAD, stats_of(BAD, skipped=True))
     watch.see(1, 1, GOOD, stats_of(GOOD, skipped=True, loss=-math.inf))
     with pytest.raises(RunStopped):

@@ -158,7 +158,7 @@ def test_turns_of_a_group_are_not_mixed_up() -> None:
     assert [(w.begin_s, w.end_s, w.turn) for w in waits[1]] == [(4.0, 5.0, 1)]
 
 
-def test_a_trace_has_microseconds_since_the_first_span_and_names_of_agents_and_ranks() -> None:
+def test_a_trace_has_microseconds_since_its_first_span_and_named_ranks() -> None:
     tracks = [
         track(0, collective("allgather", 10.0, 10.5), Span("exchange", "phase", 9.5, 10.5)),
         track(3, Span("exchange", "phase", 2.0, 2.25), offset_s=8.0, accuracy_s=0.001),

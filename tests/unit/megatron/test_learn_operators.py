@@ -108,7 +108,7 @@ def test_a_product_is_float64s_however_its_matrices_lie(sizes, left_lies, right_
     assert ((summed - total.double() - exact).abs() <= roundoff * (terms + total.double().abs())).all()
 
 
-def test_products_are_torchs_where_onednn_is_switched_off_or_a_gradient_is_wanted():
+def test_products_are_torchs_without_onednn_or_with_a_gradient():
     torch.manual_seed(1)
     left, right = torch.randn(300, 200), torch.randn(200, 100)
     with torch.backends.mkldnn.flags(enabled=False):

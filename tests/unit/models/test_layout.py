@@ -294,7 +294,7 @@ Mode = Literal["auto", "fp8"]
         ("late", {"x": 1}, None),
     ],
 )
-def test_an_engine_argument_is_held_against_the_types_and_bounds_of_its_class(key, value, complaint):
+def test_an_engine_argument_is_checked_by_types_and_bounds_of_its_class(key, value, complaint):
     class Table(BaseModel):
         max_num_seqs: int = Field(ge=1)
 

@@ -40,7 +40,7 @@ def random_cuts(num_elements: int, rng: random.Random) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("slot", SLOTS, ids=lambda slot: slot.parameter)
-def test_rectangles_put_every_number_of_every_shard_where_the_exporter_does(slot: Slot, tp: int):
+def test_rectangles_place_every_number_of_a_shard_as_the_exporter_does(slot: Slot, tp: int):
     """With 4 and 8 ranks, ranks share a key/value head, and some have nothing of the vocabulary but padding."""
     rng = random.Random(tp)
     expected = tuple(torch.full(source.shape, torch.nan) for source in slot.sources)

@@ -49,7 +49,7 @@ def test_only_what_is_an_experts_counts_as_another_tensor():
     }  # fmt: skip
 
 
-def test_a_large_stack_is_cut_by_experts_and_a_large_expert_by_rows_and_columns():
+def test_a_large_stack_is_cut_by_experts_then_by_rows_and_columns():
     whole = Shard(GATE.format("*"), (4, 0, 0), (6, 3, 8))
     full = np.arange(10 * 3 * 8).reshape(10, 3, 8)
     for limit, num_pieces in ((144, 1), (143, 2), (50, 3), (47, 6), (16, 12), (8, 18), (5, 36)):

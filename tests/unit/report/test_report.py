@@ -385,7 +385,7 @@ def test_a_page_is_not_proud_where_nothing_was_shared(tmp_path: Path) -> None:
     assert "b learnt next to nothing" not in text
 
 
-def test_loading_neither_flattens_the_seconds_of_steps_nor_looks_like_another_phase(gappy: Run) -> None:
+def test_loading_neither_flattens_the_steps_nor_looks_like_another_phase(gappy: Run) -> None:
     figure = draw_phases(gappy)
     assert figure.axes[0].get_ylim()[1] < 20, "1,000 s of loading are in no step"
     colours = [np.array(to_rgb(colour)) for colour in PHASE_COLOURS.values()]
@@ -399,7 +399,7 @@ def test_a_share_is_drawn_to_100_percent_and_panels_fill_their_row(gappy: Run) -
     assert len(right) % 2 == 1 and right[-1] == max(right), "the last of an odd number is as wide as the page"
 
 
-def test_only_what_trained_a_learner_has_its_colour_and_the_rest_its_reason(tmp_path: Path) -> None:
+def test_only_what_trained_a_learner_is_coloured_and_the_rest_explained(tmp_path: Path) -> None:
     """A chat with its system message apart, below the name of its row, and three fates of an answer."""
     write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
     path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"
@@ -442,7 +442,7 @@ def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:
     assert text.count("same") == 3 and text.count("2 times") == 3, "once in each of the three prompts"
 
 
-def test_samples_prefer_prompts_on_which_answers_differ_and_take_skills_in_turn() -> None:
+def test_samples_prefer_prompts_with_mixed_rewards_and_alternate_skills() -> None:
     def prompt(index: int, skill: str, rewards: list[float | None]) -> dict[str, object]:
         return {"prompt_index": index, "skill": skill, "answers": [{"reward": reward} for reward in rewards]}
 

@@ -23,7 +23,7 @@ def completion(number: int) -> Completion:
     return Completion(ids, Stop(number % 4), -np.arange(len(ids), dtype=np.float32) / 7)
 
 
-def test_the_answers_of_a_call_come_with_the_seconds_that_nobody_waited_for():
+def test_the_answers_of_a_call_come_with_the_seconds_that_were_hidden():
     thread, may_end = EngineThread(), threading.Event()
     for number in (1, 2):
         may_end.clear()
@@ -72,7 +72,7 @@ def test_a_call_computes_with_as_many_threads_as_its_caller():
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_on_cuda_the_thread_is_on_its_callers_device_behind_all_that_was_asked(dies):
+def test_a_cuda_thread_is_on_its_callers_device_behind_the_queued_work(dies):
     """A new thread of torch is on device 0 and its default stream, which is the trainer's."""
     with RecordedCuda().installed() as cuda:
         weights, tokens, thread = Memory("weights"), Memory("tokens"), EngineThread()

@@ -21,7 +21,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-def test_shared_memory_of_this_engine_loses_its_name_and_that_of_others_keeps_it(group_of_one, monkeypatch, tmp_path):
+def test_only_shared_memory_of_this_engine_loses_its_name(group_of_one, monkeypatch, tmp_path):
     monkeypatch.setattr(host_process, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # beside CUDA there is no such memory
     others = [tmp_path / "0123456789abcdef-tp:0-[0-1]-cpushm_0", tmp_path / "torch_1_2"]

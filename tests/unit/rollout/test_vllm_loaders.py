@@ -73,7 +73,7 @@ def test_of_another_version_that_loads_alike_only_the_version_is_said():
         (LookingAtNumbers, dict.fromkeys(("gate", "up"), "its loader asks for numbers (RuntimeError)")),
     ],
 )
-def test_a_loader_that_cannot_be_followed_costs_its_layer_alone_and_is_said(changed, reasons):
+def test_an_untraceable_loader_costs_only_its_layer_and_is_reported(changed, reasons):
     """With what else is loaded into the same layer; the other layers are published shard by shard as before."""
     recording = recorded(changed)
     assert {part.shard.name for part in recording.parts} == {name for name in SHAPES if "layers.0." in name}

@@ -147,7 +147,7 @@ def test_own_samples_pack_the_same_with_and_without_cross_samples():
         assert [identity(s) for s in one.sequences] == [identity(s) for s in other.sequences]
 
 
-def test_updates_after_the_first_pack_own_and_others_together_unless_routing_is_replayed():
+def test_later_updates_pack_all_answers_together_unless_routing_replays():
     asked = []
     actor = SimpleNamespace(pack=pack, learn=lambda update, loss_fn, packing: asked.append(packing))
     for replays in (False, True):

@@ -48,7 +48,7 @@ def test_real_solutions_survive_and_their_lengths_differ_by_a_few_percent(codecs
 
 
 @pytest.mark.nightly
-def test_the_ratio_of_models_that_know_nothing_is_that_of_their_vocabularies(codecs, solutions):
+def test_the_ratio_of_untrained_models_is_that_of_their_vocabularies(codecs, solutions):
     """A model near its start gives every token log(1 / V), so between tokenizers, each side averaged over its own
     tokens, the cross ratio is V source / V learner: the band below 1 fits only once both models know the text.
     """

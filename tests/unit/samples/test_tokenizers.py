@@ -67,7 +67,7 @@ def test_small_tokenizers_match_longest_first_and_come_back_exactly(small, text)
         assert codec.decode_answer(ids) == text
 
 
-def test_longest_match_reaches_beyond_two_characters_and_regular_expression_signs(tmp_path):
+def test_the_longest_match_spans_many_characters_and_regex_signs(tmp_path):
     vocabulary = ("a", "ab", "abc", "b", "c", ".", "|", "(", "\\", "^", "b|")
     codec = TextCodec(make_tokenizer(tmp_path, vocabulary))
     for text in ("abcab", "ab|c", "\\a.b", "((^"):

@@ -73,7 +73,7 @@ def test_a_batch_that_fails_is_called_again_for_each_answer_alone():
     assert report.errors == {"ValueError: cannot read bad": 1}
 
 
-def test_of_a_batch_in_which_the_worker_dies_only_the_answer_that_ends_it_is_to_blame():
+def test_a_dead_worker_is_blamed_only_on_the_answer_that_ended_it():
     found, report = judged("in_lists", ["1"] * 5 + ["end"] + ["2"] * 5, reward_range=(-1.0, 1.0))
     assert [judgement.verdict for judgement in found].count(Verdict.ERROR) == 1 and found[5].verdict is Verdict.ERROR
     assert [judgement.reward for judgement in found] == [1.0] * 5 + [0.0] + [0.0] * 5
@@ -178,7 +178,7 @@ def test_a_success_of_one_grader_has_a_least_reward():
         assert [one.reward for one in found] == [0.0, 0.5, 1.0]
 
 
-def test_one_part_that_cannot_judge_leaves_the_answer_unjudged_and_is_named():
+def test_a_part_that_cannot_judge_is_named_and_leaves_the_answer_unjudged():
     with judge_of(RewardConfig(parts=PARTS)) as judge:
         (found,) = judge.judge(["p"], ["1"], ["1"], [Stop.EOS], ['{"extra_info": {"split": 0}}'])
         report = judge.take_report()
@@ -268,7 +268,7 @@ def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
     assert trial_of(tmp_path, source, num_rows=2).refusal is None
 
 
-def test_judges_of_the_house_and_several_parts_are_tried_as_they_read_answers(tmp_path):
+def test_built_in_graders_and_parts_are_tried_in_their_own_answer_format(tmp_path):
     parts = {"right": {"kind": "math", "weight": 0.8}, "short": {"kind": f"{tmp_path}/rewards.py:own", "weight": 0.2}}
     trial = trial_of(tmp_path, "def own(answer): return 1 - len(answer) / 100", parts=parts)
     assert trial.warnings == () and trial.gold.reward == pytest.approx(0.8 + 0.2 * (1 - 11 / 100))  # \boxed{146}
@@ -280,7 +280,7 @@ def test_judges_of_the_house_and_several_parts_are_tried_as_they_read_answers(tm
         assert str(trial_of(tmp_path, "", gold, kind=kind)).startswith("it earns 1 (correct), an empty answer 0 (no")
 
 
-def test_a_reward_file_called_like_a_library_shadows_it_nowhere_and_finds_its_helper(tmp_path):
+def test_a_reward_file_named_like_a_library_shadows_nothing(tmp_path):
     """Its helper, too, is called like one: `json` stays Python's, and `my_helper` is what lies beside."""
     (tmp_path / "math.py").write_text(
         "import statistics\nfrom my_helper import as_float\n"

@@ -24,9 +24,7 @@ def test_a_peak_is_claimed_of_known_devices_in_half_precision_alone(monkeypatch)
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_rates_are_model_flops_over_the_peak_and_tokens_over_the_seconds_of_all_gpus(
-    tmp_path, monkeypatch, share_prompts
-):
+def test_rates_are_flops_over_the_peak_and_tokens_over_gpu_seconds(tmp_path, monkeypatch, share_prompts):
     """A cell of 2 x 2 ranks learns 4 s in two updates of a step of 16 s, on a job of 6 GPUs of 1 MFLOP/s."""
     clock = iter([0.0, 10.0, 12.0, 15.0, 20.0, 21.0, 26.0])
     monkeypatch.setattr("hacpo_mega.trainer.observers.time", SimpleNamespace(perf_counter=lambda: next(clock)))

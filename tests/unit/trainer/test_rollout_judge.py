@@ -53,7 +53,7 @@ def test_answers_that_end_in_any_order_are_judged_as_all_at_once():
             assert beside.judge(PROMPTS, asked[:8]) == expected[:8], "the next step asks anew"
 
 
-def test_two_places_of_a_step_are_two_groups_although_their_prompts_are_equal():
+def test_two_places_of_a_step_are_two_groups_even_with_equal_prompts():
     """A grader that counts an answer among its group's: the first place says x twice, the second x and y."""
     prompts = [Prompt(place, "id", "1 + 1", "2") for place in (0, 3)]
     asked = [
@@ -74,14 +74,14 @@ def test_a_grader_of_this_process_judges_after_the_engine():
         assert RolloutJudge(judge, while_sampling=False).on_answer is None
 
 
-def test_an_error_beside_the_engine_is_raised_where_the_judgements_are_asked_for():
+def test_an_error_beside_the_engine_is_raised_when_judgements_are_taken():
     with Judge("math") as judge, RolloutJudge(judge, while_sampling=True) as beside:
         beside.on_answer(PROMPTS[0], None)
         with pytest.raises(AttributeError):
             beside.judge(PROMPTS, rollouts(1))
 
 
-def test_leaving_ends_the_thread_with_answers_that_nobody_asks_for_any_more():
+def test_leaving_ends_the_thread_while_answers_are_still_unclaimed():
     before = threading.active_count()
     with Judge("math") as judge, RolloutJudge(judge, while_sampling=True) as beside:
         for rollout in rollouts(8):
