@@ -113,7 +113,7 @@ def save(actor: Actor, folder: Path, *, copies: bool) -> tuple[dict[str, int | s
 
 
 def state_after(step: int) -> RunState:
-    return RunState(step, None, {"history": [[0.1 * step, 0.5]]}, None, 0, {}, None)
+    return RunState(step, None, {"history": [[0.1 * step, 0.5]]}, 0, {}, None)
 
 
 def arm(stage: Stage, rank: int, processes: list[int]) -> None:
