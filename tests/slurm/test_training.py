@@ -282,7 +282,8 @@ def test_three_preemptions_before_a_step_end_no_run(preempted, reference):
     run_dir, said = preempted
     assert_same_run(run_dir, reference)
     attempts = read_attempts(run_dir)
-    assert [(attempt["step"], attempt["ended"]) for attempt in attempts] == [(0, "told")] * 4
+    assert [(attempt["step"], attempt["ended"]) for attempt in attempts[:3]] == [(0, "told")] * 3
+    assert {attempt["ended"] for attempt in attempts} == {"told"}, "a crowded machine may meet the time limit, too"
     assert "does not get past" not in said and said.count("] done") == 1
 
 
