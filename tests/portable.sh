@@ -8,8 +8,12 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 
-fast=(tests/unit/test_{layers,learn_operators,moe,megatron_model,objective,algorithm,methods,method_relations,sequence_objective,update_metrics}.py)
-kernels=(tests/unit/test_{linear_logprob,kernel_complaints,kernel_repeats}.py)
+fast=(
+  tests/unit/megatron/test_{layers,learn_operators,moe,megatron_model}.py
+  tests/unit/algorithm/test_{objective,algorithm,methods,method_relations}.py
+  tests/unit/kernels/test_sequence_objective.py tests/unit/logbook/test_update_metrics.py
+)
+kernels=(tests/unit/kernels/test_{linear_logprob,kernel_complaints,kernel_repeats}.py)
 jobs=(tests/jobs/test_{actor,gradient_invariance}.py)
 
 failed=0
