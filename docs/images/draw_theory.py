@@ -99,7 +99,7 @@ def gradient(
 
 
 def mean_logprobs(theta_PTV: Tensor) -> Tensor:
-    """Of every answer [P, A], nats per token."""
+    """Mean log-prob of every answer [P, A], nats per token."""
     of_token_PTV = theta_PTV.log_softmax(dim=2)
     return of_token_PTV[:, torch.arange(TOKENS), ANSWERS_AT].mean(dim=2)
 

@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels on Hopper, without a GPU: registers, spills, shared memory, WGMMA.
+"""Reports what the compiler makes of the Triton kernels without a GPU: registers, spills, shared memory, WGMMA.
 
     python kernels/bench/compile_report.py            one line per kernel and variant
     python kernels/bench/compile_report.py 100        the same for sm_100, Blackwell
@@ -39,7 +39,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one variant needs: bytes of shared memory, registers per thread, bytes of stack (spills), WGMMA count."""
+    """Needs of one variant: bytes of shared memory, registers per thread, bytes of stack (spills), WGMMA count."""
 
     name: str
     shared: int

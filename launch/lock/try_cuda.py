@@ -1,4 +1,4 @@
-"""What of the CUDA environment can be tried without a GPU: its imports, the kernels' compilation, vLLM's binaries.
+"""Tries the CUDA environment as far as it goes without a GPU: its imports, the kernels' compilation, vLLM's binaries.
 
     build/cuda-env/bin/python launch/lock/try_cuda.py          (`make cuda-env` installs and runs it)
 
@@ -78,7 +78,7 @@ def make_stub_driver(folder: Path) -> None:
 
 
 def loaded(binaries: list[Path], driver: Path) -> dict[str, str]:
-    """What the loader says of each compiled module, "ok" or why not, with `driver` among the libraries.
+    """The loader's answer for each compiled module, "ok" or why not, with `driver` among the libraries.
 
     Driver functions are looked up only when they are called. Each is loaded in a process of its own, forked from one
     that has torch, since two may register the same operations. One that is missing in the answer ended its process.
