@@ -15,8 +15,8 @@ from actor_cases import gradient_by_descent, make_actor, objective, random_sampl
 from job import run_group
 from tiny_models import make_model
 
+from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.traffic import Spread, messages_of
-from hacpo_lab.planning.work import Work
 from hacpo_mega.megatron.model.context_parallel import FromHeads
 from hacpo_mega.memory.actor_bytes import ActorPlan
 from hacpo_mega.memory.budget import Budget, EnginePlan

@@ -16,12 +16,12 @@ from repository import ROOT
 from typer.testing import CliRunner
 
 from hacpo_lab.planning.cluster_file import load_cluster
-from hacpo_lab.planning.configuration import Planned, load_planned
+from hacpo_lab.planning.configuration import Lengths, Planned, load_planned, work_of
 from hacpo_lab.planning.kinds import KINDS
 from hacpo_lab.planning.plan import make_plan
+from hacpo_lab.planning.published import PUBLISHED, planned_seconds, ratios, worst_ratio
 from hacpo_lab.planning.refusals import refusals
 from hacpo_lab.planning.search import find_ways, lightest
-from hacpo_lab.planning.work import Lengths, work_of
 from hacpo_mega.cli.app import app
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
 from hacpo_mega.models.sharding.segments import all_sources
@@ -329,3 +329,26 @@ def test_the_lightest_layout_is_held_by_its_memory_and_by_no_less(tmp_path):
     smaller = replace(planned, config=planned.config.model_copy(update={"device_memory_gib": least.memory_gib - 1.0}))
     assert least.agent.recompute == "full" and least.memory_gib < 79
     assert lightest(smaller, agent, machines) == least  # what the cluster's devices have is not asked
+
+
+# Tokens a second and GPU that the sources print beside the seconds.
+PUBLISHED_RATES = {"NeMo-RL 0.5, Llama-3.1-8B": 1581, "NeMo-RL 0.6, Qwen3-30B-A3B": 1102}
+
+
+def test_a_plan_says_how_far_it_is_from_published_steps():
+    for step in PUBLISHED:
+        assert ratios()[step.name] == pytest.approx(step.seconds / planned_seconds(step))
+        if step.name in PUBLISHED_RATES:
+            rate = step.tokens / step.seconds / step.num_devices
+            assert rate == pytest.approx(PUBLISHED_RATES[step.name], rel=0.01)
+    assert 1.0 < worst_ratio() == max(ratios()[name] for name in PUBLISHED_RATES)
+    result = CliRunner().invoke(app, ["plan", str(PAIR), "--cluster", str(SMALL)])
+    found = re.search(r"seconds of a step: (\S+) to (\d+): no GPU rate is measured", result.output)
+    assert float(found[2]) == pytest.approx(float(found[1]) * worst_ratio(), abs=1.0)
+
+
+def test_a_plan_of_measured_rates_has_no_range(tmp_path):
+    file = write_small_job(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(file), "--cluster", str(of_kind(tmp_path, "cpu", 1))])
+    assert re.search(r"seconds of a step: [\d.]+\n", result.output)
+    assert "no GPU rate" not in result.output

@@ -8,10 +8,9 @@ import pytest
 from plan_cases import ANSWER, CLUSTER, PROMPT, write_cluster, write_small_job
 
 from hacpo_lab.planning.cluster_file import load_cluster
-from hacpo_lab.planning.configuration import load_planned
+from hacpo_lab.planning.configuration import Lengths, Work, load_planned, work_of
 from hacpo_lab.planning.plan import Plan, make_plan, stretches, wall_seconds
 from hacpo_lab.planning.traffic import learn_batches, message_bytes, score_batches
-from hacpo_lab.planning.work import Lengths, Work, work_of
 from hacpo_mega.memory.actor_bytes import actor_memory
 from hacpo_mega.records import Rollout, Stop, Trajectory, Verdict
 from hacpo_mega.rollout.exchange import encode

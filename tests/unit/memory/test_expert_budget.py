@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.traffic import Spread, messages_of
-from hacpo_lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory
 from hacpo_mega.memory.budget import Budget, EnginePlan, engine_weights
 from hacpo_mega.memory.expert_bytes import expert_bytes

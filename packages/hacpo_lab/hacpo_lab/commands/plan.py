@@ -29,12 +29,11 @@ def plan(
 ) -> None:
     """Plan memory, messages, seconds and waiting on a cluster, and the layout in which all agents finish together."""
     from hacpo_lab.planning.cluster_file import load_cluster
-    from hacpo_lab.planning.configuration import load_planned
+    from hacpo_lab.planning.configuration import Lengths, load_planned, work_of
     from hacpo_lab.planning.plan import make_plan
     from hacpo_lab.planning.refusals import refusals, tried
     from hacpo_lab.planning.search import find_ways
     from hacpo_lab.planning.table import as_json, shown
-    from hacpo_lab.planning.work import Lengths, work_of
     from hacpo_mega.data.reading.files import refuse_overwriting, replacing
 
     if json_file is not None:

@@ -24,7 +24,8 @@ from hacpo_mega.models.flops import PEAK_TFLOPS
 
 KindName = Literal["h100", "h200", "a100-80", "b200", "cpu"]
 
-# Assumed, but for learn, score and experts (above).
+# Rates of GPUs that neither a measurement nor a published number stands behind.
+ASSUMED = ("prefill", "decode", "memory", "link", "round_s", "token_s", "answer_s", "view_s", "publish_s", "step_s")
 _GPU_RATES: Mapping[str, float] = {
     "learn": 0.41,
     "score": 0.41,

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hacpo_lab.planning.cluster_file import Cluster
-from hacpo_lab.planning.configuration import Planned
+from hacpo_lab.planning.configuration import Planned, Work
 from hacpo_lab.planning.seconds import Demand, Terms, phase_seconds
 from hacpo_lab.planning.traffic import Message, Spread, spread_of
-from hacpo_lab.planning.work import Work
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from hacpo_lab.planning.cluster_file import Cluster
-from hacpo_lab.planning.configuration import Planned
+from hacpo_lab.planning.configuration import Planned, Work
 from hacpo_lab.planning.plan import Plan, make_plan
 from hacpo_lab.planning.search import MOST_GIB, Way, Ways, find_ways, grown, lightest
-from hacpo_lab.planning.work import Work
 from hacpo_mega.config.checks.checks import batch_problems, named_models
 from hacpo_mega.config.checks.device_memory import memory_problems
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hacpo_lab.planning.cluster_file import Cluster
-from hacpo_lab.planning.configuration import Planned
+from hacpo_lab.planning.configuration import Planned, Work
 from hacpo_lab.planning.plan import AgentPlan, plan_agent, stretches, wall_seconds
 from hacpo_lab.planning.traffic import Spread, spread_of
-from hacpo_lab.planning.work import Work
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import agent_budget

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hacpo_lab.planning.cluster_file import Cluster
+from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
-from hacpo_lab.planning.work import Work
 from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, trained_parts
 from hacpo_mega.memory.adapter_numbers import num_merged
 from hacpo_mega.memory.budget import Budget, cache_per_token, engine_experts, engine_weights

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hacpo_lab.planning.cluster_file import Cluster
+from hacpo_lab.planning.kinds import ASSUMED
 from hacpo_lab.planning.plan import AgentPlan, Plan
 from hacpo_lab.planning.publish_bytes import PublishBytes, whole_tensors
+from hacpo_lab.planning.published import ratios, worst_ratio
 from hacpo_lab.planning.search import Ways
 from hacpo_lab.planning.seconds import PHASES
 from hacpo_lab.planning.store_cost import job_cost
@@ -62,9 +64,25 @@ def _seconds(plan: Plan) -> Iterator[str]:
     for agent in plan.agents:
         cells = (f"{agent.phases_s[name]:.2f}" for name in PHASES)
         rows.append([_name(agent), *cells, f"{agent.busy_s:.2f}", f"{plan.idle_share(agent):.0%}"])
-    yield f"seconds of a step: {plan.wall_s:.2f}\n{aligned(rows)}"
+    yield f"{_heading(plan)}\n{aligned(rows)}"
     largest = ((agent.name, *agent.bound_by) for agent in plan.agents)
     yield "\n".join(f"{name}: {share:.0%} of its seconds are {term} of {phase}" for name, phase, term, share in largest)
+
+
+def _heading(plan: Plan) -> str:
+    """The step's seconds, as a range where no rate is measured, and the published steps that a plan is faster than."""
+    tokens = sum(agent.work.answers * (agent.work.prompt_tokens + agent.work.answer_tokens) for agent in plan.agents)
+    rate = tokens / plan.wall_s / sum(agent.num_devices for agent in plan.agents)
+    lines = [
+        f"seconds of a step: {plan.wall_s:.2f}",
+        f"{rate:.0f} tokens of prompts and own answers a second and device",
+    ]
+    if not plan.cluster.on_cpu:
+        lines[0] += f" to {plan.wall_s * worst_ratio():.0f}: no GPU rate is measured by this project"
+        faster = "; ".join(f"{name} {ratio:.1f}" for name, ratio in ratios().items() if ratio > 1.0)
+        lines += [f"steps that others published took so many times their plan: {faster}",
+                  f"assumed, with no source: {', '.join(ASSUMED)}"]  # fmt: skip
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  "))
 
 
 def _terms(plan: Plan) -> str:
@@ -131,6 +149,8 @@ def as_json(plan: Plan, ways: Ways) -> str:
     table = {
         "cluster": plan.cluster.model_dump(mode="json"),
         "step_s": plan.wall_s,
+        "step_s_at_most": plan.wall_s * (1.0 if plan.cluster.on_cpu else worst_ratio()),
+        "published_over_planned": {} if plan.cluster.on_cpu else ratios(),
         "host_gib": plan.host_gib(),
         "store": dict(zip(("keys", "reads", "bytes"), job_cost(plan.ranks))),
         "agents": {agent.name: _agent_table(plan, agent, plan.cluster) for agent in plan.agents},

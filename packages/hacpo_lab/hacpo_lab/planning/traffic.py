@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hacpo_lab.planning.cluster_file import Cluster
+from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.publication import Published, published
-from hacpo_lab.planning.work import Work
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
 from hacpo_mega.memory.adapter_numbers import is_adapted
