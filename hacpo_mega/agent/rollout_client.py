@@ -23,6 +23,7 @@ from hacpo_mega.models.answer_ends import AnswerEnds
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
@@ -157,7 +158,7 @@ def load_engine(
 ) -> Engine:
     """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
     with place.spans.span("engine"):
-        return Engine(
+        settings = EngineSpec(
             spec.model,
             max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
             dtype=dtype,
@@ -166,8 +167,9 @@ def load_engine(
             trust_remote_code=spec.trust_remote_code,
             eos_ids=ends.ids,
             random_weights=True,
+            can_sleep=not (config.rollout.one_step_off or config.placement == "apart"),
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
             options=engine_options(config, spec) | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
-            on_progress=place.progress,
         )
+        return Engine(settings, on_progress=place.progress)

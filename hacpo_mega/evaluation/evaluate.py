@@ -43,6 +43,7 @@ from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import Completion, Judgement, Stop
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
@@ -157,7 +158,7 @@ class _Run:
         if stored is not None:
             self._require_unaltered(stored)
         agents_per_device(self.place)  # a second engine of the same GPU would find no memory
-        self.engine = Engine(
+        spec = EngineSpec(
             settings.folder,
             max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
             dtype=dtype,
@@ -165,8 +166,10 @@ class _Run:
             trust_remote_code=settings.trust_remote_code,
             eos_ids=self.codec.ends.ids,
             random_weights=stored is not None,
+            can_sleep=False,
             options=settings.vllm,
         )
+        self.engine = Engine(spec)
         self._stack.callback(self.engine.close)
         if stored is not None:
             lora = stored.agent.adapters(Architecture.from_folder(settings.folder))

@@ -2,7 +2,7 @@
 
 Every rank of an agent builds one `Engine`. `tensor_parallel_size` neighbouring ranks of the agent's default process
 group form one vLLM; further ranks are independent replicas. New weights are loaded into the running model, with no file
-and no second process between trainer and engine. Only this file and patches.py import vllm.
+and no second process between trainer and engine. Only rollout/ imports vllm.
 
 Not here: prompts as text (the engine sees token ids and never decodes), and when it is awake (agent.py).
 
@@ -15,71 +15,63 @@ environment.py sets these variables before torch and vllm are imported:
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """
 
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from vllm import LLM, EngineArgs, SamplingParams
+from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
 from vllm import config as vllm_config
-from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing, logger
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.core.sched import scheduler as vllm_scheduler
 from vllm.v1.engine import FinishReason
-from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.models.weight_files import published_names
-from hacpo_mega.records import Completion
-from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
-from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
-from hacpo_mega.rollout.patches import VLLM
-from hacpo_mega.rollout.vllm.engine_defaults import cpu_attention, engine_defaults, free_options
-from hacpo_mega.rollout.vllm.engine_memory import CACHE, WEIGHTS, Memory, clear_cache, take_memory
+from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.host_process import (
     free_memory_unmeasured,
     has_expandable_segments,
     joined_to_default_group,
-    quiet,
     require_process,
     starting_vllm,
 )
-from hacpo_mega.rollout.vllm.routing import routing_of
-from hacpo_mega.rollout.vllm.running_answers import OnAnswer, RunningAnswers
-from hacpo_mega.rollout.weights.engine_weights import EngineWeights, Receiver, Reloading, noted, require_names
-from hacpo_mega.rollout.weights.expert_weights import converts_experts
+from hacpo_mega.rollout.vllm.patches import VLLM
+from hacpo_mega.rollout.vllm.routing import Routing, routing_of
+from hacpo_mega.rollout.vllm.row_noise import RowNoise
+from hacpo_mega.rollout.weights.engine_weights import (
+    EngineWeights,
+    Receiver,
+    noted,
+    require_names,
+    without_reload_warnings,
+)
+from hacpo_mega.rollout.weights.expert_weights import converts_experts, pack_at_every_load
 from hacpo_mega.rollout.weights.held_weights import HeldPart, held_parts
-from hacpo_mega.rollout.weights.quantized_weights import Quantizing
 
-PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
-BEGIN_END = initialize_layerwise_reload, finalize_layerwise_reload
-QUANTIZING = Quantizing((OnlineLinearBase,), *BEGIN_END, initialize_online_processing, logger)
-RELOADING = Reloading(*BEGIN_END, PLAIN, logger, QUANTIZING)
-OF_ROUTERS = bind_routed_experts_capturer, get_forward_context
-# The formats that training reads: "auto" would prefer Mistral's params.json and consolidated.safetensors.
-PLAIN_READING = {"config_format": "hf", "use_tqdm_on_load": False}
-FOR_CPU = {"scheduler_cls": decode_scheduler(vllm_scheduler)}
+WEIGHTS, CACHE = "weights", "kv_cache"
+# (place among the prompts of the call, answer)
+OnAnswer = Callable[[int, Completion], None]
 
 
-def require_options(options: Mapping[str, Any], owner: str = "") -> Mapping[str, Any]:
-    """The same engine arguments (`agents.vllm`); ValueError, one line, for one that vLLM would refuse."""
+class Memory(enum.Enum):
+    """Engine state in device memory: nothing, weights alone, or weights and KV cache."""
+
+    ASLEEP = "asleep"
+    WEIGHTS = "weights"
+    AWAKE = "awake"
+
+
+def require_options(options: Mapping[str, Any], owner: str = "") -> None:
+    """ValueError, one line, for an engine argument (`agents.vllm`) that vLLM would refuse."""
     tables = [kind.__pydantic_fields__ for kind in vars(vllm_config).values() if hasattr(kind, "__pydantic_fields__")]
     require_accepted(options, {field.name: field.type for field in fields(EngineArgs)}, tables, owner)
-    return options
 
 
 class Engine:
@@ -88,76 +80,37 @@ class Engine:
     All ranks of an engine call every method in lockstep with equal arguments and get equal results.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        *,
-        max_model_len: int,
-        dtype: torch.dtype,
-        tensor_parallel_size: int = 1,
-        seed: int = 0,
-        trust_remote_code: bool = False,
-        eos_ids: Sequence[int] | None = None,
-        random_weights: bool = False,
-        agents_on_device: int = 1,
-        timeout_s: float = 1800.0,
-        options: Mapping[str, Any] | None = None,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Builds the engine and loads the weights of the folder `model`. Collective over the default process group.
+    def __init__(self, spec: EngineSpec, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Builds the engine and loads the weights of its folder. Collective over the default process group.
 
-        max_model_len    tokens of the longest prompt and answer together
-        eos_ids          token ids that end an answer, first that of answers whose length is given; None: the folder's
-        random_weights   skips reading the weights: for a caller that publishes before the first answer
-        agents_on_device agents with an engine on this rank's device (turns.py); equal on all ranks of the engine
-        timeout_s        bounds the collectives of the engine's own groups
-        options          further vLLM engine arguments, unchanged (`agents.vllm` of the configuration); with
-                         enable_return_routed_experts, log-probs come with a routing (vllm/routing.py)
-        on_progress      callback invoked before every engine step (one decoded token per running request)
-
-        Raises ValueError for an option that this class decides itself, and if the process cannot host an engine.
+        `on_progress` is called before every engine step (one decoded token per running request).
+        Raises ValueError for an option that this project decides itself, and if the process cannot host an engine.
         """
-        self._on_cuda, self._shares_device = torch.cuda.is_available(), agents_on_device > 1
-        options, returns_routing = free_options(require_options(options or {}), on_cuda=self._on_cuda)
-        require_process(tensor_parallel_size)
-        defaults = engine_defaults(
+        require_options(spec.options)
+        require_process(spec.tensor_parallel_size)
+        self._on_cuda, self._can_sleep = torch.cuda.is_available(), spec.can_sleep
+        self._shares_device, self.max_model_len = spec.agents_on_device > 1, spec.max_model_len
+        arguments = spec.vllm_arguments(
             on_cuda=self._on_cuda,
-            tensor_parallel_size=tensor_parallel_size,
             visible_devices=torch.cuda.device_count(),
-            agents_on_device=agents_on_device,
-            timeout_s=timeout_s,
             expandable_segments=has_expandable_segments(),
         )
         if not self._on_cuda:
-            defaults |= FOR_CPU | cpu_attention(model, CPUAttentionBackend, dtype.itemsize, options)
-        self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
-        self.max_model_len, self._names = max_model_len, published_names(model)
-        self._memory, self._is_loaded = Memory.AWAKE, not random_weights
+            arguments.setdefault("scheduler_cls", DecodeScheduler)
+        self.eos_ids = eos_token_ids(spec.model) if spec.eos_ids is None else tuple(spec.eos_ids)
+        self._names = published_names(spec.model)
+        self._memory, self._is_loaded = Memory.AWAKE, not spec.random_weights
         self._on_progress, self._running = on_progress, None
-        start = partial(
-            LLM,
-            model=str(model),
-            tensor_parallel_size=tensor_parallel_size,
-            distributed_executor_backend="external_launcher",
-            dtype=dtype,
-            seed=seed,
-            max_model_len=max_model_len,
-            trust_remote_code=trust_remote_code,
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # a folder's own top_p or temperature must not reach the sampler
-            logprobs_mode="processed_logprobs",  # after temperature, as the actor's are
-            load_format="dummy" if random_weights else "safetensors",
-            enable_sleep_mode=self._on_cuda,
-            **{**PLAIN_READING, **defaults, **options},
-        )
-        with starting_vllm(VLLM), joined_to_default_group(ExecutorWithExternalLauncher):
-            self._guard = EngineStreamGuard(start)
+        with starting_vllm(VLLM), joined_to_default_group():
+            self._guard = EngineStreamGuard(partial(LLM, **arguments))
         with self._guard.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
-            config, converts = llm.llm_engine.vllm_config, converts_experts(worker_of(llm).get_model())
+            config, runner = llm.llm_engine.vllm_config, worker_of(llm).model_runner
+            converts = converts_experts(runner.get_model())
             if not self._on_cuda:
-                adapt_to_cpu(worker_of(llm).model_runner, apply_top_k_top_p)
-            self.routing = routing_of(llm, model, *OF_ROUTERS) if returns_routing else None
+                pack_at_every_load(runner.get_model())
+                runner.sampler.topk_topp_sampler.forward = RowNoise(runner)
+            self.routing = routing_of(llm, spec.model) if spec.returns_routing else None
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -190,7 +143,6 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
-        ends = FinishReason.ABORT, None if lengths is None else self.eos_ids[0]
         sampling = [
             SamplingParams(
                 temperature=temperature,
@@ -206,9 +158,14 @@ class Engine:
             for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
         ]
         with self._guard.open() as llm:
-            routing = self.routing if return_logprobs else None
-            running = RunningAnswers(llm, len(prompts), on_answer, *ends, is_unwanted, routing)
-            self._running = running
+            running = self._running = RunningAnswers(
+                llm,
+                len(prompts),
+                on_answer,
+                None if lengths is None else self.eos_ids[0],
+                is_unwanted,
+                self.routing if return_logprobs else None,
+            )
             try:
                 outputs = _answers(llm, prompts, sampling)
             finally:
@@ -254,7 +211,7 @@ class Engine:
         self._require(Memory.AWAKE, "weights", needs_weights=False)
         with self._guard.open() as llm:
             config = llm.llm_engine.vllm_config.model_config
-            return EngineWeights.recorded(worker_of(llm).get_model(), published, config, RELOADING)
+            return EngineWeights.recorded(worker_of(llm).get_model(), published, config)
 
     @contextmanager
     def receiving(self, weights: EngineWeights) -> Iterator[Receiver]:
@@ -273,7 +230,7 @@ class Engine:
         self._is_loaded = True
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with quiet(RELOADING.logger):  # it would warn of all layers that are not among them
+        with without_reload_warnings():  # of all layers that are not among them
             worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
 
     def _packs_head(self) -> bool:
@@ -295,6 +252,7 @@ class Engine:
 
         On CPU vLLM cannot free memory: only the state changes. Raises RuntimeError if asleep already.
         """
+        assert self._can_sleep, "an engine with can_sleep = False keeps its memory"
         self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
         with self._guard.open() as llm:
             llm.reset_prefix_cache()
@@ -320,7 +278,11 @@ class Engine:
                 take_memory(llm, parts)
             self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
             if self._on_cuda and cache:
-                clear_cache(llm)
+                # Woken memory has arbitrary content. Attention gives the unused places of a block, behind a sequence's
+                # last token, weight zero, and a kernel that multiplies zero by NaN returns NaN.
+                with torch.inference_mode():
+                    for layer in worker_of(llm).model_runner.kv_caches:
+                        layer.zero_()
 
     def close(self) -> None:
         """Shuts vLLM down and frees its memory. The default process group stays the caller's."""
@@ -342,14 +304,97 @@ class Engine:
                 f"{verb}() needs weights, which are not there after sleep or a random start: call load()"
             )
 
-    def _watched_step(self) -> list[Any]:
+    def _watched_step(self) -> list[RequestOutput]:
         self._on_progress()
         outputs = self._step()
         return outputs if self._running is None else self._running.after_step(outputs)
 
 
-def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[Any]:
+def take_memory(llm: LLM, parts: Sequence[str]) -> None:
+    """Wakes WEIGHTS, CACHE or both from level 2; after an error none of these `parts` is on the device.
+
+    vLLM would count them as asleep then, and would never free what it had mapped before memory ran out.
+    """
+    try:
+        llm.wake_up(tags=list(parts))
+    except BaseException:
+        worker = worker_of(llm)
+        if WEIGHTS in parts:
+            worker.sleep_mode_backend.suspend(level=2)  # the worker's own sleep would read the weights' buffers
+        else:
+            worker.discard(tuple(parts))
+        raise
+
+
+def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[RequestOutput]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
     finish_steps(llm)
     return outputs
+
+
+class RunningAnswers:
+    """Watches every step of vLLM until all requests of a call have ended. All ranks of an engine see the same steps."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        num_asked: int,
+        on_answer: OnAnswer | None,
+        eos_id: int | None,
+        is_unwanted: Callable[[], bool] = lambda: False,
+        routing: Routing | None = None,
+    ) -> None:
+        """Watches the `num_asked` requests that `llm` is about to be given.
+
+        on_answer    called for an answer as soon as it has ended
+        eos_id       ends every answer that is not cut, whatever was sampled there; None: answers end by themselves
+        is_unwanted  checked after every step: whether to cut all running answers now
+        routing      source of an answer's routing; None: answers have none
+        """
+        self._llm, self._on_answer, self._eos_id = llm, on_answer, eos_id
+        self._is_unwanted, self._routing = is_unwanted, routing
+        self._routes: dict[str, np.ndarray] = {}
+        self._first = llm.request_counter.counter
+        self._num_running = num_asked
+        self._was_cut: frozenset[str] = frozenset()
+
+    def after_step(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Answers that a step has finished, and those that are cut after it."""
+        self._note_routes(outputs)
+        self._num_running -= len(outputs)
+        if self._num_running > 0 and self._is_unwanted():
+            outputs = [*outputs, *self._cut()]
+        if self._on_answer is not None:
+            for output in outputs:
+                self._on_answer(int(output.request_id) - self._first, self.completion(output))
+        return outputs
+
+    def _cut(self) -> list[RequestOutput]:
+        """Ends the running requests, with the tokens that they have; vLLM's own abort returns no output for them."""
+        engine = self._llm.llm_engine
+        scheduler = engine.engine_core.engine_core.scheduler
+        if isinstance(scheduler, DecodeScheduler):
+            engine.output_processor.process_outputs(scheduler.take_held())
+        states = list(engine.output_processor.request_states.values())
+        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
+        self._note_routes(outputs)  # before vLLM forgets them
+        engine.abort_request([state.request_id for state in states], internal=True)
+        self._num_running, self._was_cut = 0, frozenset(output.request_id for output in outputs)
+        return outputs
+
+    def _note_routes(self, outputs: list[RequestOutput]) -> None:
+        if self._routing is not None:
+            self._routes |= {output.request_id: self._routing.of(output) for output in outputs}
+
+    def completion(self, output: RequestOutput) -> Completion:
+        """Converts a vLLM answer to our record. Its finish_reason is "stop" exactly when an end token was sampled."""
+        answer = output.outputs[0]
+        stops = {"stop": Stop.EOS, "length": Stop.LENGTH}
+        # vLLM's "abort" means both an answer that was cut here and one that it gave up by itself.
+        stop = Stop.CUT if output.request_id in self._was_cut else stops.get(answer.finish_reason, Stop.ABORT)
+        token_ids = np.asarray(answer.token_ids, dtype=np.int32)
+        if self._eos_id is not None and stop is not Stop.CUT:
+            stop, token_ids[-1] = Stop.EOS, self._eos_id
+        logprobs = None if answer.logprobs is None else np.asarray(answer.logprobs.logprobs, dtype=np.float32)
+        return Completion(token_ids, stop, logprobs, self._routes.get(output.request_id))

@@ -14,7 +14,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -128,24 +127,13 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     # all ranks of an engine hold equal answers, so its first one speaks
     speaks = place.coordinate.speaks_for_engine
     rows = np.array([(completion.stop,) for completion in mine], COMPLETION_ROW)
-    tokens = [completion.token_ids for completion in mine]
-    beside = _all_or_none(mine, "logprobs"), _all_or_none(mine, "routing")
-    message = wire.encode(wire.Table(rows, tokens, [""] * len(mine), *beside)) if speaks else b""
+    message = wire.encode(wire.completion_table(rows, mine)) if speaks else b""
     shared: list[Completion | None] = [None] * num_asked
     spoken = [message for message in place.gather_cell(message) if message]
     for engine, message in enumerate(spoken):
         table = wire.decode(message, COMPLETION_ROW, sender=f"engine {engine} of {place.coordinate}")
-        beside = table.logprobs or repeat(None), table.routing or repeat(None)
-        shared[engine::engines] = [
-            Completion(ids, Stop(int(row["stop"])), *values)
-            for row, ids, *values in zip(table.rows, table.tokens, *beside)
-        ]
+        shared[engine::engines] = wire.completions_of(table)
     return shared
-
-
-def _all_or_none(mine: Sequence[Completion], what: str) -> list[np.ndarray] | None:
-    found = [getattr(completion, what) for completion in mine]
-    return None if any(values is None for values in found) else found
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.records import Completion, Prompt
 from hacpo_mega.rollout import wire
 
 SUFFIX = "_answers"
@@ -36,9 +36,7 @@ class ReadyAnswers:
             ],
             ROW,
         )
-        tokens, logprobs, routing = zip(*((c.token_ids, c.logprobs, c.routing) for c in self.completions))
-        beside = list(logprobs), None if routing[0] is None else list(routing)
-        file.write_bytes(wire.encode(wire.Table(rows, list(tokens), [""] * len(rows), *beside)))
+        file.write_bytes(wire.encode(wire.completion_table(rows, self.completions)))
 
 
 def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_prompt: int) -> ReadyAnswers | None:
@@ -51,12 +49,10 @@ def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_p
     found: list[Completion | None] = [None] * len(wanted)
     for file in files:
         table = wire.decode(file.read_bytes(), ROW, sender=str(file))
-        routing = table.routing or [None] * len(table.rows)
-        for row, *answer in zip(table.rows, table.tokens, table.logprobs, routing, strict=True):
+        for row, completion in zip(table.rows, wire.completions_of(table), strict=True):
             place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
             if place is not None:
-                ids, *beside = answer
-                found[place] = Completion(ids, Stop(int(row["stop"])), *beside)
+                found[place] = completion
     return None if None in found else ReadyAnswers(prompts, found)
 
 

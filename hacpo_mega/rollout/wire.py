@@ -12,11 +12,15 @@
 Not here: what is sent to whom: trajectories between agents (exchange.py), fresh answers inside a cell (agent.py).
 """
 
+import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from hacpo_mega.records import Completion, Stop
 
 MAGIC = b"HACPOMSG"
 VERSION = 4
@@ -58,39 +62,49 @@ def encode(table: Table) -> bytes:
 
 def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
     """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
-    rows, counts, tokens, logprobs, routing, text = _sections(message, row_type, sender)
-    of_tokens, of_text, *of_routing = (_spans(column) for column in counts)
-    texts = []
-    for i, span in enumerate(of_text):
+    has_logprobs, number, shape, num_rows, *totals = _header(message, row_type, sender)
+    num_tokens, num_text_bytes, num_routed = totals
+    num_counts = 3 if number else 2
+    sections = (
+        (row_type, num_rows),
+        ("<i4", num_counts * num_rows),
+        ("<i4", num_tokens),
+        ("<f4", num_tokens if has_logprobs else 0),
+        (ROUTING_TYPES.get(number, "u1"), num_routed * math.prod(shape) if number else 0),
+    )
+    *starts, text_start = accumulate((np.dtype(kind).itemsize * n for kind, n in sections), initial=HEADER.size)
+    if len(message) != text_start + num_text_bytes:
+        raise ValueError(
+            f"message of {sender}: {len(message)} bytes, but {num_rows} records with {num_tokens} tokens and "
+            f"{num_text_bytes} bytes of text take {text_start + num_text_bytes}"
+        )
+    rows, counts, tokens, logprobs, routing = (
+        np.frombuffer(message, kind, n, start) for (kind, n), start in zip(sections, starts, strict=True)
+    )
+    counts = counts.reshape(num_counts, num_rows)
+    for what, column, total in zip(("tokens", "bytes of text", "routed tokens"), counts, totals):
+        if (column < 0).any() or int(column.sum(dtype=np.int64)) != total:
+            raise ValueError(f"message of {sender}: the {what} of its records do not add up to the header's {total}")
+    texts = _cut(message[text_start:], counts[1])
+    for i, text in enumerate(texts):
         try:
-            texts.append(text[span].decode("utf-8"))
+            texts[i] = text.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"message of {sender}: the text of record {i} is damaged: {error}") from error
-    by_record = None if logprobs is None else [logprobs[span] for span in of_tokens]
-    routed = None if routing is None else [routing[span] for span in of_routing[0]]
-    return Table(rows, [tokens[span] for span in of_tokens], texts, by_record, routed)
+    return Table(
+        rows,
+        _cut(tokens.astype(np.int32), counts[0]),
+        texts,
+        _cut(logprobs.astype(np.float32), counts[0]) if has_logprobs else None,
+        _cut(routing.reshape(num_routed, *shape), counts[2]) if number else None,
+    )
 
 
-def _spans(counts: np.ndarray) -> list[slice]:
-    ends = np.cumsum(counts, dtype=np.int64)
-    return [slice(end - count, end) for end, count in zip(ends, counts)]
-
-
-class _Sections(NamedTuple):
-    rows: np.ndarray
-    counts: np.ndarray  # [2 or 3, rows]
-    tokens: np.ndarray
-    logprobs: np.ndarray | None
-    routing: np.ndarray | None
-    text: bytes
-
-
-def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
-    """Parts of a message; their sizes are checked against the header and the length."""
+def _header(message: bytes, row_type: np.dtype, sender: str) -> tuple:
+    """(has_logprobs, bytes of a number of the routing, (layers, experts), rows, tokens, bytes of text, routed)."""
     if len(message) < HEADER.size:
         raise ValueError(f"message of {sender}: {len(message)} bytes are less than the header's {HEADER.size}")
-    magic, version, row_bytes, has_logprobs, number, layers, experts, num_rows, *totals = HEADER.unpack_from(message)
-    num_tokens, num_text_bytes, num_routed = totals
+    magic, version, row_bytes, has_logprobs, number, layers, experts, *totals = HEADER.unpack_from(message)
     if magic != MAGIC:
         raise ValueError(f"message of {sender}: starts with {magic!r} instead of {MAGIC!r}")
     if (version, row_bytes) != (VERSION, row_type.itemsize):
@@ -102,32 +116,27 @@ def _sections(message: bytes, row_type: np.dtype, sender: str) -> _Sections:
         raise ValueError(f"message of {sender}: log-probs travel or not, 1 or 0, but the header says {has_logprobs}")
     if number not in (0, *ROUTING_TYPES):
         raise ValueError(f"message of {sender}: a routing has numbers of 1 or 2 bytes, but the header says {number}")
-    count_start = HEADER.size + num_rows * row_bytes
-    token_start = count_start + 4 * (num_counts := 3 if number else 2) * num_rows
-    logprob_start = token_start + 4 * num_tokens
-    routing_start = logprob_start + 4 * num_tokens * has_logprobs
-    text_start = routing_start + number * num_routed * layers * experts
-    if len(message) != text_start + num_text_bytes:
-        raise ValueError(
-            f"message of {sender}: {len(message)} bytes, but {num_rows} records with {num_tokens} tokens and "
-            f"{num_text_bytes} bytes of text take {text_start + num_text_bytes}"
-        )
-    counts = np.frombuffer(message, "<i4", count=num_counts * num_rows, offset=count_start).reshape(
-        num_counts, num_rows
-    )
-    for what, column, total in zip(("tokens", "bytes of text", "routed tokens"), counts, totals):
-        if (column < 0).any() or int(column.sum(dtype=np.int64)) != total:
-            raise ValueError(f"message of {sender}: the {what} of its records do not add up to the header's {total}")
-    rows = np.frombuffer(message, row_type, count=num_rows, offset=HEADER.size)
-    tokens = np.frombuffer(message, "<i4", count=num_tokens, offset=token_start).astype(np.int32)
-    logprobs = routing = None
-    if has_logprobs:
-        logprobs = np.frombuffer(message, "<f4", count=num_tokens, offset=logprob_start).astype(np.float32)
-    if number:
-        size = num_routed * layers * experts
-        routing = np.frombuffer(message, ROUTING_TYPES[number], count=size, offset=routing_start)
-        routing = routing.reshape(num_routed, layers, experts)
-    return _Sections(rows, counts, tokens, logprobs, routing, message[text_start:])
+    return has_logprobs, number, (layers, experts), *totals
+
+
+def _cut(section: Any, counts: np.ndarray) -> list:
+    """Each record's part of a section: `counts` items."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    return [section[end - count : end] for end, count in zip(ends, counts)]
+
+
+def completion_table(rows: np.ndarray, completions: Sequence[Completion]) -> Table:
+    """Answers without their text; log-probs and routing travel if all of them have one. `rows` have a "stop"."""
+    logprobs, routing = ([getattr(c, name) for c in completions] for name in ("logprobs", "routing"))
+    beside = (None if any(values is None for values in column) else column for column in (logprobs, routing))
+    return Table(rows, [completion.token_ids for completion in completions], [""] * len(rows), *beside)
+
+
+def completions_of(table: Table) -> list[Completion]:
+    """Inverse of `completion_table`."""
+    beside = table.logprobs or repeat(None), table.routing or repeat(None)
+    stops = map(Stop, table.rows["stop"].tolist())
+    return [Completion(ids, stop, *values) for ids, stop, *values in zip(table.tokens, stops, *beside)]
 
 
 def join(messages: Sequence[bytes]) -> bytes:

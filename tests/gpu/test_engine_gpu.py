@@ -39,12 +39,14 @@ def engine(folders, tmp_path_factory):
     prepare_environment()
     # vLLM reads its environment when it is imported, so this import cannot stand above.
     from hacpo_mega.rollout.engine import Engine
+    from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 
     torch.cuda.set_device(0)
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     options = {"gpu_memory_utilization": 0.3}
-    engine = Engine(folders[0], max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, eos_ids=[EOS], options=options)
+    spec = EngineSpec(folders[0], max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, eos_ids=[EOS], options=options)
+    engine = Engine(spec)
     yield engine
     engine.close()
     assert dist.is_initialized()
@@ -159,10 +161,11 @@ def test_nothing_is_in_flight_after_the_last_answer(engine, monkeypatch):
 def routed_twice(folder: Path, _place, _ranks) -> list:
     """Answers with their routing, before and after weights were published, and the steps in flight after each."""
     from hacpo_mega.rollout.engine import Engine
+    from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 
     options = {"gpu_memory_utilization": 0.2, "enforce_eager": True, "enable_return_routed_experts": True}
     asked = {"max_model_len": MAX_MODEL_LEN, "dtype": torch.bfloat16, "eos_ids": MANY_ENDS}
-    engine, seen = Engine(folder, options=options, **asked), []
+    engine, seen = Engine(EngineSpec(folder, options=options, **asked)), []
     with engine._guard.open() as llm:
         assert llm.llm_engine.vllm_config.scheduler_config.max_num_seqs == 512
     prompts = [tokens[:100] for tokens in sequences()]

@@ -7,7 +7,7 @@ from job import run_script
 from tiny_models import make_model
 
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.vllm.engine_defaults import BLOCK
+from hacpo_mega.rollout.vllm.engine_spec import BLOCK
 
 CASES = ["preempted", "own ends", "cut", "greedy", "ended within a step", "waves", "long"]
 pytestmark = pytest.mark.nightly

@@ -38,9 +38,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
-from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.vllm.engine_defaults import engine_defaults
-from hacpo_mega.rollout.vllm.engine_memory import take_memory
+from hacpo_mega.rollout.engine import Engine, take_memory
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.rollout.vllm.host_process import free_memory_unmeasured
@@ -57,10 +56,11 @@ class CudaNumbers(Platform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
 
-def defaults(agents_on_device: int) -> dict:
-    return engine_defaults(
-        on_cuda=True, tensor_parallel_size=2, visible_devices=1, agents_on_device=agents_on_device, timeout_s=77.5
-    )
+def arguments(folder: Path, agents_on_device: int) -> dict:
+    spec = EngineSpec(
+        folder, max_model_len=256, dtype=torch.float32, tensor_parallel_size=2, agents_on_device=agents_on_device
+    )  # fmt: skip
+    return spec.vllm_arguments(on_cuda=True, visible_devices=1)
 
 
 def error_of(action: Callable[[], object]) -> str:
@@ -71,9 +71,9 @@ def error_of(action: Callable[[], object]) -> str:
     return "no error"
 
 
-def start_two_engines(agents_on_device: int) -> None:
+def start_two_engines(folder: Path, agents_on_device: int) -> None:
     """One after the other on one device, beside two actors."""
-    free, share = TOTAL - 2 * ACTOR, defaults(agents_on_device)["gpu_memory_utilization"]
+    free, share = TOTAL - 2 * ACTOR, arguments(folder, agents_on_device)["gpu_memory_utilization"]
     for _ in range(2):
         snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=free, device_=torch.device("cuda", 0))
         free -= request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share))
@@ -110,7 +110,7 @@ def said_by(engine: Engine) -> tuple[list[np.ndarray], list[list[int]]]:
 def sleep_at_level_two(folder: Path) -> dict[str, object]:
     """What level 2 does on a device, by hand: weights and buffers are garbage, vLLM restores buffers, we publish."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = Engine(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7])
+    engine = Engine(EngineSpec(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7]))
     weights = load_file(folder / "model.safetensors")
     with engine._guard.open() as llm:
         runner = worker_of(llm).model_runner
@@ -211,7 +211,7 @@ def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
         sleep=lambda offload_tags: kept.append(offload_tags)
     )
     CuMemBackend().suspend(level=2)
-    return EngineArgs(model=str(folder), **defaults(1)).sleep_mode_offload_cudagraph, kept[0]
+    return EngineArgs(**arguments(folder, 1)).sleep_mode_offload_cudagraph, kept[0]
 
 
 def wake_on_a_full_device(room: int) -> tuple[str, list[str]]:
@@ -318,12 +318,12 @@ def visit(folder: Path) -> dict[str, object]:
         "tenants": tenants.visit(),
         "full": [wake_on_a_full_device(room) for room in range(5)],
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
-        "starts": [error_of(lambda agents=agents: start_two_engines(agents)) for agents in (1, 2)],
+        "starts": [error_of(lambda agents=agents: start_two_engines(folder, agents)) for agents in (1, 2)],
         "alone": error_of(lambda: fall_asleep(0, measured=True)),
         "shared": error_of(lambda: fall_asleep(2 * GIB, measured=True)),
         "shared, unmeasured": error_of(lambda: fall_asleep(2 * GIB, measured=False)),
         "graphs": what_graphs_do(folder),
         "watches": watches_compilation(),
         "in flight": steps_in_flight(folder),
-        "fused": CompilationConfig(**defaults(1)["compilation_config"]).pass_config.fuse_allreduce_rms,
+        "fused": CompilationConfig(**arguments(folder, 1)["compilation_config"]).pass_config.fuse_allreduce_rms,
     }

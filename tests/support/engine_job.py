@@ -21,6 +21,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.rollout.engine import Completion, Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
@@ -174,7 +175,7 @@ def replicas(models: Path, agent: str) -> dict:
 
 
 def build(folder: Path, **options) -> Engine:
-    return Engine(folder, max_model_len=MAX_MODEL_LEN, dtype=torch.float32, eos_ids=[EOS], **options)
+    return Engine(EngineSpec(folder, max_model_len=MAX_MODEL_LEN, dtype=torch.float32, eos_ids=[EOS], **options))
 
 
 def third_family(models: Path) -> dict:

@@ -20,6 +20,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.models.sharding.shards import Shard, stacked_shapes
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 Weights = dict[str, torch.Tensor]
@@ -37,7 +38,7 @@ def visit(models: Path, tp: int) -> dict:
     folder, other = models / "first", load_file(models / "other" / "model.safetensors")
     first = load_file(folder / "model.safetensors")
     asked = {"max_model_len": 128, "tensor_parallel_size": tp, "eos_ids": [7]}
-    engine = Engine(folder, dtype=torch.float32, options=CROWDED, **asked)
+    engine = Engine(EngineSpec(folder, dtype=torch.float32, options=CROWDED, **asked))
     seen = {"first": engine.logprobs(sequences()), "wrong": {"start": differing(engine, first)}}
     engine.load(other.items())
     seen["other"], seen["wrong"]["full"] = engine.logprobs(sequences()), differing(engine, other)

@@ -19,7 +19,7 @@ def drawn(logits_RV: torch.Tensor, seeds: list[int], places: list[int], prompts:
         num_prompt_tokens=np.array(prompts), num_tokens_no_spec=np.array(prompts) + np.array(places)
     )
     generators = {row: torch.Generator().manual_seed(seed) for row, seed in enumerate(seeds)}
-    noise = RowNoise(SimpleNamespace(input_batch=batch), lambda logits, k, p: logits)
+    noise = RowNoise(SimpleNamespace(input_batch=batch))
     return noise(logits_RV, generators, None, None)
 
 

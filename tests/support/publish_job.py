@@ -26,6 +26,7 @@ from hacpo_mega.models.sharding.publish_plan import engine_shards
 from hacpo_mega.models.sharding.segments import stage_slots
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
@@ -66,7 +67,7 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
     """Publish, sample and learn in turn."""
     cell = place.coordinate.cell
     actor = build_actor(folder, tp, pp)
-    engine = Engine(
+    spec = EngineSpec(
         folder,
         max_model_len=MAX_MODEL_LEN,
         dtype=torch.float32,
@@ -74,6 +75,7 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
         eos_ids=[7],
         random_weights=True,
     )
+    engine = Engine(spec)
     weight_sync = WeightSync(place, actor, engine)
     seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": []}
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]

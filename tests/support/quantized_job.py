@@ -24,6 +24,7 @@ from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.publish_plan import publish_plan
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 
 LARGEST = 448.0
@@ -100,10 +101,11 @@ def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp
             )  # fmt: skip
             actor = Actor(folder, spec)
         if place.coordinate.answers:
-            engine = Engine(
+            spec = EngineSpec(
                 folder, max_model_len=MAX_MODEL_LEN, dtype=torch.bfloat16, tensor_parallel_size=engine_tp, eos_ids=[7],
                 random_weights=True, options={"quantization": quantization, "kv_cache_memory_bytes": 64 << 20},
             )  # fmt: skip
+            engine = Engine(spec)
         # Small buckets: a layer's tensors come in several.
         publication_module.publish_plan = partial(publish_plan, bucket_bytes=8_192)
         weight_sync = WeightSync(place, actor, engine)

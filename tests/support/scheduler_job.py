@@ -16,6 +16,7 @@ from vllm.v1.outputs import LogprobsLists
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 EOS, MAX_MODEL_LEN, NUM_BLOCKS = 7, 256, 80
@@ -33,13 +34,14 @@ class Watched:
     """An engine whose scheduler's steps are written down."""
 
     def __init__(self, folder: Path, **options) -> None:
-        self.engine = Engine(
+        spec = EngineSpec(
             folder,
             max_model_len=MAX_MODEL_LEN,
             dtype=torch.float32,
             eos_ids=[EOS],
             options=options,
         )
+        self.engine = Engine(spec)
         with self.engine._guard.open() as llm:
             self.core = llm.llm_engine.engine_core.engine_core
             self.processor = llm.llm_engine.output_processor

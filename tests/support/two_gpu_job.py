@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from hacpo_mega.cluster.place import Place, gather_bytes
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 
 MAX_MODEL_LEN = 256
 
@@ -21,7 +22,7 @@ def sequences() -> list[list[int]]:
 def start(place: Place, folder: Path, tensor_parallel_size: int) -> tuple[Engine, int]:
     agents = agents_per_device(place)
     with in_turn(place, agents > 1):
-        engine = Engine(
+        spec = EngineSpec(
             folder,
             max_model_len=MAX_MODEL_LEN,
             dtype=torch.bfloat16,
@@ -29,6 +30,7 @@ def start(place: Place, folder: Path, tensor_parallel_size: int) -> tuple[Engine
             tensor_parallel_size=tensor_parallel_size,
             agents_on_device=agents,
         )
+        engine = Engine(spec)
     return engine, agents
 
 

@@ -5,9 +5,9 @@ one token, that record's way to the answer. The fast path looks only at requests
 vLLM's own functions in vLLM's order, and holds tokens back until their request ends. Requests, blocks, hashes,
 preemptions and ends equal vLLM's to the bit (tests/jobs/test_decode_scheduler.py). A step with anything else, such as a
 new request, a missing block or a chunked prompt, takes vLLM's path.
-vLLM is passed in; only engine.py and patches.py import it.
+It saves 37 % of the quickstart's roll-out (docs/measurements/profile.md).
 
-Not here: sampling (row_noise.py), reporting of answers (running_answers.py).
+Not here: sampling (row_noise.py), reporting of answers (engine.py).
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,14 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 # Held tokens are passed on after this many steps, so that they take little memory however long answers are.
 MOST_HELD = 64
@@ -29,7 +37,7 @@ class DecodeBatch:
     num_held     last tokens of each that have not been passed on
     """
 
-    def __init__(self, requests: Sequence[Any], max_model_len: int) -> None:
+    def __init__(self, requests: Sequence[Request], max_model_len: int) -> None:
         """`requests` must satisfy `are_decoding`."""
         self.requests = list(requests)
         self.ids = [request.request_id for request in requests]
@@ -41,7 +49,7 @@ class DecodeBatch:
         params = requests[0].sampling_params
         self.ends = np.array(_ends(params), np.int64)
         self.wants_logprobs = params.num_logprobs is not None
-        self.scheduled: Any = None
+        self.scheduled: SchedulerOutput | None = None
         self.num_held = 0
         self._logprobs_RT = np.empty((len(requests), MOST_HELD), np.float32)
         self._ranks_RT = np.empty((len(requests), MOST_HELD), np.int64)
@@ -60,7 +68,7 @@ class DecodeBatch:
             request.num_computed_tokens += 1
         self.computed_R += 1
 
-    def take(self, answered: Any) -> np.ndarray:
+    def take(self, answered: ModelRunnerOutput) -> np.ndarray:
         """Appends the sampled token of each request; returns whether it was its last one, bool [R]."""
         if answered.req_ids != self._row_ids:
             self._row_ids = answered.req_ids
@@ -72,20 +80,19 @@ class DecodeBatch:
         if self.wants_logprobs:
             self._logprobs_RT[:, self.num_held] = answered.logprobs.logprobs[self._rows_R, 0]
             self._ranks_RT[:, self.num_held] = answered.logprobs.sampled_token_ranks[self._rows_R]
-            self._logprobs_type = type(answered.logprobs)
         self.num_outputs_R += 1
         self.left_R -= 1
         self.num_held += 1
         return np.isin(tokens_R, self.ends) | (self.left_R == 0)
 
-    def held(self, place: int) -> tuple[list[int], Any]:
+    def held(self, place: int) -> tuple[list[int], LogprobsLists | None]:
         """Held tokens of a request, with their log-probs in vLLM's form."""
         tokens = self.requests[place]._output_token_ids[-self.num_held :]
         if not self.wants_logprobs:
             return tokens, None
         logprobs_T1 = self._logprobs_RT[place, : self.num_held, None].copy()
         ranks_T = self._ranks_RT[place, : self.num_held].copy()
-        return tokens, self._logprobs_type(np.array(tokens)[:, None], logprobs_T1, ranks_T)
+        return tokens, LogprobsLists(np.array(tokens)[:, None], logprobs_T1, ranks_T)
 
     def keep(self, goes_on_R: np.ndarray) -> None:
         """Drops the requests that have ended; goes_on_R bool [R]."""
@@ -95,24 +102,17 @@ class DecodeBatch:
         self._logprobs_RT, self._ranks_RT = self._logprobs_RT[goes_on_R], self._ranks_RT[goes_on_R]
 
 
-def decode_scheduler(vllm: Any) -> type:
-    """The scheduler class, made from vLLM's module v1.core.sched.scheduler."""
-    return type("DecodeScheduler", (DecodeSteps, vllm.Scheduler), {"vllm": vllm})
-
-
-class DecodeSteps:
-    """The fast path, a mixin before vLLM's Scheduler; `vllm` is the module of that."""
-
-    vllm: Any
+class DecodeScheduler(Scheduler):
+    """vLLM's scheduler with the fast path."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Same arguments as vLLM's Scheduler."""
         super().__init__(*arguments, **options)
         self._batch: DecodeBatch | None = None
-        self._held_back: list[Any] = []
+        self._held_back: list[EngineCoreOutput] = []
         self._decodes_alone = self._knows_all_that_steps_may_bring()
 
-    def schedule(self, throttle_prefills: bool = False) -> Any:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedules the next step, on the fast path if it only decodes."""
         batch = None if throttle_prefills else self._decoding()
         if batch is None:
@@ -130,7 +130,9 @@ class DecodeSteps:
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return batch.scheduled
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         """Output of a step: requests that ended, or all requests after MOST_HELD steps."""
         batch = self._batch
         if batch is not None and batch.requests != self.running:  # some were ended from outside, within the step
@@ -151,9 +153,9 @@ class DecodeSteps:
             batch.keep(goes_on_R)
         if batch.num_held == MOST_HELD:
             outputs += self._held_of(batch)
-        return self._with_held_back({0: self.vllm.EngineCoreOutputs(outputs=outputs)} if outputs else {})
+        return self._with_held_back({0: EngineCoreOutputs(outputs=outputs)} if outputs else {})
 
-    def take_held(self) -> list[Any]:
+    def take_held(self) -> list[EngineCoreOutput]:
         """Records of the held tokens, for vLLM's output processor: they complete running answers."""
         self._leave()
         held, self._held_back = self._held_back, []
@@ -161,7 +163,7 @@ class DecodeSteps:
 
     def _decoding(self) -> DecodeBatch | None:
         """Batch of the running requests if the next step only decodes; else None."""
-        if not self._decodes_alone or not self.running or self._pause_state != self.vllm.PauseState.UNPAUSED:
+        if not self._decodes_alone or not self.running or self._pause_state != PauseState.UNPAUSED:
             return None
         if self._batch is None or self._batch.requests != self.running:
             self._leave()
@@ -181,7 +183,7 @@ class DecodeSteps:
         if not self.waiting or running >= self.max_num_active_reqs or len(self.running) == most:
             return True
         first, slots = self.waiting.peek_request(), self.kv_cache_manager
-        if first.status not in (self.vllm.RequestStatus.WAITING, self.vllm.RequestStatus.PREEMPTED):
+        if first.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return False
         if self.scheduler_config.enable_chunked_prefill or first.num_computed_tokens:
             return False
@@ -197,9 +199,9 @@ class DecodeSteps:
         )
         return needed + slots.watermark_blocks > slots.block_pool.get_num_free_blocks() - num_blocks
 
-    def _step_of(self, batch: DecodeBatch, new_blocks: list[Any]) -> Any:
+    def _step_of(self, batch: DecodeBatch, new_blocks: list[Any]) -> SchedulerOutput:
         """vLLM's record of a step in which all requests get a token."""
-        cached = self.vllm.CachedRequestData(
+        cached = CachedRequestData(
             req_ids=batch.ids,
             resumed_req_ids=set(),
             new_token_ids=[],
@@ -208,7 +210,7 @@ class DecodeSteps:
             num_computed_tokens=batch.computed_R.tolist(),
             num_output_tokens=batch.num_outputs_R.tolist(),
         )
-        return self.vllm.SchedulerOutput(
+        return SchedulerOutput(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=dict.fromkeys(batch.ids, 1),
@@ -228,17 +230,17 @@ class DecodeSteps:
         for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
             batch.requests[place].update_block_hashes()
 
-    def _ended(self, batch: DecodeBatch, place: int) -> Any:
+    def _ended(self, batch: DecodeBatch, place: int) -> EngineCoreOutput:
         """Frees an ended request; returns the record of its held tokens."""
         request = batch.requests[place]
-        assert self.vllm.check_stop(request, self.max_model_len), request.request_id
+        assert check_stop(request, self.max_model_len), request.request_id
         output = self._record(batch, place, request.get_finished_reason())
         self._free_request(request)
         return output
 
-    def _record(self, batch: DecodeBatch, place: int, finish_reason: Any) -> Any:
+    def _record(self, batch: DecodeBatch, place: int, finish_reason: FinishReason | None) -> EngineCoreOutput:
         tokens, logprobs = batch.held(place)
-        return self.vllm.EngineCoreOutput(
+        return EngineCoreOutput(
             request_id=batch.ids[place],
             new_token_ids=tokens,
             new_logprobs=logprobs,
@@ -246,7 +248,7 @@ class DecodeSteps:
             stop_reason=batch.requests[place].stop_reason,
         )
 
-    def _held_of(self, batch: DecodeBatch) -> list[Any]:
+    def _held_of(self, batch: DecodeBatch) -> list[EngineCoreOutput]:
         if batch.num_held == 0:
             return []
         records = [self._record(batch, place, None) for place in range(len(batch.ids))]
@@ -259,10 +261,10 @@ class DecodeSteps:
             self._held_back += self._held_of(self._batch)
             self._batch = None
 
-    def _with_held_back(self, outputs: dict[int, Any]) -> dict[int, Any]:
+    def _with_held_back(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Prepends held-back records to `outputs`, which are by client."""
         if self._held_back:
-            mine = outputs.setdefault(0, self.vllm.EngineCoreOutputs())
+            mine = outputs.setdefault(0, EngineCoreOutputs())
             mine.outputs = self._held_back + list(mine.outputs)
             self._held_back = []
         return outputs
@@ -285,13 +287,13 @@ class DecodeSteps:
         return alone and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
 
 
-def are_decoding(requests: Sequence[Any], last_scheduled: set[str]) -> bool:
+def are_decoding(requests: Sequence[Request], last_scheduled: set[str]) -> bool:
     """True if each request was in the last step and next gets one token, all with equal ends and log-prob options."""
     first = requests[0].sampling_params
     return first is not None and all(_is_decoding(r, last_scheduled, first) for r in requests)
 
 
-def _is_decoding(request: Any, last_scheduled: set[str], like: Any) -> bool:
+def _is_decoding(request: Request, last_scheduled: set[str], like: SamplingParams) -> bool:
     params = request.sampling_params
     return (
         params is not None
@@ -311,6 +313,6 @@ def _is_decoding(request: Any, last_scheduled: set[str], like: Any) -> bool:
     )
 
 
-def _ends(params: Any) -> list[int]:
+def _ends(params: SamplingParams) -> list[int]:
     """Tokens that end a request."""
     return [token for token in (params.eos_token_id, *(params.stop_token_ids or ())) if token is not None]

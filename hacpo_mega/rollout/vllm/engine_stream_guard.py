@@ -6,16 +6,17 @@ another stream, its copies are not ordered behind the sampling kernels, and the 
 its own. `current_stream()` of its utilities also moves a thread without a stream to a new one.
 So no other file holds the `LLM`. Inside the guard the current stream is the engine's, ordered behind all work of the
 caller's stream. Outside it is the caller's again, ordered behind all work of the engine, also after an error.
-On the CPU there are no streams. vLLM is passed in.
+On the CPU there are no streams.
 
 Not here: what the engine is asked (engine.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from vllm import LLM
+from vllm.v1.worker.worker_base import WorkerBase
 
 from hacpo_mega.rollout.vllm.host_process import collected_once, process_untouched
 
@@ -23,14 +24,14 @@ from hacpo_mega.rollout.vllm.host_process import collected_once, process_untouch
 class EngineStreamGuard:
     """Holds a vLLM, which starts, works and shuts down on the guarded stream."""
 
-    def __init__(self, start: Callable[[], Any]) -> None:
+    def __init__(self, start: Callable[[], LLM]) -> None:
         """`start` makes the LLM on this process's current device."""
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         with self._inside():
             self._llm = start()
 
     @contextmanager
-    def open(self) -> Iterator[Any]:
+    def open(self) -> Iterator[LLM]:
         """Context with the LLM; also for whatever else reads or writes its memory."""
         with self._inside():
             if self._stream is not None:
@@ -62,12 +63,12 @@ class EngineStreamGuard:
                     callers.wait_stream(self._stream)
 
 
-def worker_of(llm: Any) -> Any:
+def worker_of(llm: LLM) -> WorkerBase:
     """The vLLM worker that drives this process's device."""
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def finish_steps(llm: Any) -> None:
+def finish_steps(llm: LLM) -> None:
     """Runs steps until nothing is in flight. On CUDA vLLM begins a step ahead, also behind the end of the last answer.
 
     Such a step would meet what comes next: a cleared prefix cache, the routing of an earlier step.

@@ -1,7 +1,6 @@
 """Isolation shims for vLLM in the trainer process: random streams, threads, environment, process groups.
 
-Each function undoes or prevents one effect of vLLM on its process, which it expects to own. vLLM's objects are passed
-in; only engine.py and patches.py import it.
+Each function undoes or prevents one effect of vLLM on its process, which it expects to own.
 """
 
 import gc
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from hacpo_mega.cluster.groups.tree import share_bytes
 from hacpo_mega.cluster.patches import Patch, apply_patches
@@ -113,7 +113,7 @@ def has_expandable_segments() -> bool:
 
 
 @contextmanager
-def joined_to_default_group(launcher: type) -> Iterator[None]:
+def joined_to_default_group() -> Iterator[None]:
     """Builds vLLM on the agent's default process group instead of the job's RANK, which counts over all agents.
 
     The name matters on CPU: vLLM's ranks meet in shared memory under the text after the last colon and their rank
@@ -122,7 +122,7 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
     name = share_bytes(dist.group.WORLD, secrets.token_hex(8).encode()).decode()
     local_rank = torch.cuda.current_device() if torch.cuda.is_available() else dist.get_rank()
     arguments = (f"env://:{name}", dist.get_rank(), local_rank)
-    with _replaced(launcher, "_distributed_args", lambda executor: arguments):
+    with replaced(ExecutorWithExternalLauncher, "_distributed_args", lambda executor: arguments):
         yield
     if not torch.cuda.is_available():
         # vLLM removes these files at shutdown, which a killed process never reaches: it would leak 8 MiB. Once all
@@ -136,7 +136,7 @@ def joined_to_default_group(launcher: type) -> Iterator[None]:
 @contextmanager
 def collected_once() -> Iterator[None]:
     """Reduces vLLM's shutdown to one garbage collection: it runs four, half a second each."""
-    with _replaced(gc, "collect", lambda *_generation: 0):
+    with replaced(gc, "collect", lambda *_generation: 0):
         yield
     gc.collect()
 
@@ -148,7 +148,7 @@ def free_memory_unmeasured() -> Iterator[None]:
     vLLM reads the same free memory throughout.
     """
     reading = torch.accelerator.get_memory_info()
-    with _replaced(torch.accelerator, "get_memory_info", lambda *_device: reading):
+    with replaced(torch.accelerator, "get_memory_info", lambda *_device: reading):
         yield
 
 
@@ -157,7 +157,7 @@ def keeping_default_group(teardown: Callable[[], None]) -> Callable[[], None]:
 
     def destroy_own_groups() -> None:
         destroy = dist.destroy_process_group
-        with _replaced(dist, "destroy_process_group", lambda group=None: None if group is None else destroy(group)):
+        with replaced(dist, "destroy_process_group", lambda group=None: None if group is None else destroy(group)):
             teardown()
 
     return destroy_own_groups
@@ -177,22 +177,9 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def unwatched(**_how: Any) -> None:
-    """Replaces vLLM's monitor of late compilation, which is not started."""
-
-
 @contextmanager
-def quiet(logger: logging.Logger) -> Iterator[None]:
-    """Silences warnings of vLLM on intended behaviour."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -211,7 +198,7 @@ def starting_vllm(patches: Iterable[Patch]) -> Iterator[None]:
     apply_patches(patches)
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
     try:
-        with quiet(logging.getLogger("vllm.renderers.base")):
+        with replaced(logging.getLogger("vllm.renderers.base"), "disabled", True):
             yield
     finally:
         for name, value in before.items():

@@ -6,16 +6,16 @@ capturer (`bind_routed_experts_capturer`), which stores it like keys and values,
 cached prefix has the routing of the request that computed it, preempted tokens are written again when they are read
 again, a prompt may be read in parts, and routing is dropped with the cache (new weights). An answer's last token is
 never read, so it has no routing.
-vLLM's objects are passed in; only engine.py and patches.py import it.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
+from vllm import LLM, RequestOutput
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
@@ -30,7 +30,7 @@ class ReturnedRouting:
     def __init__(self, architecture: Architecture) -> None:
         self._none = no_rows(architecture)
 
-    def of(self, output: Any) -> np.ndarray:
+    def of(self, output: RequestOutput) -> np.ndarray:
         """Routing of an ended request, in the form of records.Completion."""
         rows = output.outputs[0].routed_experts
         return fitted(self._none if rows is None else rows.astype(self._none.dtype), num_read(output))
@@ -41,23 +41,24 @@ class SlotRouting:
 
     summary = "what vLLM's routers say, kept by the slots of its cache"
 
-    def __init__(self, llm: Any, runner: Any, architecture: Architecture, context: Callable[[], Any]) -> None:
-        """`runner` is the live model runner; `context` returns vLLM's forward context."""
-        self._scheduler, self._runner = llm.llm_engine.engine_core.engine_core.scheduler, runner
-        self._context, self._none = context, no_rows(architecture)
-        cache, (group,) = runner.kv_cache_config, runner.kv_cache_config.kv_cache_groups
+    def __init__(self, llm: LLM, architecture: Architecture) -> None:
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._runner, self._none = worker_of(llm).model_runner, no_rows(architecture)
+        cache = self._runner.kv_cache_config
+        (group,) = cache.kv_cache_groups
         self._block_size = group.kv_cache_spec.block_size
         shape = cache.num_blocks * self._block_size, *self._none.shape[1:]
         self._slots = np.full(shape, unknown(self._none.dtype), self._none.dtype)
+        bind_routed_experts_capturer(self._runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         """Called by the router of a layer in every forward, with the experts of its tokens [n, k]."""
-        if mapping := self._context().slot_mapping:  # there is none in a warm-up
+        if mapping := get_forward_context().slot_mapping:  # there is none in a warm-up
             slots = next(iter(mapping.values()))[: len(topk_ids)].numpy()
             is_token = slots >= 0
             self._slots[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
 
-    def of(self, output: Any) -> np.ndarray:
+    def of(self, output: RequestOutput) -> np.ndarray:
         """Routing of a request that has just ended or is about to be cut: its blocks have no other owner yet."""
         names = (name for name in self._runner.requests if name.partition("-")[0] == output.request_id)
         if (name := next(names, None)) is None:  # it has never run
@@ -73,18 +74,12 @@ class SlotRouting:
 Routing = ReturnedRouting | SlotRouting
 
 
-def routing_of(llm: Any, folder: Path, bind: Callable[..., None], context: Callable[[], Any]) -> Routing:
-    """Returns the routing recorder for a running vLLM engine with the model of a folder.
-
-    `bind` is vLLM's function that registers a capturer; `context` returns its forward context.
-    """
+def routing_of(llm: LLM, folder: Path) -> Routing:
+    """Routing recorder of a running vLLM engine with the model of a folder."""
     architecture = Architecture.from_folder(folder)
     if llm.llm_engine.vllm_config.aux_output_config.enable_return_routed_experts:
         return ReturnedRouting(architecture)
-    runner = worker_of(llm).model_runner
-    slots = SlotRouting(llm, runner, architecture, context)
-    bind(runner.get_model(), slots)
-    return slots
+    return SlotRouting(llm, architecture)
 
 
 def no_rows(architecture: Architecture) -> np.ndarray:
@@ -93,12 +88,12 @@ def no_rows(architecture: Architecture) -> np.ndarray:
     return np.empty(shape, routing_type(architecture.num_experts))
 
 
-def num_read(output: Any) -> int:
+def num_read(output: RequestOutput) -> int:
     """Number of prompt and answer tokens that the model reads: all but the last one."""
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
 
 
-def on_every_rank() -> Any:
+def on_every_rank() -> SimpleNamespace:
     """Replacement of the engine's rank group for vLLM's auxiliary outputs: every rank counts as the first.
 
     vLLM returns them to the first rank alone, whose scheduler asks for them. Here every rank has a scheduler

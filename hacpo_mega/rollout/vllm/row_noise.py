@@ -10,11 +10,12 @@ Triton (tests/unit/rollout/test_v2_sampler.py). Log-probs stay those of the logi
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 # Weyl's step between the places of an answer, and the constants of David Stafford's thirteenth mix (SplitMix64).
 PLACE = np.uint64(0xD1342543DE82EF95)
@@ -46,9 +47,8 @@ def row_keys(seeds_R: np.ndarray, places_R: np.ndarray) -> np.ndarray:
 class RowNoise:
     """Replacement of the sampler's `forward` in vLLM's first model runner, after temperature."""
 
-    def __init__(self, runner: Any, keep_most_likely: Callable[..., torch.Tensor]) -> None:
-        """`runner` is the live model runner; `keep_most_likely` is vLLM's top-k and top-p, (logits, k, p) -> logits."""
-        self._runner, self._keep_most_likely = runner, keep_most_likely
+    def __init__(self, runner: GPUModelRunner) -> None:
+        self._runner = runner
 
     def __call__(
         self,
@@ -58,7 +58,7 @@ class RowNoise:
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [R] and log-probs [R, V], float32. A row without a generator has no seed, and its token is unused."""
-        logits_RV = self._keep_most_likely(logits_RV, k, p).to(torch.float32)
+        logits_RV = apply_top_k_top_p(logits_RV, k, p).to(torch.float32)
         batch, rows = self._runner.input_batch, len(logits_RV)
         seeds_R, places_R = np.zeros(rows, np.uint64), np.zeros(rows, np.int64)
         if generators:

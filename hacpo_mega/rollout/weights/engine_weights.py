@@ -2,46 +2,40 @@
 
 On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
 linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
-are packed when both of their tensors have arrived (expert_weights.py). A quantizing layer gets its shard too
-(quantized_weights.py). Tensors whose loaders could not be followed (parts.py) go through vLLM's own loaders, as full
-tensors.
-vLLM's model and functions are passed in; only engine.py and patches.py import it.
+are packed when both of their tensors have arrived (expert_weights.py).
+A layer that quantizes what it loads, as `vllm = { quantization = "fp8_per_tensor" }` asks for, gets its shard in the
+plain form too, and quantizes it in place, as it would have done from a folder at the start. Some kinds reduce the
+largest number over the ranks of an engine, so all ranks have to reach a layer, in one order (Receiver).
+Tensors whose loaders could not be followed (parts.py) go through vLLM's own loaders, as full tensors.
+
+Not here: the scales of quantized weights, which vLLM alone decides.
 """
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
 from hacpo_mega.models.sharding.shards import Shard
 from hacpo_mega.models.weight_files import HEAD
-from hacpo_mega.rollout.vllm.host_process import quiet
+from hacpo_mega.rollout.vllm.host_process import replaced
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
 from hacpo_mega.rollout.weights.held_weights import EMBEDDING
 from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_parts
-from hacpo_mega.rollout.weights.quantized_weights import Quantizing
 
-
-@dataclass(frozen=True)
-class Reloading:
-    """vLLM's functions and classes for loading new weights into a live model.
-
-    begin, end   put parameters on the meta device in the form in which they are loaded, and take them back
-    plain        methods of layers that hold weights as they load them, but for the CPU's packing
-    logger       the logger that would warn of layers that were not loaded
-    quantizing   how other layers convert the weights that they load
-    """
-
-    begin: Callable[[nn.Module], None]
-    end: Callable[[nn.Module, Any], None]
-    plain: tuple[type, ...]
-    logger: logging.Logger
-    quantizing: Quantizing
+# Methods of layers that hold weights as they load them, but for the CPU's packing.
+PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
+# Silences vLLM on layers that were not loaded, or that wait for others.
+without_reload_warnings = partial(replaced, layerwise.logger, "disabled", True)
 
 
 class EngineWeights:
@@ -52,24 +46,26 @@ class EngineWeights:
 
     @classmethod
     def recorded(
-        cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: Any, reloading: Reloading
+        cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: ModelConfig
     ) -> "EngineWeights":
         """Records what vLLM's loaders do with the `published` tensors (name -> shape); `config` is the model's."""
-        with quiet(reloading.logger):
-            reloading.begin(model)
+        with without_reload_warnings():
+            initialize_layerwise_reload(model)
             try:
                 recording = record(model, published, config.dtype, model.load_weights)
             finally:
-                reloading.end(model, config)
-        return cls(model, recording, config, reloading)
+                finalize_layerwise_reload(model, config)
+        return cls(model, recording, config)
 
-    def __init__(self, model: nn.Module, recording: Recording, config: Any, reloading: Reloading) -> None:
+    def __init__(self, model: nn.Module, recording: Recording, config: ModelConfig) -> None:
         """Tensors whose layer holds them in an unknown form move to `recording`'s fallback, each with the reason."""
         self._modules = dict(model.named_modules())
-        self._shapes = recording.shapes
-        self._plain, self._quantizing, self._config = reloading.plain, reloading.quantizing, config
+        self._shapes, self._config = recording.shapes, config
         self._unpacked: dict[str, dict[str, Tensor]] = defaultdict(dict)  # experts of which a tensor is missing
-        for path, parts in _by_path(recording.parts).items():
+        by_path = defaultdict(list)
+        for part in recording.parts:
+            by_path[part.path].append(part)
+        for path, parts in by_path.items():
             if reason := self._problem(path, parts):
                 recording.use_fallback([part.shard.name for part in parts], reason)
         self._recording = recording
@@ -90,7 +86,7 @@ class EngineWeights:
         """(vLLM's name, tensor) of the layers that quantize, or keep weights in a form of their own."""
         for path, module in self._modules.items():
             method = getattr(module, "quant_method", None)
-            if method is not None and (not isinstance(method, self._plain) or experts_problem(method)):
+            if method is not None and (not isinstance(method, PLAIN) or experts_problem(method)):
                 for name, parameter in module.named_parameters(recurse=False):
                     yield f"{path}.{name}", parameter.detach()
 
@@ -105,7 +101,7 @@ class EngineWeights:
         module, shape = self._modules[path[0]], self._shapes[path]
         method, live = getattr(module, "quant_method", None), getattr(module, path[1])
         quantizes = self.quantizes(path)
-        if method is not None and not isinstance(method, (*self._plain, *self._quantizing.methods)):
+        if method is not None and not isinstance(method, (*PLAIN, OnlineLinearBase)):
             return f"its layer may hold it in another form ({type(method).__name__})"
         if problem := experts_problem(method):
             return problem
@@ -122,7 +118,8 @@ class EngineWeights:
 
     def quantizes(self, path: tuple[str, str]) -> bool:
         """True if a layer quantizes what it loads into this parameter."""
-        return self._quantizing.takes(self._modules[path[0]], path[1])
+        method = getattr(self._modules[path[0]], "quant_method", None)
+        return path[1] == "weight" and isinstance(method, OnlineLinearBase)
 
     def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Tensor into which the parts of a parameter are written, and whether it is a new one."""
@@ -139,7 +136,7 @@ class EngineWeights:
         layer, parameter = path
         module = self._modules[layer]
         if self.quantizes(path):
-            self._quantizing.take(module, tensor, self._config)
+            _quantize(module, tensor, self._config)
             return
         tensor.view(-1)[num_written:].zero_()
         if packs_experts(module):
@@ -162,14 +159,13 @@ class Receiver:
         """`load` takes full tensors by name: of the fallback, all that belong to a layer."""
         self._weights, self.load = weights, load
         self._left: dict[tuple[str, str], int] = defaultdict(int)
-        for part in weights.parts:
-            self._left[part.path] += part.shard.size
-        self._sizes = dict(self._left)
         # Tensors that quantizing layers still wait for, in an order that all ranks of the engine share.
         self._unsettled: dict[tuple[str, str], set[str]] = defaultdict(set)
         for part in weights.parts:
+            self._left[part.path] += part.shard.size
             if weights.quantizes(part.path):
                 self._unsettled[part.path].add(part.shard.name)
+        self._sizes = dict(self._left)
         self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
 
     def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
@@ -208,16 +204,28 @@ class Receiver:
         return [".".join(path) for path, left in self._left.items() if left or path in self._unsettled]
 
 
+def _quantize(module: nn.Module, tensor: Tensor, config: ModelConfig) -> None:
+    """Quantizes the weight `tensor` [out, in] into a layer. Collective over the engine."""
+    with without_reload_warnings():
+        initialize_layerwise_reload(module)
+        parameter, loader = module.weight, module.weight.weight_loader
+        parameter.weight_loader = _whole
+        layerwise.initialize_online_processing(module)  # quantizes as soon as the loader below has brought all
+        try:
+            parameter.weight_loader(parameter, tensor)
+        finally:
+            finalize_layerwise_reload(module, config)
+            parameter.weight_loader = loader  # vLLM keeps the parameter on the meta device for the next time
+
+
+def _whole(param: Tensor, loaded_weight: Tensor) -> None:
+    """A weight loader, in vLLM's form, for a tensor that is cut already."""
+    param.data.copy_(loaded_weight)
+
+
 def _is_packed(module: nn.Module, live: Tensor) -> bool:
     """True if the layer holds this parameter packed."""
     return packs_experts(module) or (live.numel() == 0 and hasattr(module, "cpu_linear"))
-
-
-def _by_path(parts: Iterable[Part]) -> Mapping[tuple[str, str], list[Part]]:
-    found = defaultdict(list)
-    for part in parts:
-        found[part.path].append(part)
-    return found
 
 
 def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:

@@ -5,7 +5,6 @@ read. On the CPU vLLM packs them, one expert after the other, and pads the feed-
 load alone (`is_weight_update` of UnquantizedFusedMoEMethod): later loads were silently read as if they were packed.
 Here every load packs. The packed order comes from vLLM's own operation, applied to positions instead of numbers: so
 packed weights can be read back, to the bit.
-vLLM's layers are passed in; this file imports nothing of it.
 """
 
 import functools

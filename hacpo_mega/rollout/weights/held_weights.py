@@ -4,7 +4,6 @@ An engine keeps its shard of every tensor, several of them fused into one (qkv_p
 attributes say which part of the published tensor that is, not the loader that put it there, so that a loader that cuts
 wrongly is found too. On the CPU linear layers hold a packed copy that cannot be read: it is multiplied with the unit
 matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
-vLLM's model is passed in; this file imports nothing of it (engine.py does).
 
 Not here: the comparison (agent/weight_sync.py).
 """
@@ -12,7 +11,6 @@ Not here: the comparison (agent/weight_sync.py).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -112,37 +110,28 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
     if num_names > 1 or hasattr(module, "output_sizes"):
-        parts = _rows_of_fused(module)
-        places = accumulate((part.size for part in parts[:-1]), initial=0)
-        above = accumulate((part.whole for part in parts[:-1]), initial=0) if num_names == 1 else [0] * len(parts)
-        return [
-            Cut(0, start + part.size * part.shard, part.size, place)
-            for part, place, start in zip(parts, places, above, strict=True)
-        ]
+        cuts, place, above = [], 0, 0
+        for size, shard, whole in _rows_of_fused(module):
+            cuts.append(Cut(0, above + size * shard, size, place))
+            place += size
+            above += whole if num_names == 1 else 0
+        return cuts
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
     # A layer that every rank has whole may hold its parameter packed, without rows.
     return [Cut(0, 0, getattr(module, "output_size", len(parameter)))]
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """One matrix inside a fused one: the engine's `size` rows, which are shard number `shard` of `whole`."""
+def _rows_of_fused(module: nn.Module) -> list[tuple[int, int, int]]:
+    """(the engine's rows, their shard number, rows in all) of every matrix in a fused one.
 
-    size: int
-    shard: int
-    whole: int
-
-
-def _rows_of_fused(module: nn.Module) -> list[_Rows]:
-    """Every matrix in a fused one; key and value heads may be on several ranks each."""
+    Key and value heads may be on several ranks each.
+    """
     if not hasattr(module, "num_kv_head_replicas"):
-        return [_Rows(size // module.tp_size, module.tp_rank, size) for size in module.output_sizes]
-    size = module.head_size
-    of_keys = _Rows(
-        module.num_kv_heads * size, module.tp_rank // module.num_kv_head_replicas, module.total_num_kv_heads * size
-    )
-    return [_Rows(module.num_heads * size, module.tp_rank, module.total_num_heads * size), of_keys, of_keys]
+        return [(size // module.tp_size, module.tp_rank, size) for size in module.output_sizes]
+    size, shard = module.head_size, module.tp_rank // module.num_kv_head_replicas
+    keys = module.num_kv_heads * size, shard, module.total_num_kv_heads * size
+    return [(module.num_heads * size, module.tp_rank, module.total_num_heads * size), keys, keys]
 
 
 def _unpacked(module: nn.Module) -> Tensor:

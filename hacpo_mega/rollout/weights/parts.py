@@ -4,7 +4,6 @@ The loaders run on tensors of the meta device, which have shapes and no numbers.
 known by two addresses: of its view of a published tensor, and of its view of a parameter. Nothing is copied. A loader
 that does more than take a view, or whose result vLLM keeps in another form, cannot be followed: its tensors go to
 `fallback`, each with the reason.
-vLLM's model is passed in; only engine.py and patches.py import it.
 """
 
 import math

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from hacpo_mega.rollout.engine import Engine  # noqa: E402
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec  # noqa: E402
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +40,7 @@ def main() -> None:
     asked = arguments()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     longest = asked.prompt + asked.tokens
-    engine = Engine(asked.model, max_model_len=longest + 1, dtype=torch.float32, options=asked.vllm)
+    engine = Engine(EngineSpec(asked.model, max_model_len=longest + 1, dtype=torch.float32, options=asked.vllm))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 15, asked.prompt).tolist() for _ in range(-(-asked.answers // 8))]
     how = {"max_tokens": asked.tokens, "lengths": [asked.tokens] * asked.answers, "return_logprobs": True}

@@ -41,6 +41,7 @@ from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.weights import publish
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.weights.engine_weights import EngineWeights
 
 # Name -> family and sizes, and layouts: tp, pp, ranks of an engine.
@@ -173,10 +174,11 @@ def main(folder: Path, out: Path, tp: int, pp: int, engine_tp: int) -> None:
     with Place.join(RankMap(1, (AgentShape("one", tp, pp, 1, engine_tp),)), TIMEOUT_S) as place:
         options = {"optimizer": OptimizerConfig(), "total_updates": 1, "max_tokens_per_microbatch": 64}
         actor = Actor(folder, ActorSpec(layout=Layout(tp, pp), max_positions=64, **options), ActorHooks(place.spans))
-        engine = Engine(
+        spec = EngineSpec(
             folder, max_model_len=64, dtype=torch.float32, tensor_parallel_size=engine_tp, random_weights=True,
             options={"kv_cache_memory_bytes": 64 << 20},
         )  # fmt: skip
+        engine = Engine(spec)
         phases = Phases()
         planned = {"seconds": phases.seconds(lambda: WeightSync(place, actor, engine))["rest"]}
         planned["rises"] = phases.rises(lambda: WeightSync(place, actor, engine))["rest"]

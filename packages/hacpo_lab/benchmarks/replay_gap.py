@@ -25,6 +25,7 @@ from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.step_metrics import add_engine_gap
 from hacpo_mega.records import Rollout, Sample, Stop, TokenSequence
 from hacpo_mega.rollout.engine import Engine
+from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 
 SIZES = {
     "num_layers": 6, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn_size": 128,
@@ -40,7 +41,7 @@ def main(folder: Path) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(512, size=PROMPT_TOKENS) for _ in range(PROMPTS)]
     with Place.join(RankMap(lanes=1, agents=(AgentShape("twin"),)), TIMEOUT_S):
-        engine = Engine(folder, max_model_len=128, dtype=torch.bfloat16, eos_ids=[511], options=ROUTED)
+        engine = Engine(EngineSpec(folder, max_model_len=128, dtype=torch.bfloat16, eos_ids=[511], options=ROUTED))
         asked = [prompt.tolist() for prompt in prompts]
         answers = engine.generate(asked, range(PROMPTS), max_tokens=ANSWER_TOKENS, return_logprobs=True)
         engine.close()

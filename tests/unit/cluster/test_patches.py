@@ -5,7 +5,7 @@ import inspect
 
 from hacpo_mega.cluster.patches import TORCH, Patch, apply_patches
 from hacpo_mega.megatron.patches import MEGATRON
-from hacpo_mega.rollout.patches import VLLM
+from hacpo_mega.rollout.vllm.patches import VLLM
 
 PATCHES = {f"{patch.owner.__name__}.{patch.name}": patch for patch in (*TORCH, *MEGATRON, *VLLM)}
 GROUP = "vllm.distributed.parallel_state.GroupCoordinator"

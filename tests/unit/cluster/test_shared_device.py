@@ -1,4 +1,4 @@
-"""Agents that share a GPU: who counts them, who waits for whom, how much of it an engine asks for."""
+"""Agents that share a GPU: who counts them and who waits for whom."""
 
 import threading
 from dataclasses import replace
@@ -11,7 +11,6 @@ from device_table import DeviceTable
 from hacpo_mega.cluster.machine.device import rank_device
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
-from hacpo_mega.rollout.vllm.engine_defaults import engine_defaults
 
 RANKS = RankMap(1, (AgentShape("a", tp=2), AgentShape("b")))
 
@@ -154,47 +153,3 @@ def test_agents_of_different_devices_start_together():
             everyone.wait()
 
     Seats([0, 1, 2]).play(start)
-
-
-def on_cuda(tensor_parallel_size: int = 1, visible_devices: int = 8, agents_on_device: int = 1) -> dict:
-    return engine_defaults(
-        on_cuda=True,
-        tensor_parallel_size=tensor_parallel_size,
-        visible_devices=visible_devices,
-        agents_on_device=agents_on_device,
-        timeout_s=77.5,
-    )
-
-
-def test_the_engines_of_a_device_share_its_half():
-    assert [on_cuda(agents_on_device=count)["gpu_memory_utilization"] for count in (1, 2, 4)] == [0.5, 0.25, 0.125]
-
-
-@pytest.mark.parametrize("tp, visible, disabled", [(1, 1, False), (2, 1, True), (2, 2, False), (8, 8, False)])
-def test_custom_all_reduce_needs_the_peers_devices(tp, visible, disabled):
-    defaults = on_cuda(tensor_parallel_size=tp, visible_devices=visible)
-    assert defaults.get("disable_custom_all_reduce", False) is disabled
-
-
-def test_custom_all_reduce_and_growing_segments_exclude_each_other():
-    """vLLM's issue 42609: the process ends while graphs are captured, without a traceback."""
-    found = [
-        engine_defaults(
-            on_cuda=True,
-            tensor_parallel_size=tp,
-            visible_devices=8,
-            agents_on_device=1,
-            timeout_s=77.5,
-            expandable_segments=True,
-        )
-        for tp in (1, 2)
-    ]
-    assert [defaults.get("disable_custom_all_reduce", False) for defaults in found] == [False, True]
-
-
-def test_an_engine_runs_as_many_answers_as_graphs_are_captured_for():
-    assert on_cuda()["max_num_seqs"] == 512
-
-
-def test_the_shell_does_not_decide_what_is_fused():
-    assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}

@@ -22,9 +22,9 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import Completion, Stop, TokenSequence
 from hacpo_mega.rollout import wire
+from hacpo_mega.rollout.engine import RunningAnswers
 from hacpo_mega.rollout.exchange import COMPLETION_ROW
 from hacpo_mega.rollout.vllm.routing import ReturnedRouting
-from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 from hacpo_mega.samples.packing import microbatch
 
 NOBODY = 255
@@ -113,7 +113,7 @@ def test_what_vllm_returns_is_as_long_as_what_was_read(tmp_path):
     """On CUDA; of what was cut before it had run nothing is returned."""
     architecture = Architecture.from_folder(make_model(tmp_path, "mixtral", num_experts=6))
     llm = SimpleNamespace(request_counter=SimpleNamespace(counter=0))
-    running = RunningAnswers(llm, 2, None, "abort", None, routing=ReturnedRouting(architecture))
+    running = RunningAnswers(llm, 2, None, None, routing=ReturnedRouting(architecture))
     rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     asked = [(rows, [5, 6]), (None, [])]
     outputs = [

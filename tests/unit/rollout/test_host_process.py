@@ -15,7 +15,8 @@ class Launcher:
 
 
 @pytest.fixture
-def group_of_one():
+def group_of_one(monkeypatch):
+    monkeypatch.setattr(host_process, "ExecutorWithExternalLauncher", Launcher)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -25,7 +26,7 @@ def test_only_shared_memory_of_this_engine_loses_its_name(group_of_one, monkeypa
     monkeypatch.setattr(host_process, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # beside CUDA there is no such memory
     others = [tmp_path / "0123456789abcdef-tp:0-[0-1]-cpushm_0", tmp_path / "torch_1_2"]
-    with host_process.joined_to_default_group(Launcher):
+    with host_process.joined_to_default_group():
         address, rank, _ = Launcher()._distributed_args()
         scheme, name = address.rsplit(":", 1)
         assert (scheme, rank) == ("env://", 0)
@@ -38,7 +39,7 @@ def test_only_shared_memory_of_this_engine_loses_its_name(group_of_one, monkeypa
 
 def test_two_engines_never_meet_under_one_name(group_of_one):
     def name() -> str:
-        with host_process.joined_to_default_group(Launcher):
+        with host_process.joined_to_default_group():
             return Launcher()._distributed_args()[0]
 
     assert name() != name()

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from hacpo_mega.records import Stop
+from hacpo_mega.rollout.engine import RunningAnswers
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps
-from hacpo_mega.rollout.vllm.running_answers import RunningAnswers
 
 
 def ended(request_id: int, reason: str) -> SimpleNamespace:
@@ -35,7 +35,7 @@ def test_only_what_was_cut_here_is_called_cut():
     llm = SimpleNamespace(llm_engine=engine, request_counter=SimpleNamespace(counter=0))
     seen = {}
     tell = lambda place, answer: seen.update({place: answer.stop})  # noqa: E731
-    answers = RunningAnswers(llm, 4, tell, "abort", None, lambda: len(seen) == 1)
+    answers = RunningAnswers(llm, 4, tell, None, lambda: len(seen) == 1)
     assert len(answers.after_step([ended(0, "abort")])) == 1, "vLLM gave it up by itself"
     assert len(answers.after_step([ended(3, "length")])) == 3
     assert engine.aborted == ["1", "2"]
@@ -45,7 +45,7 @@ def test_only_what_was_cut_here_is_called_cut():
 @pytest.mark.parametrize(("reason", "stop"), [("stop", Stop.EOS), ("length", Stop.LENGTH), ("error", Stop.ABORT)])
 def test_how_an_answer_ended_by_itself(reason, stop):
     llm = SimpleNamespace(request_counter=SimpleNamespace(counter=0))
-    answers = RunningAnswers(llm, 1, None, "abort", None)
+    answers = RunningAnswers(llm, 1, None, None)
     assert answers.completion(ended(0, reason)).stop is stop
 
 

@@ -1,0 +1,129 @@
+"""Settings of an engine, and the vLLM arguments that they become: on the CPU, on CUDA, on a device that agents share.
+
+Not here: defaults that the memory budget needs too (config/checks/device_memory.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
+from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
+from hacpo_mega.models.files.folder import head_size
+from hacpo_mega.models.sharding.layout import head_size_problem
+
+BLOCK = 16  # tokens of the key-value cache, on the CPU
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Settings with which the engine of a model folder starts, equal on all its ranks.
+
+    max_model_len    tokens of the longest prompt and answer together
+    eos_ids          token ids that end an answer, first that of answers whose length is given; None: the folder's
+    random_weights   skips reading the weights: for a caller that publishes before the first answer
+    can_sleep        whether its memory can be freed; without it vLLM allocates plainly, and all-reduces in CUDA graphs
+                     need no copy
+    agents_on_device agents with an engine on this rank's device (turns.py)
+    timeout_s        bounds the collectives of the engine's own groups
+    options          further vLLM engine arguments, unchanged (`agents.vllm` of the configuration); with
+                     enable_return_routed_experts, log-probs come with a routing (routing.py)
+    """
+
+    model: Path
+    _: KW_ONLY
+    max_model_len: int
+    dtype: torch.dtype
+    tensor_parallel_size: int = 1
+    seed: int = 0
+    trust_remote_code: bool = False
+    eos_ids: Sequence[int] | None = None
+    random_weights: bool = False
+    can_sleep: bool = True
+    agents_on_device: int = 1
+    timeout_s: float = 1800.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def returns_routing(self) -> bool:
+        """True if log-probs come with a routing."""
+        return self.options.get(RETURNS_ROUTING, False)
+
+    def vllm_arguments(
+        self, *, on_cuda: bool, visible_devices: int = 0, expandable_segments: bool = False
+    ) -> dict[str, Any]:
+        """Arguments of vLLM's LLM: defaults, which the user's options override, and what this project decides.
+
+        visible_devices       devices that this process sees
+        expandable_segments   whether the user has set this in torch's allocator
+        """
+        shared = visible_devices == 1 or expandable_segments
+        defaults = self._cuda_defaults(shared) if on_cuda else CPU_DEFAULTS | self._cpu_attention()
+        # vLLM's own are 600 s with NCCL and 1800 s with gloo, however long a rank has to wait for the others.
+        waits = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+        # Routing is an argument on CUDA only: on the CPU it is written down beside vLLM.
+        options = {key: value for key, value in self.options.items() if on_cuda or key != RETURNS_ROUTING}
+        return {
+            "use_tqdm_on_load": False,
+            **dict.fromkeys(waits, math.ceil(self.timeout_s)),
+            **defaults,
+            **options,
+            "model": str(self.model),
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "max_model_len": self.max_model_len,
+            "trust_remote_code": self.trust_remote_code,
+            "skip_tokenizer_init": True,
+            "config_format": "hf",  # "auto" would prefer Mistral's params.json, which training does not read
+            "generation_config": "vllm",  # a folder's own top_p or temperature must not reach the sampler
+            "logprobs_mode": "processed_logprobs",  # after temperature, as the actor's are
+            # "auto" would prefer consolidated.safetensors.
+            "load_format": "dummy" if self.random_weights else "safetensors",
+            "enable_sleep_mode": on_cuda and self.can_sleep,
+        }
+
+    def _cuda_defaults(self, is_peerless: bool) -> dict[str, Any]:
+        defaults = {
+            # Agents on a device share the half of it that engines may have: vLLM's share counts only its own memory.
+            "gpu_memory_utilization": CUDA_DEFAULTS["gpu_memory_utilization"] / self.agents_on_device,
+            # vLLM's 1024 of large devices is more than it captures graphs for, and takes 4 bytes x vocabulary for each.
+            "max_num_seqs": CUDA_DEFAULTS["max_num_seqs"],
+            # vLLM would fuse it on Hopper and later where nvcc and ninja are on PATH, by compiling at the start: what
+            # an engine computes would depend on the shell that started it.
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+            # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
+            "sleep_mode_offload_cudagraph": self.can_sleep,
+        }
+        if self.tensor_parallel_size > 1 and is_peerless:
+            # vLLM's custom all-reduce asks for its peers' devices by number, which fails in a process that sees only
+            # its own. It also shares its graphs' buffers by cudaIpcGetMemHandle, which crashes on an expandable
+            # segment.
+            defaults["disable_custom_all_reduce"] = True
+        return defaults
+
+    def _cpu_attention(self) -> dict[str, Any]:
+        """Blocks of 16 tokens for vLLM's CPU attention with 4-byte numbers.
+
+        Answers share only whole blocks of their prompt, and the kernel that writes keys spreads a token's numbers over
+        the block: with vLLM's 128, eight answers read 20 tokens each, and a write touches as many pages as a head has
+        numbers. The kernels take 16 (`vec16`), though the backend names multiples of 32 only; those of other number
+        types (AMX, fp8) do not.
+        ValueError for a head size that vLLM's attention would refuse only at the first answer.
+        """
+        head_dim, known = head_size(self.model), CPUAttentionBackend.get_supported_head_sizes()
+        if head_dim is not None and head_dim not in known:
+            raise ValueError(f"{self.model}: {head_size_problem(head_dim, known)}")
+        if self.dtype.itemsize != 4 or "kv_cache_dtype" in self.options:
+            return {}
+        multiple_of = type(CPUAttentionBackend.get_supported_kernel_block_sizes()[0])
+        CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
+            lambda kv_cache_spec=None: [multiple_of(BLOCK)]
+        )
+        return {"block_size": BLOCK}

@@ -1,0 +1,65 @@
+"""Arguments that vLLM is given on CUDA and on the CPU, as far as the project decides them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_model
+
+from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
+
+WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+
+
+def spec(folder: Path = Path("model"), **settings) -> EngineSpec:
+    return EngineSpec(folder, **{"max_model_len": 64, "dtype": torch.float32, "timeout_s": 77.5, **settings})
+
+
+def on_cuda(visible_devices: int = 8, expandable_segments: bool = False, **settings) -> dict:
+    seen = {"visible_devices": visible_devices, "expandable_segments": expandable_segments}
+    return spec(**settings).vllm_arguments(on_cuda=True, **seen)
+
+
+def test_the_engines_of_a_device_share_its_half():
+    assert [on_cuda(agents_on_device=count)["gpu_memory_utilization"] for count in (1, 2, 4)] == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("tp, visible, disabled", [(1, 1, False), (2, 1, True), (2, 2, False), (8, 8, False)])
+def test_custom_all_reduce_needs_the_peers_devices(tp, visible, disabled):
+    assert on_cuda(visible, tensor_parallel_size=tp).get("disable_custom_all_reduce", False) is disabled
+
+
+@pytest.mark.parametrize("tp, disabled", [(1, False), (2, True)])
+def test_custom_all_reduce_and_growing_segments_exclude_each_other(tp, disabled):
+    """vLLM's issue 42609: the process ends while graphs are captured, without a traceback."""
+    arguments = on_cuda(expandable_segments=True, tensor_parallel_size=tp)
+    assert arguments.get("disable_custom_all_reduce", False) is disabled
+
+
+def test_an_engine_runs_as_many_answers_as_graphs_are_captured_for():
+    assert on_cuda()["max_num_seqs"] == 512
+
+
+def test_the_shell_does_not_decide_what_is_fused():
+    assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+
+
+@pytest.mark.parametrize("can_sleep", [True, False])
+def test_an_engine_that_never_sleeps_has_no_sleeping_allocator(can_sleep):
+    arguments = on_cuda(can_sleep=can_sleep)
+    assert (arguments["enable_sleep_mode"], arguments["sleep_mode_offload_cudagraph"]) == (can_sleep, can_sleep)
+
+
+def test_on_the_cpu_nothing_sleeps_and_blocks_are_small(tmp_path):
+    folder = make_model(tmp_path, "qwen3", num_heads=2, head_dim=32)
+    routed = spec(folder, options={"enable_return_routed_experts": True})
+    arguments = routed.vllm_arguments(on_cuda=False)
+    assert arguments == spec(folder, can_sleep=False).vllm_arguments(on_cuda=False), "and there is no such option"
+    assert (arguments["enable_sleep_mode"], arguments["block_size"]) == (False, BLOCK)
+    assert routed.returns_routing and "sleep_mode_offload_cudagraph" not in arguments
+    assert [arguments[name] for name in WAITS] == [78, 78]
+
+
+def test_users_options_replace_defaults():
+    arguments = on_cuda(options={"gpu_memory_utilization": 0.3, "enforce_eager": True})
+    assert (arguments["gpu_memory_utilization"], arguments["enforce_eager"]) == (0.3, True)
