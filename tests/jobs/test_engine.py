@@ -1,6 +1,6 @@
 """The live vLLM engine against Hugging Face: what it scores, what it samples, what it refuses, what it leaves alone.
 
-One job of two real processes per agent (tests/support/engine_job.py) does everything; the tests judge what each
+One job of two real processes per agent (tests/support/jobs/engine_job.py) does everything; the tests judge what each
 process saw.
 """
 

@@ -1,6 +1,6 @@
 """Every fault of a node is named by all who came, with the node, in bounded time; a sound job is measured and passes.
 
-Four processes stand for four nodes of one rank each (support/preflight_job.py).
+Four processes stand for four nodes of one rank each (preflight_job.py).
 """
 
 import json

@@ -1,6 +1,6 @@
 """TransformerEngine's layers, as far as a machine without a GPU can hold them: the choice, and a stand-in's interface.
 
-The stand-in (tests/support/te_stand_in.py) declares what TransformerEngine 2.9 to 2.11 declare. Their numbers are in
+The stand-in (stand_ins/te_stand_in.py) declares what TransformerEngine 2.9 to 2.11 declare. Their numbers are in
 tests/gpu/test_te_layers_gpu.py.
 """
 
@@ -55,9 +55,9 @@ def models(tmp_path_factory):
 def found(models):
     """In a process of its own: Megatron sees what is installed when it is imported."""
     support = ROOT / "tests" / "support"
-    paths = [str(path) for path in (*SOURCES, support)]
+    paths = [str(path) for path in (*SOURCES, support, support / "cases")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(support / "te_stand_in.py"), str(models)]
+    command = [sys.executable, str(support / "stand_ins" / "te_stand_in.py"), str(models)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(models / "found.pt")
@@ -189,7 +189,7 @@ def test_what_the_classes_are_given(found, model):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_budget_of_the_local_layers_is_enough(found, models, name):
-    """Every tensor that TransformerEngine's source makes and keeps (tests/support/te_memory.py), against the budget."""
+    """Every tensor that TransformerEngine's source makes and keeps (stand_ins/te_memory.py), against the budget."""
     traces = pickle.loads((models / "traces.pickle").read_bytes())
     plan, less = PLANS[name]
     memory, budget = TracedMemory(**traces[tuple(PLANS).index(name)]), actor_memory(plan)

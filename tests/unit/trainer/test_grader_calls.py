@@ -17,7 +17,7 @@ from hacpo_mega.grading.reward_trial import try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Stop, Verdict
 
-HERE = "tests.support.reward_functions"
+HERE = "tests.unit.trainer.reward_functions"
 
 
 def judged(function: str, texts, golds=None, rows=(), **options):

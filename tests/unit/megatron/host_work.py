@@ -1,6 +1,6 @@
-"""What the actor asks a device for, counted without one: launches, allocations, copies, and waits of the host.
+"""Requests of the actor to a device, counted without one: launches, allocations, copies, and waits of the host.
 
-    python tests/support/host_work.py [LAYERS]     Markdown: an update and a score of one micro-batch, for two depths
+    python tests/unit/megatron/host_work.py [LAYERS]   Markdown: update and score of one micro-batch, for two depths
 
 The real actor runs in bf16 on the CPU with its real numbers. Which of its tensors a GPU would have is followed: the
 model's and the optimizer's, what is sent to the device, and what is computed of any of these. An operation of such
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+sys.path.extend(str(Path(__file__).resolve().parents[2] / "support" / folder) for folder in ("", "cases"))
 
 import torch
 from actor_cases import make_actor, objective, one_rank, random_samples

@@ -1,6 +1,6 @@
 """Signatures of the libraries that a stand-in stands for, as their sources declare them.
 
-    python tests/support/signatures.py RELEASE FOLDER     FOLDER has the package's source; writes into signatures.json
+    python tests/unit/house/signatures.py RELEASE FOLDER   FOLDER has the package's source; writes into signatures.json
 
 A stand-in's own source is read the same way (tests/unit/house/test_signatures.py), so both sides are text, and nothing
 of a library is imported. Annotations are left out; names, order, defaults and what is by keyword alone are kept.

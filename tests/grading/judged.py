@@ -4,7 +4,7 @@ from repository import ROOT
 
 from hacpo_grading.judgement import Stop
 
-FILE = ROOT / "tests/support/grading_cases.py"
+FILE = ROOT / "tests/grading/grading_cases.py"
 CASES = f"{FILE}:reward"
 
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E501, SIM905
 """A search for universal answers: answers of random constructs that the graders take for right whatever the gold is.
 
-    python tests/support/universal_answers.py --answers 100000 [--seed 1] [--data DATA]
+    python tests/support/corpora/universal_answers.py --answers 100000 [--seed 1] [--data DATA]
 
 Every answer is held against golds that have nothing in common, one of each kind; one that is right for two of them is
 held against all golds, and printed with its share of them. A policy can learn any share that is not tiny. Not here:
