@@ -1,4 +1,4 @@
-"""What the ranks of gpu/test_two_gpus.py do: an engine and an agent's lane, as training uses them."""
+"""The ranks of gpu/test_two_gpus.py: an engine and an agent's lane, as training uses them."""
 
 from pathlib import Path
 

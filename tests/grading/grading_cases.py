@@ -59,7 +59,7 @@ def raises(prompt, answer, gold):
 
 
 def text(prompt, answer, gold):
-    """What a language model says instead of a number."""
+    """The answer of a language model that gives no number."""
     return "0.5"
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the judge share: a user's graders by their file, and verdicts by name."""
+"""Shared parts of the judge's tests: a user's graders by their file, and verdicts by name."""
 
 from repository import ROOT
 

@@ -1,4 +1,4 @@
-"""Which processes there are, and where they listen, from /proc."""
+"""Running processes, and the ports on which they listen, from /proc."""
 
 import os
 import struct
@@ -24,7 +24,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than an entry that nobody has collected."""
+    """True if a process exists and is more than an entry that nobody has collected."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

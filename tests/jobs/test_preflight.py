@@ -49,7 +49,7 @@ class Visit:
         return self
 
     def texts(self) -> dict[str, list[str]]:
-        """What was found, by node."""
+        """Findings by node."""
         found: dict[str, list[str]] = {}
         for finding in self.record["findings"]:
             found.setdefault(finding["node"], []).append(finding["text"])

@@ -1,4 +1,4 @@
-"""What the tests of the actor share: samples, a Hugging Face oracle that computes by itself, and ways to look inside.
+"""Shared parts of the actor's tests: samples, a Hugging Face oracle that computes by itself, and ways to look inside.
 
 The oracle runs one sequence at a time in float64 with eager attention and writes the objective out again from the
 paper; nothing of hacpo_mega or its kernels takes part.
@@ -107,7 +107,7 @@ class Oracle:
         return sum(self.policy_terms(samples), start=torch.zeros((), dtype=torch.float64))
 
     def policy_loss_error(self, samples: Sequence[Sample]) -> float:
-        """What float32 may be off: terms cancel in the loss, their errors do not.
+        """The error that float32 may make: terms cancel in the loss, their errors do not.
 
         A term is proportional to exp((1 + alpha) * mean log-prob) at most, and carries that exponent's error.
         """

@@ -1,4 +1,4 @@
-"""What the kernel tests share: oracles that use nothing of hacpo_kernels, random heads, ranks of a sharded vocabulary.
+"""Shared parts of the kernel tests: oracles without hacpo_kernels, random heads, ranks of a sharded vocabulary.
 
 On a machine with a GPU the same tests run the compiled kernels there; elsewhere Triton interprets them on the CPU.
 """
@@ -140,7 +140,7 @@ def _rank(rank: int, num_ranks: int, store: str, job: Callable, results: str, ar
 
 
 def on_ranks(num_ranks: int, folder, job: Callable, *arguments) -> list:
-    """What `job(rank, group, *arguments)` returns on each of `num_ranks` real processes joined by gloo."""
+    """Results of `job(rank, group, *arguments)` on each of `num_ranks` real processes joined by gloo."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"  # for the children, which import Triton anew
     try:

@@ -5,9 +5,9 @@ The head is the CPU's on both sides, since a Triton kernel cannot be traced; att
 
 from dataclasses import replace
 
+from memory_trace import TracedMemory, trace_actor
 from repository import ROOT
 
-from hacpo_lab.memory_trace import TracedMemory, trace_actor
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
@@ -39,7 +39,7 @@ def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, 
 
 
 def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> TracedMemory:
-    """What the plan's model takes, on CUDA's kernels or on the CPU's as the plan's device says."""
+    """Memory of the plan's model, on CUDA's kernels or on the CPU's as the plan's device says."""
     return trace_actor(
         plan.architecture,
         plan.layout,

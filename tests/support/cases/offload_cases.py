@@ -19,7 +19,7 @@ ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear")
 
 
 class Left(NamedTuple):
-    """What an actor has measured in its steps, and what it is after them."""
+    """Measurements of an actor in its steps, and its state after them."""
 
     stats: list[tuple[float, ...]]
     weights: dict[str, torch.Tensor]
@@ -73,5 +73,5 @@ def write(actor: Actor, folder: Path, *, copies: bool) -> None:
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of memory that is really there, whatever the tensors' shapes say."""
+    """Bytes of memory that is really there, whatever the tensors' shapes say."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -71,7 +71,7 @@ def require_exported_as_by_the_run(undisturbed: Path, agent: str, out: Path) -> 
 
 
 def require_same_weights(found: Path, expected: Path) -> None:
-    """Of two model folders."""
+    """Asserts that two model folders have the same weights."""
     one, other = (load_file(folder / "model.safetensors") for folder in (found, expected))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in other)

@@ -32,7 +32,7 @@ LOOSE = re.compile(r" *([-+=(){}\[\]&^_/]|,(?!\\!|\d{3})|\\\\) *")
 
 
 def kind_of(gold: str) -> str:
-    """What a gold answer is, by its text: the first of KINDS, else an expression with or without letters."""
+    """The kind of a gold answer by its text: the first of KINDS, else an expression with or without letters."""
     gold = gold.replace("\\!", "").replace("{,}", ",")
     for kind, pattern in KINDS:
         if pattern.search(gold) if kind in FOUND_ANYWHERE else pattern.fullmatch(gold):

@@ -1,4 +1,4 @@
-"""What harms a stored checkpoint: a bit, another format, a pickle that would run."""
+"""Harm to a stored checkpoint: a bit, another format, a pickle that would run."""
 
 import json
 from dataclasses import replace

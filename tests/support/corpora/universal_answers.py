@@ -100,7 +100,7 @@ def out_of_time(*_: object) -> None:
 
 
 def read_each_answer_once() -> None:
-    """What the graders find out about an answer alone is kept for the next gold: the same verdicts in half the time."""
+    """Keeps the graders' findings on an answer for the next gold: the same verdicts in half the time."""
     for module, name in (
         (math_grader, "_parsed"),
         (math_grader, "_shown"),

@@ -82,7 +82,7 @@ def angles(rng: random.Random) -> Iterator[Pair]:
 
 
 def times_and_dates(rng: random.Random) -> Iterator[Pair]:
-    """What is no arithmetic."""
+    """Answers that are no arithmetic."""
     hour, minute, day, month = rng.randint(1, 12), rng.randrange(10, 60), rng.randint(1, 27), rng.randint(1, 12)
     yield f"{hour}:{minute}", rf"{hour}\!:\!{minute}", True
     yield f"{hour}:{minute}", rf"\frac{{{hour}}}{{{minute}}}", False

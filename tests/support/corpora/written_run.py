@@ -120,7 +120,7 @@ def make_pool(agents: tuple[str, ...], step: int, answer: str) -> Pool:
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would see: elements, text, and every reference."""
+    """A page as a browser would see it: elements, text, and every reference."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What jobs/test_engine_on_cuda.py asks of vLLM's own CUDA code: what of it runs without a device.
+"""vLLM's own CUDA code for jobs/test_engine_on_cuda.py, as far as it runs without a device.
 
 `visit` runs in a process of its own, since the one that judges must not import vLLM.
 """
@@ -108,7 +108,7 @@ def said_by(engine: Engine) -> tuple[list[np.ndarray], list[list[int]]]:
 
 
 def sleep_at_level_two(folder: Path) -> dict[str, object]:
-    """What level 2 does on a device, by hand: weights and buffers are garbage, vLLM restores buffers, we publish."""
+    """Does level 2 of a device by hand: weights and buffers are garbage, vLLM restores buffers, we publish."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = Engine(folder, max_model_len=256, dtype=torch.float32, eos_ids=[7])
     weights = load_file(folder / "model.safetensors")
@@ -205,7 +205,7 @@ def on_its_stream(
 
 
 def what_graphs_do(folder: Path) -> tuple[bool, tuple[str, ...]]:
-    """Whether vLLM is told to let graphs leave the device, and what its allocator keeps in host memory at level 2."""
+    """vLLM's setting for graphs that leave the device, and what its allocator keeps in host memory at level 2."""
     kept = []
     device_allocator.get_mem_allocator_instance = lambda: SimpleNamespace(
         sleep=lambda offload_tags: kept.append(offload_tags)
@@ -296,7 +296,7 @@ def steps_in_flight(folder: Path) -> list[tuple[int, int]]:
 
 
 def watches_compilation() -> bool:
-    """Whether vLLM's worker, warm, watches what this process compiles."""
+    """True if vLLM's worker, warm, watches what this process compiles."""
     monitor = SimpleNamespace(jit_monitor_mode="warn", jit_monitor_verbose=False)
     warm = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
     Worker._maybe_activate_jit_monitor(SimpleNamespace(vllm_config=warm, observability_config=monitor))

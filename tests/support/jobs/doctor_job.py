@@ -1,4 +1,4 @@
-"""What jobs/test_doctor.py runs: the doctor on a healthy project, and on one whose publishing forgets a packed copy.
+"""The doctor for jobs/test_doctor.py: on a healthy project, and on one whose publishing forgets a packed copy.
 
 `main` on three ranks writes every rank's findings to OUT/<rank>.json.
 """

@@ -1,4 +1,4 @@
-"""What jobs/test_engine.py runs: two processes of one agent on one machine, real vLLM engines.
+"""The job of jobs/test_engine.py: two processes of one agent on one machine, real vLLM engines.
 
 First one engine with tensor parallel 2, then two replicas. Every process writes what it saw to OUT/<agent>-<rank>.pt;
 the tests judge it.
@@ -51,7 +51,7 @@ def message(action) -> str:
 
 
 def shared_memory_mode(line: str) -> int | None:
-    """Who may open the file of a mapping, by a line of /proc/self/maps; None where that may not be asked."""
+    """The file mode of a mapping, by a line of /proc/self/maps; None where that may not be asked."""
     addresses = (int(address, 16) for address in line.split()[0].split("-"))
     with suppress(OSError):
         return os.stat("/proc/self/map_files/{:x}-{:x}".format(*addresses)).st_mode & 0o777

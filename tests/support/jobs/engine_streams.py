@@ -1,4 +1,4 @@
-"""What vLLM's own code does to streams, asked from several threads with and without the project's door.
+"""Effects of vLLM's own code on streams, from several threads, with and without the project's guard.
 
 `visit` runs inside cuda_engine_job.py, where vLLM may be imported. A device is recorded, not there (recorded_cuda.py);
 vLLM's cached `main_stream`, its copy of a step's tokens and its `current_stream` are the installed ones.
@@ -64,7 +64,7 @@ class VllmOnDevice:
 
 @contextmanager
 def by_nobodys_door(llm: VllmOnDevice):
-    """How vLLM was called without one."""
+    """Calls vLLM without a guard."""
     yield llm
 
 

@@ -1,4 +1,4 @@
-"""What jobs/test_expert_engine.py runs: a live vLLM with experts, which is given new weights in every way there is.
+"""The job of jobs/test_expert_engine.py: a live vLLM with experts, which is given new weights in every way there is.
 
 Every process writes what it saw of a model to OUT/<rank>.pt: log-probs after each load, what the engine held, and what
 its loaders did.
@@ -85,7 +85,7 @@ def routed(engine: Engine) -> dict:
 
 
 def returned(engine: Engine) -> list:
-    """What vLLM's second runner would hand to this rank of a step that read three tokens of a prompt."""
+    """The output of vLLM's second runner for this rank after a step that read three tokens of a prompt."""
     with engine._guard.open() as llm:
         config, runner = llm.llm_engine.vllm_config, worker_of(llm).model_runner
         connector = AuxOutputWorkerConnector(
@@ -134,7 +134,7 @@ def differing(engine: Engine, full: Weights) -> list[str]:
 
 
 def flipped(engine: Engine, full: Weights, victim: str) -> list[str]:
-    """What differs where the engine was given one tensor with another last bit."""
+    """Differences where the engine was given one tensor with another last bit."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in full.items():

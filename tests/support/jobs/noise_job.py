@@ -1,4 +1,4 @@
-"""What jobs/test_row_noise.py runs: a million tokens drawn by vLLM's kernel on the CPU under the project's noise."""
+"""The job of jobs/test_row_noise.py: a million tokens drawn by vLLM's CPU kernel under the project's noise."""
 
 from pathlib import Path
 from types import SimpleNamespace

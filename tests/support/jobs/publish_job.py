@@ -1,4 +1,4 @@
-"""What jobs/test_publish.py runs: Megatron's actor and the live vLLM engine in the same two processes.
+"""The job of jobs/test_publish.py: Megatron's actor and the live vLLM engine in the same two processes.
 
 `main` on two ranks takes a model and a layout and writes what each
 process saw to OUT/<rank>.pt: log-probs of sampled answers by the engine that sampled them and by the actor, after the
@@ -142,7 +142,7 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
 
 
 def differences_after_mutation(engine: Engine, actor: Actor, weight_sync: WeightSync, victim: str) -> list[str]:
-    """What is found in engines of which those on rank 1 were given one tensor with another last bit."""
+    """Differences found in engines of which those on rank 1 were given one tensor with another last bit."""
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in actor.weights():

@@ -1,4 +1,4 @@
-"""What jobs/test_publish_quantized.py runs: a bf16 actor and a live vLLM that quantizes, in the same two processes.
+"""The job of jobs/test_publish_quantized.py: a bf16 actor and a live vLLM that quantizes, in the same two processes.
 
 What the engine must hold is worked out here from full tensors by the definition of an fp8 matrix with a scale for each
 row (448 is the largest finite number of float8_e4m3fn), and cut for the engine's rank.

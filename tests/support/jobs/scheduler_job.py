@@ -1,4 +1,4 @@
-"""What jobs/test_decode_scheduler.py runs: one process, the same requests by vLLM's own scheduler and by the project's.
+"""The job of jobs/test_decode_scheduler.py: one process, the same requests by vLLM's scheduler and the project's.
 
 Every step is written down: what the model was given, and after it the blocks that are free, in order, and the prefixes
 that are cached. OUT/seen.pt holds it by scheduler, then by case.

@@ -1,4 +1,4 @@
-"""Who is on a shared device after an error in a turn: every call that an agent makes there fails once, and then two do.
+"""Tenants of a shared device after an error in a turn: every call that an agent makes there fails once, then two do.
 
 `visit` runs inside cuda_engine_job.py. Actor and engine note whether they are there, and fail before and after it.
 """

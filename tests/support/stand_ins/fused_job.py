@@ -1,4 +1,4 @@
-"""What fused_stand_in.py asks of actors; imports Megatron, so it must be imported after the stand-ins are in place."""
+"""Actors' answers to fused_stand_in.py; imports Megatron, so it must be imported after the stand-ins are in place."""
 
 from collections import Counter
 from pathlib import Path

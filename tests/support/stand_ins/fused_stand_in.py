@@ -96,7 +96,7 @@ def _kernels(library):
 
 
 class _Apex(importlib.metadata.Distribution, importlib.metadata.DistributionFinder):
-    """What pip would have written of apex."""
+    """The metadata that pip would have written of apex."""
 
     def read_text(self, filename):
         return f"Name: apex\nVersion: {APEX}\n" if filename == "METADATA" else None

@@ -146,7 +146,7 @@ class RecordedCuda:
 
     @staticmethod
     def host() -> Counter:
-        """What this thread knows to be over."""
+        """The work that this thread knows to be over."""
         return threading.current_thread().__dict__.setdefault("knows_of_the_device", Counter())
 
     def learns(self, clock: Counter) -> None:
@@ -213,7 +213,7 @@ class TensorThere:
 
 
 def told(action: Callable[[], object]) -> str:
-    """What an action dies of, in words."""
+    """The error that an action dies of, in words."""
     try:
         action()
     except Exception as error:

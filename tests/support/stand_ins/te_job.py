@@ -1,4 +1,4 @@
-"""What te_stand_in.py asks of this project's models with the stand-in's layers; see there.
+"""Models' answers to te_stand_in.py with the stand-in's layers; see there.
 
 Imports Megatron, so it must be imported after the stand-in is in place.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from memory_trace import _fake_world
 
-from hacpo_lab.memory_trace import _fake_world
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, save_state
@@ -106,7 +106,7 @@ def _shapes(folder: Path, tp: int, pp: int, pp_rank: int) -> dict:
 
 
 def _plain(arguments: dict) -> dict:
-    """What was given, without what no file can keep."""
+    """The given object, without what no file can keep."""
     return {
         name: value if isinstance(value, bool | int | float | str | torch.dtype | None) else type(value).__name__
         for name, value in arguments.items()

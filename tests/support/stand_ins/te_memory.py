@@ -1,4 +1,4 @@
-"""What TransformerEngine's layers keep and make in bf16, for hacpo_lab/memory_trace.py to count.
+"""Tensors that TransformerEngine's layers keep and make in bf16, for memory_trace.py to count.
 
 Every function here makes the tensors that TransformerEngine's makes, keeps what it hands to save_for_backward, and
 holds the others as long, after the source at its tag v2.9 (70f5366): pytorch/module/layernorm_linear.py and linear.py,
@@ -20,7 +20,7 @@ from hacpo_mega.memory.actor_bytes import ActorPlan
 
 
 def traces(plans: list[ActorPlan]) -> list[dict[str, int]]:
-    """What the plans' models take with these layers; te_stand_in must be installed."""
+    """Memory of the plans' models with these layers; te_stand_in must be installed."""
     from memory_cases import traced
 
     te_stand_in.LayerNormLinear.forward = _layernorm_linear

@@ -169,7 +169,7 @@ class _Named(type):
 
 
 def _named_part(name):
-    """Of a module of the package."""
+    """Looks up a name of a module of the package."""
     if name in NOT_THERE:
         raise AttributeError(name)
     return _Named.__getattr__(None, name)
@@ -181,7 +181,7 @@ def get_dummy_wgrad(shape, dtype, zero=False):
 
 
 class _Described(importlib.metadata.Distribution):
-    """What pip would have written of the package."""
+    """The metadata that pip would have written of the package."""
 
     def read_text(self, filename):
         return f"Name: transformer-engine\nVersion: {VERSION}\n" if filename == "METADATA" else None

@@ -1,4 +1,4 @@
-"""What a wrong configuration is, for the groups of them in bad_values.py and bad_sources.py."""
+"""A wrong configuration, for the groups of them in bad_values.py and bad_sources.py."""
 
 from dataclasses import dataclass
 

@@ -56,7 +56,7 @@ def test_the_installed_release_is_the_recorded_one(release):
 
 
 def test_the_record_is_of_the_image():
-    """What launch/image builds is what the stand-ins stand for."""
+    """The packages of launch/image are those that the stand-ins stand for."""
     pinned = (ROOT / "launch" / "image" / "transformer_engine.txt").read_text(encoding="utf-8")
     recipe = (ROOT / "launch" / "image" / "Dockerfile").read_text(encoding="utf-8")
     releases = dict(release.split()[:2] for release in RECORD)

@@ -1,4 +1,4 @@
-"""What a Dockerfile says, instruction by instruction, and what this project does not let one say."""
+"""A Dockerfile, instruction by instruction, and what this project does not let one say."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def requirements(file: Path) -> list[str]:
 
 
 def problems(text: str, context: Path) -> list[str]:
-    """What is wrong with a Dockerfile whose build context is `context`, a line each."""
+    """The faults of a Dockerfile whose build context is `context`, a line each."""
     found = instructions(text)
     return [said for rule in RULES for said in rule(found, context)]
 
@@ -71,7 +71,7 @@ def _commands(found: list[Instruction]) -> Iterator[str]:
 
 
 def _files(found: list[Instruction], context: Path) -> Iterator[str]:
-    """What is copied is there, and never everything."""
+    """Copied files are there, and never everything."""
     for word, rest in found:
         sources = rest.split()[:-1]
         if word == "COPY" and not rest.startswith("--from"):

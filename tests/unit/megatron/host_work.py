@@ -45,7 +45,7 @@ EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 @dataclass
 class Asked:
-    """Of one part of the work; `waits` by where in the source the host waits."""
+    """Requests of one part of the work; `waits` by where in the source the host waits."""
 
     launches: int = 0
     allocations: int = 0
@@ -178,7 +178,7 @@ class _Operations(TorchDispatchMode):
 def _where() -> str:
     """The line of ours or of Megatron that waits."""
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.endswith("/megatron/platform.py"):
+        if frame.filename.endswith("/megatron/platform.py") or "/tests/" in frame.filename:
             continue
         for package in ("hacpo_mega", "hacpo_kernels", "megatron"):
             _, found, path = frame.filename.rpartition(f"/{package}/")
@@ -188,7 +188,7 @@ def _where() -> str:
 
 
 def record_actor(folder: Path) -> dict[str, Asked]:
-    """Of an actor of one rank, by part: a score and an update of one micro-batch. Inside a process group of one."""
+    """Requests of an actor of one rank, by part: score and update of one micro-batch. Inside a process group of one."""
     actor = make_actor(folder, dtype=torch.bfloat16, max_tokens_per_microbatch=8192)
     samples = [replace(sample, source_logprob=-5.0) for sample in random_samples(2, seed=3) if sample.is_self]
     actor.optimizer.make_moments()

@@ -1,4 +1,4 @@
-"""Whose kernels an optimizer has is the configuration's choice, and Adam is Adam with each of them.
+"""The configuration chooses the optimizer's kernels, and Adam is Adam with each of them.
 
 TransformerEngine's and apex's are stand-ins here (tests/support/stand_ins/fused_stand_in.py).
 """

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 from memory_cases import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
+from memory_trace import TracedMemory
 from repository import ROOT, SOURCES
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
@@ -108,7 +108,7 @@ def test_what_transformer_engines_layers_lack_has_local_ones(model):
 @pytest.mark.parametrize("layout", [(2, 1, 0), (1, 2, 0), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("model", NAMES)
 def test_every_parameter_has_its_name_and_shape(found, model, layout):
-    """Of tensor parallel 2, and of both stages of a pipeline."""
+    """Tensor parallel 2, and both stages of a pipeline."""
     shapes = found[model]["shapes"][layout]
     assert shapes["parameters"] == shapes["slots"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in shapes["parameters"]

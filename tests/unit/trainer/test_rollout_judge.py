@@ -16,7 +16,7 @@ PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index i
 
 
 def rollouts(num_each: int) -> list[Rollout]:
-    """Of every prompt, by turns right, wrong, without an answer, and right but cut."""
+    """Rollouts of every prompt, by turns right, wrong, without an answer, and right but cut."""
     texts = [
         lambda p: rf"\boxed{{{p + 1}}}",
         lambda p: rf"\boxed{{{p}}}",
