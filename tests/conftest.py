@@ -8,11 +8,24 @@ import importlib
 import os
 import signal
 from collections import defaultdict
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from budgets import LAB, Part, file_of, order, over_budget, read_budgets, scope_of, tier_of, write_budgets
+from budgets import (
+    LAB,
+    MAKE_TEST,
+    Part,
+    file_of,
+    is_left_out,
+    order,
+    over_budget,
+    read_budgets,
+    scope_of,
+    tier_of,
+    write_budgets,
+)
 from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
@@ -76,6 +89,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker's reports come here
         config.pluginmanager.register(Seconds(config.getoption("--hold-budgets"), config.getoption("--write-budgets")))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """True for files without a test in `make test`: a third of all, which every worker would import."""
+    return True if config.option.markexpr == MAKE_TEST and is_left_out(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -302,13 +302,16 @@ def test_launchers_and_kernel_benchmarks_unpickle_nothing() -> None:
 
 def test_docstrings_beside_the_product_open_with_their_subject() -> None:
     sources = sources_below("launch", "kernels/bench", "docs", "tests", "packages/hacpo_lab/benchmarks")
-    complaints = list(docstrings_open_with_their_subject(sources))
+    opening = re.compile(
+        rf'^ *"""({"|".join(QUESTIONS)})\b', re.IGNORECASE | re.MULTILINE
+    )  # to parse no file for nothing
+    complaints = list(docstrings_open_with_their_subject([s for s in sources if opening.search(s.text)]))
     assert len(sources) > 100 and complaints == [], "\n" + "\n".join(complaints)
 
 
 def test_no_test_of_the_product_imports_the_lab() -> None:
     sources = [source for source in sources_below("tests") if not source.path.startswith("tests/lab/")]
-    imports = [(source.path, name) for source in sources for _, name in source.imports()]
+    imports = [(s.path, name) for s in sources if "hacpo_lab" in s.text for _, name in s.imports()]
     assert [place for place in imports if place[1].split(".")[0] == "hacpo_lab"] == []
 
 

@@ -5,6 +5,7 @@ takes longer over all files alike: seconds are compared with budgets times the m
 file stands out and a slow day does not. Nothing here stops a test.
 """
 
+import functools
 import math
 import os
 import statistics
@@ -16,6 +17,7 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 # The tiers: `make test`; and what `make test-all` has beyond it, of the product and of the lab.
 FAST, NIGHTLY, LAB = "fast", "nightly", "lab"
+MAKE_TEST = "not nightly and not lab"  # the Makefile's choice of tests
 HEADROOM = 1.5
 SPARE = 1.2  # a budget is a fifth above what was measured
 HEAD = """\
@@ -73,6 +75,20 @@ def tier_of(keywords: Container[str], file: str) -> str:
     if file.startswith("lab/"):
         return LAB
     return NIGHTLY if NIGHTLY in keywords else FAST
+
+
+def is_left_out(path: Path) -> bool:
+    """True if budgets.toml lists a file of tests/ in other tiers than `make test`'s alone."""
+    tiers = _tiers().get(path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else "")
+    return tiers is not None and FAST not in tiers
+
+
+@functools.cache
+def _tiers() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for part in read_budgets():
+        found.setdefault(part.file, set()).add(part.tier)
+    return found
 
 
 def file_of(nodeid: str) -> str:

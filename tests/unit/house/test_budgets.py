@@ -7,11 +7,13 @@ import pytest
 from budgets import (
     FAST,
     LAB,
+    MAKE_TEST,
     NIGHTLY,
     SPARE,
     TESTS,
     Part,
     file_of,
+    is_left_out,
     order,
     over_budget,
     read_budgets,
@@ -97,6 +99,14 @@ def test_the_longest_begin_first_and_what_starts_no_job_before_what_does(monkeyp
     assert order(budgets, budgets) == ["test_y.py", "unit/test_x.py", *together, "jobs/test_a.py", "walk/test_w.py"]
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert order(budgets, budgets)[2:4] == ["jobs/test_a.py", "walk/test_w.py"]
+
+
+def test_make_test_imports_no_file_of_another_tier_alone():
+    left_out = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py") if is_left_out(path)}
+    tiers = {file: {part.tier for part in read_budgets() if part.file == file} for file in files_with_tests()}
+    assert left_out == {file for file, of_file in tiers.items() if FAST not in of_file} and len(left_out) > 50
+    assert f'-m "{MAKE_TEST}"\n' in (TESTS.parent / "Makefile").read_text(encoding="utf-8")
+    assert not is_left_out(TESTS / "jobs") and not is_left_out(TESTS.parent / "tests.py")
 
 
 def test_a_file_is_named_alike_from_wherever_pytest_is_started():
