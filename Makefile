@@ -9,7 +9,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-lab test-all test-nightly test-portable gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
@@ -33,6 +33,11 @@ test-all: env
 
 test-nightly: env
 	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "nightly or lab"
+
+# Measured seconds of every test file into tests/budgets.toml, on a machine with nothing else to do.
+budgets: env
+	$(PYTEST) -n $(WORKERS) --write-budgets -m "not nightly and not lab"
+	$(PYTEST) -n $$(($(WORKERS) + 1)) --write-budgets -m "nightly or lab"
 
 # The numeric tests as other processors would run them.
 test-portable: env

@@ -8,11 +8,24 @@ import importlib
 import os
 import signal
 from collections import defaultdict
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from budgets import LAB, Part, file_of, order, over_budget, read_budgets, scope_of, tier_of
+from budgets import (
+    LAB,
+    MAKE_TEST,
+    Part,
+    file_of,
+    is_left_out,
+    order,
+    over_budget,
+    read_budgets,
+    scope_of,
+    tier_of,
+    write_budgets,
+)
 from xdist.scheduler import LoadScopeScheduling
 
 if not torch.cuda.is_available():
@@ -39,7 +52,7 @@ hypothesis.settings.load_profile("unhurried")
 
 
 class ByScope(LoadScopeScheduling):
-    """Who runs what under `pytest -n`: support/budgets.py says what stays on one worker."""
+    """Gives tests to workers under `pytest -n`; support/budgets.py says what stays on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(file_of(nodeid))
@@ -48,8 +61,8 @@ class ByScope(LoadScopeScheduling):
 class Seconds:
     """Adds up what every file took, and says at the end who took more than budgets.toml allows."""
 
-    def __init__(self, fails: bool) -> None:
-        self.fails, self.by_part = fails, defaultdict(float)
+    def __init__(self, fails: bool, writes: bool) -> None:
+        self.fails, self.writes, self.by_part = fails, writes, defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = file_of(report.nodeid)
@@ -58,6 +71,8 @@ class Seconds:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.fails and over_budget(self.by_part, read_budgets())[1] and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.writes and session.exitstatus == pytest.ExitCode.OK:
+            write_budgets(self.by_part)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         slowness, lines = over_budget(self.by_part, read_budgets())
@@ -68,11 +83,17 @@ class Seconds:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--hold-budgets", action="store_true", help="fail if a file takes longer than tests/budgets.toml")
+    parser.addoption("--write-budgets", action="store_true", help="write this run's seconds to tests/budgets.toml")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker's reports come here
-        config.pluginmanager.register(Seconds(config.getoption("--hold-budgets")))
+        config.pluginmanager.register(Seconds(config.getoption("--hold-budgets"), config.getoption("--write-budgets")))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """True for files without a test in `make test`: a third of all, which every worker would import."""
+    return True if config.option.markexpr == MAKE_TEST and is_left_out(collection_path) else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Who may import whom: rooms on floors, one door per heavy library, few places that collectives may hang in.
+"""Import rules: rooms on floors, one door per heavy library, few places that collectives may hang in.
 
 Every rule is a function from parsed files to complaints, and is shown here to catch a file that breaks it. What a file
 itself may be is in test_code_rules.py.
@@ -39,7 +39,7 @@ COMMANDS = (CLI, f"{LAB}commands/")
 SHARED_BY_COMMANDS = (f"{LAB}commands/ranks.py", "hacpo_mega/cli/start.py")
 # Where a heavy library may be named at all.
 DOORS = {
-    "megatron": ("hacpo_mega/megatron/", f"{LAB}memory_trace.py"),
+    "megatron": ("hacpo_mega/megatron/",),
     **dict.fromkeys(("transformer_engine", "apex", "amp_C"), ("hacpo_mega/megatron/",)),
     # and where an experiment's server imports it for the ranks that it forks
     "vllm": ("hacpo_mega/rollout/", f"{LAB}experiments/preloaded.py"),
@@ -57,7 +57,6 @@ COLLECTIVES = (
     "hacpo_mega/rollout/",
     "hacpo_mega/megatron/",
     "hacpo_mega/preflight/meeting.py",
-    f"{LAB}memory_trace.py",
     "kernels/hacpo_kernels/",
 )
 # Whoever grades answers needs no trainer, and no model beside it but one behind a server.

@@ -1,4 +1,4 @@
-"""What a file of the product may be and say: small, described, finished; it prints, reads and runs nothing unseen.
+"""Rules for a file of the product: small, described, finished; it prints, reads and runs nothing unseen.
 
 Every rule is a function from parsed files to complaints, and is shown here to catch a file that breaks it. Who may
 import whom is in test_architecture.py.
@@ -38,6 +38,7 @@ ENVIRONMENT = (
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"}
 MAX_FILE_LINES = 550
 MAX_TEST_NAME = 70
+MAX_FILES = 14  # of Python in a folder of tests/support
 # Where `say` is, what has none, and what speaks to the process that started it alone.
 PRINTS = (
     *(
@@ -100,7 +101,7 @@ MAX_KERNEL_LINES = 120  # a Triton kernel is one function: cutting it up would h
 
 
 def nothing_is_pickled(sources: Sources) -> Complaints:
-    """What a peer or a file says is bytes of a stated layout, and no text becomes code."""
+    """Words of a peer or a file are bytes of a stated layout, and no text becomes code."""
     for source in sources:
         for line, name in source.imports():
             if f"{name}.".startswith(RUNS_WHAT_IT_READS) and not source.lies_in(READS_PICKLES):
@@ -163,7 +164,7 @@ def files_and_functions_are_small(sources: Sources) -> Complaints:
 
 
 def functions_take_records(sources: Sources) -> Complaints:
-    """What needs more than a few arguments takes a record of them; a command's are its options, a kernel's pointers."""
+    """Functions that need more than a few arguments take a record; a command's are its options, a kernel's pointers."""
     for source in sources:
         for function in functions(source):
             is_kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
@@ -289,10 +290,34 @@ def test_no_name_of_a_test_is_long() -> None:
     assert len(names) > 1000 and too_long == []
 
 
+def sources_below(*folders: str) -> Sources:
+    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+
+
 def test_launchers_and_kernel_benchmarks_unpickle_nothing() -> None:
-    files = [*(ROOT / "launch").rglob("*.py"), *(ROOT / "kernels" / "bench").rglob("*.py")]
-    sources = [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    sources = sources_below("launch", "kernels/bench")
     assert sources and list(nothing_is_pickled(sources)) == []
+
+
+def test_docstrings_beside_the_product_open_with_their_subject() -> None:
+    sources = sources_below("launch", "kernels/bench", "docs", "tests", "packages/hacpo_lab/benchmarks")
+    opening = re.compile(
+        rf'^ *"""({"|".join(QUESTIONS)})\b', re.IGNORECASE | re.MULTILINE
+    )  # to parse no file for nothing
+    complaints = list(docstrings_open_with_their_subject([s for s in sources if opening.search(s.text)]))
+    assert len(sources) > 100 and complaints == [], "\n" + "\n".join(complaints)
+
+
+def test_no_test_of_the_product_imports_the_lab() -> None:
+    sources = [source for source in sources_below("tests") if not source.path.startswith("tests/lab/")]
+    imports = [(s.path, name) for s in sources if "hacpo_lab" in s.text for _, name in s.imports()]
+    assert [place for place in imports if place[1].split(".")[0] == "hacpo_lab"] == []
+
+
+def test_no_folder_of_support_is_a_drawer() -> None:
+    counts = collections.Counter(file.parent for file in (ROOT / "tests" / "support").rglob("*.py"))
+    assert [str(folder) for folder, number in counts.items() if number > MAX_FILES] == []
 
 
 A = "hacpo_mega/agent/agent.py"

@@ -47,7 +47,7 @@ def prose(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def written_files() -> list[Path]:
-    """What people write and read here: the repository without its environment, its runs and caches."""
+    """Files that people write and read here: the repository without its environment, its runs and caches."""
     skipped, found = {".git", ".venv", "runs", "build", "results", "__pycache__"}, []
     for folder, folders, files in os.walk(ROOT):
         folders[:] = set(folders) - skipped

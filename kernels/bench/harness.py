@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: fair timing, memory, and the table, CSV and plot of a run.
+"""Shared parts of the kernel benchmarks: fair timing, memory, and the table, CSV and plot of a run.
 
 Fair means: every candidate in the same process on the same tensors, in rotated order within every round, after warm-up,
 with the L2 cache flushed, and only if it passed the accuracy gate. A time is a median over rounds.

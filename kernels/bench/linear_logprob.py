@@ -178,7 +178,7 @@ def roof(batch: Batch, backward: bool) -> Callable[[], None]:
 
 
 def calls(candidate: Callable, batch: Batch) -> dict[str, Callable[[], None]]:
-    """What is timed of a candidate."""
+    """The calls of a candidate that are timed."""
     hidden, weight = batch.hidden.detach().requires_grad_(), batch.weight.detach().requires_grad_()
 
     def forward() -> None:

@@ -1,4 +1,4 @@
-"""How much memory scoring and learning need beyond their inputs and outputs, on a CPU, over the number of tokens.
+"""Memory that scoring and learning need beyond their inputs and outputs, on a CPU, over the number of tokens.
 
     python kernels/bench/memory.py                  Markdown: growth in MiB at vocabulary 151,936
 

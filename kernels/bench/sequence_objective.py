@@ -135,7 +135,7 @@ def gate(candidate: Callable, batch: Batch) -> tuple[str, bool]:
 
 
 def synchronises(call: Callable[[], object], device: torch.device) -> str:
-    """Whether CUDA's own checker sees the host wait."""
+    """True if CUDA's own checker sees the host wait."""
     if device.type != "cuda":
         return ""
     torch.cuda.set_sync_debug_mode("error")

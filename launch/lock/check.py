@@ -1,4 +1,4 @@
-"""Whether an environment is the one that its lock file means: torch's build, and what the packages ask of each other.
+"""Holds an environment to its lock file: torch's build, and the packages' requirements of each other.
 
     .venv/bin/python launch/lock/check.py launch/lock/cuda.txt
 
@@ -34,7 +34,7 @@ def read_lock(file: Path) -> dict[str, Version]:
 
 
 def build_problem(lock: Path, torch_version: str, cuda: str | None) -> str | None:
-    """What is wrong with the torch that was installed for a lock; `cuda` is the CUDA of its build, None on the CPU."""
+    """The fault of the torch that was installed for a lock; `cuda` is the CUDA of its build, None on the CPU."""
     if lock.stem == "cuda" and (cuda is None or not cuda.startswith("13.")):
         return f"{lock} needs torch's build for CUDA 13, installed is {torch_version} ({cuda or 'CPU'}): {REMEDY}"
     if lock.stem == "cpu" and cuda is not None:
@@ -62,7 +62,7 @@ def requirement_problems(
 
 
 def installed_requirements(names: Mapping[str, Version]) -> dict[str, list[str]]:
-    """What each of the packages states that it requires, where it is installed."""
+    """The requirements that each of the packages states, where it is installed."""
     found = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Whether both lock files resolve on every Python that they serve, by what the indexes say of each package.
+"""Resolves both lock files on every Python that they serve, by what the indexes say of each package.
 
     make locks
 
@@ -20,7 +20,7 @@ PLATFORM = "x86_64-manylinux_2_31"
 
 
 def set_aside(lock: Path) -> list[str]:
-    """What the resolver is not to judge, as uv's overrides: no package, or this version whatever others ask for."""
+    """Overrides for uv that keep packages from its judgement: no package, or this version whatever others ask for."""
     if lock.stem != "cpu":
         return []
     nowhere = [f"{name}; python_version < '3'" for name in ("torch", *LEFT_OUT)]

@@ -158,7 +158,7 @@ class Machine:
             return subprocess.Popen(command, env=environment, stderr=err, **pipes)
 
     def _work(self, place: int) -> dict[str, Any]:
-        """What trl_gspo.py is asked to do for an agent."""
+        """The work that trl_gspo.py is asked to do for an agent."""
         config, agent = self.config, self.config.agents[place]
         optimizer = agent.optimizer.model_dump(include={"lr", "betas", "weight_decay", "clip_grad"})
         algorithm = config.algorithm.model_dump(include={"eps_low", "eps_high"})
@@ -180,7 +180,7 @@ class Machine:
 
 
 def measured_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
-    """What a rank of hacpo_mega does, in a process forked from the server: the steps, and a note of what they took."""
+    """Runs a rank of hacpo_mega in a process forked from the server: the steps, and a note of what they took."""
     imported_bytes = resident("VmRSS")
     from hacpo_lab.throughput.measured_trainer import measured_trainer
 

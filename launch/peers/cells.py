@@ -57,17 +57,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """The name of the cell's file."""
         return f"{self.size}_v{self.vocabulary}_p{self.prompt_tokens}"
 
     @property
     def num_prompts(self) -> int:
-        """Of a step."""
+        """Prompts of a step."""
         return SIZES[self.size].prompts[self.prompt_tokens][0]
 
     @property
     def num_updates(self) -> int:
-        """Of a step."""
+        """Updates of a step."""
         return SIZES[self.size].prompts[self.prompt_tokens][1]
 
 
@@ -137,7 +137,7 @@ def lengths_of(kind: str, num_answers: int, seed: int) -> list[int]:
 
 
 def workload_of(cell: Cell, kinds: Sequence[str]) -> "Workload":
-    """What both trainers are to do; the warm-up is of the longest."""
+    """The work of both trainers; the warm-up is of the longest."""
     from hacpo_lab.throughput.workload import Workload
 
     steps = []

@@ -119,7 +119,7 @@ def errors_of(work: Path) -> list[Path]:
 
 
 def row_name(cell: Cell, kind: str) -> tuple[str, ...]:
-    """What a row of the table is of (table.GRID_WORK)."""
+    """The work of a row of the table (table.GRID_WORK)."""
     tokens = f"{EQUAL}" if kind == "equal" else kind
     return (
         f"{num_parameters(cell) / 1e6:.1f}M",
@@ -143,7 +143,7 @@ def found_before(file: Path, made_with: dict[str, object]) -> Measured | None:
 
 
 def write_part(file: Path, made_with: dict[str, object], found: Measured) -> None:
-    """What `found_before` reads; a file that was begun is none."""
+    """Writes what `found_before` reads; a file that was begun is none."""
     told = {kind: {who: [asdict(turn) for turn in turns] for who, turns in found[kind].items()} for kind in LENGTHS}
     begun = file.with_suffix(".begun")
     begun.write_text(json.dumps({"made with": made_with, **told}), encoding="utf-8")

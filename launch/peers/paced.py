@@ -40,7 +40,7 @@ class PacedJob:
             wait(line)
 
     def turns(self, tokens: list[int]) -> list[Turn]:
-        """What its steps took, of so many `tokens` of answers each: on the clock the slowest rank, else all."""
+        """The cost of its steps, of so many `tokens` of answers each: on the clock the slowest rank, else all."""
         found = [json.loads(line.readline()) for line in self._lines]
         memory = [sum(rank[part] for rank in found) for part in ("peak_bytes", "imported_bytes")]
         steps = zip(*(rank["steps"] for rank in found), strict=True)

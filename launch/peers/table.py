@@ -1,4 +1,4 @@
-"""What trainers took for the same work, as one turn of each, and the table of all turns. Pure; bench.py runs them."""
+"""The cost of the same work in several trainers, one turn of each, and the table of turns. Pure; bench.py runs them."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def whole(steps: Sequence[Turn]) -> Turn:
 
 
 def read_turn(file: Path, *, tokens: Sequence[int], prompt_tokens: int, threads: int) -> list[Turn]:
-    """What trl_gspo.py wrote, step by step, of steps of so many `tokens`. ValueError when it is not whole, or other
+    """Reads, step by step, what trl_gspo.py wrote of steps of so many `tokens`. ValueError if it is not whole, or other
     work than ours.
     """
     try:

@@ -82,7 +82,7 @@ class Clock(TrainerCallback):
 
 
 def settings(work: dict[str, Any], folder: Path) -> GRPOConfig:
-    """What is computed is the work's; how it is computed is what suits a CPU (docs/measurements/peers.md)."""
+    """TRL's settings: the work fixes what is computed, the CPU how (docs/measurements/peers.md)."""
     return GRPOConfig(
         output_dir=str(folder),
         max_steps=work["updates_per_step"] * (work["warm_up"] + work["steps"]),

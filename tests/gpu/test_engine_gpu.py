@@ -72,7 +72,7 @@ def assert_scores(engine, folder: Path) -> None:
 
 
 def test_the_engine_runs_on_the_runner_that_was_read(engine):
-    """What docs/guide/gpus.md says of sampling is of vLLM's second model runner."""
+    """docs/guide/gpus.md describes the sampling of vLLM's second model runner."""
     with engine._guard.open() as llm:
         assert llm.llm_engine.vllm_config.use_v2_model_runner
 

@@ -41,7 +41,7 @@ def main_weights(actor) -> list[torch.Tensor]:
 
 
 def test_torchs_adam_in_one_pass_is_its_adam_in_several(tmp_path):
-    """Of a bf16 actor, on the same gradients: the float32 main weights differ by float32's roundings alone."""
+    """On a bf16 actor and the same gradients the float32 main weights differ by float32's roundings alone."""
     folder, trained = make_folder(tmp_path / "model", "qwen3"), []
     config = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1e3, kernels="torch")
     for is_fused in (True, False):

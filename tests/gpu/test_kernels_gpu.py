@@ -1,4 +1,4 @@
-"""What only a GPU shows of the kernels: offsets past 2^31, launches and synchronisations, memory.
+"""Properties of the kernels that only a GPU shows: offsets past 2^31, launches and synchronisations, memory.
 
 The tests of values and gradients (test_linear_logprob.py, test_sequence_objective.py, test_kernel_complaints.py,
 test_kernel_repeats.py) run the compiled kernels by themselves on a machine with a GPU.

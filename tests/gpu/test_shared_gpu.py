@@ -1,10 +1,13 @@
 """Agents that take turns on one GPU: an actor that leaves it, and a run of two whose engines have most of it each."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 from actor_cases import full_weights, make_actor, objective, one_rank, random_samples
 from bf16_cases import make_folder
-from job import changed_environment, run_command
+from job import run_command
 from offload_cases import ADAM
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
@@ -40,7 +43,7 @@ def test_a_run_of_two_agents_takes_turns(tmp_path):
         agent_table(tmp_path, "two", "llama", CHARACTERS + PAIRS, vllm=vllm),
     ]
     config = write_config(tmp_path, agents, placement="shared", checkpoint={"every_steps": 1})
-    with changed_environment({"CUDA_VISIBLE_DEVICES": "0"}):
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}):
         run_command(2, "train", config, "training.verify_weights_every=1")
     total = torch.cuda.get_device_properties(0).total_memory
     for step, metrics in read_metrics(tmp_path / "run" / "metrics.jsonl").items():

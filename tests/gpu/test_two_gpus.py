@@ -1,13 +1,15 @@
-"""What takes two GPUs, or two agents on one: engines over both, a lane and a pipeline over NCCL, a shared device."""
+"""Tests for two GPUs, or two agents on one: engines over both, a lane and a pipeline over NCCL, a shared device."""
 
 import functools
 import importlib
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from bf16_cases import check_gradient, check_own_ratios, gradient, make_folder, own_ratios
-from job import changed_environment, run_job
+from job import run_job
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
@@ -24,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def in_job(name: str, *arguments):
-    """What a rank does: `name(place, *arguments)` of two_gpu_job, which imports vLLM and so is imported there."""
+    """Calls `name(place, *arguments)` of two_gpu_job in a rank; it imports vLLM and so is imported there."""
     return functools.partial(call, name, arguments)
 
 
@@ -58,7 +60,7 @@ def test_a_lane_of_two_agents_is_nccl(folder):
 
 def test_two_agents_share_one_gpu(folder):
     """Each has a quarter of it, the lane is gloo, and sleeping looks at nobody else's memory."""
-    with changed_environment({"CUDA_VISIBLE_DEVICES": "0"}):
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0"}):
         found = run_job(TWO_AGENTS, in_job("engine_sleeps_and_wakes", folder, 1))
     for seen in found:
         check_engine(seen)

@@ -155,7 +155,7 @@ def test_nothing_is_left_running(isolated, monkeypatch):
 
 
 def is_running(process, name):
-    """Whether a Python runs `name` of some /tmp; one that ends while it is looked at does not."""
+    """True if a Python runs `name` of some /tmp; one that ends while it is looked at does not."""
     try:
         is_alive = process.name().startswith("python") and process.status() != psutil.STATUS_ZOMBIE
         return is_alive and any(part.endswith(f"/tmp/{name}") for part in process.cmdline())

@@ -59,7 +59,7 @@ def samples(oracle):
 
 @pytest.fixture(scope="module")
 def on_four_ranks(folder, samples):
-    """What every rank of four saw, layout after layout: processes are slow to start, so they start once."""
+    """Observations of four ranks, layout after layout: processes are slow to start, so they start once."""
     return run_group(4, visit_layouts, folder, samples)
 
 

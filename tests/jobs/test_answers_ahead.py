@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from forced_routing import Forced
-from job import play_command, run_command, run_here, start_ranks
+from job import play_command, run_command, run_here, start_ranks, wait_for_ranks
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
 from transformers import AutoModelForCausalLM
 
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
@@ -179,7 +178,7 @@ def between(undisturbed) -> dict[tuple[str, int], tuple[AutoModelForCausalLM, Fo
 
 @torch.no_grad()
 def logprobs(model: AutoModelForCausalLM, forced: Forced | None, routing, prompt, answer) -> np.ndarray:
-    """Of every token of the answer, by Hugging Face's model at the temperature of the run, sent as the engine sent."""
+    """Log-probs of the answer's tokens by Hugging Face's model, at the run's temperature, sent as the engine sent."""
     if forced is not None:
         forced.routing = routing
     logits_TV = model(torch.tensor([[*prompt, *answer]])).logits[0].double() / TEMPERATURE
@@ -189,7 +188,7 @@ def logprobs(model: AutoModelForCausalLM, forced: Forced | None, routing, prompt
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_and_ratios_are_of_the_weights_before_the_last_update(name, undisturbed, between):
-    """What is ready after step t was written while step t learnt: by what was published after step t - 1."""
+    """Answers ready after step t were written while step t learnt, by the weights published after step t - 1."""
     run = undisturbed.parent / "run"
     tokenizer = load_tokenizer(undisturbed.parent / name)
     num_ratios = 0

@@ -1,4 +1,4 @@
-"""What becomes of a run whose engine is on a rank of its own, and refuses a weight, is killed, or is stopped a while.
+"""A run whose engine is on a rank of its own, and refuses a weight, is killed, or is stopped a while.
 
 One run meets all three, one after the other. It begins at a step of an undisturbed one, whose engine is colocated, and
 ends with the bits of that one.
@@ -12,11 +12,10 @@ from pathlib import Path
 import apart_job
 import pytest
 import torch
-from job import start_ranks
+from job import start_ranks, wait_for_ranks
 from run_cases import CHARACTERS, agent_table, train, write_config
 from safetensors.torch import load_file
 
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts

@@ -16,14 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from actor_cases import full_weights, make_actor, random_samples
-from job import play_command, run_command, run_group, run_here, start_ranks
+from job import play_command, run_command, run_group, run_here, start_ranks, wait_for_ranks
 from recorded_cuda import Memory, RecordedCuda
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
 from told_job import told_at_call
 
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.logbook.files.metrics import read_metrics
@@ -254,7 +253,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
 
 
 def refused(config: Path, run_dir: Path, *arguments: str) -> str:
-    """What `train` says as it refuses, before any rank starts; the folder is as it was."""
+    """The refusal of `train` before any rank starts; the folder is as it was."""
     before = contents(run_dir)
     done = run_here("train", config, f"run_dir={run_dir}", *arguments)
     assert (done.returncode, done.stdout) == (2, "")

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from actor_cases import make_actor, random_samples
-from job import run_ranks, start_ranks
+from job import run_ranks, start_ranks, wait_for_ranks
 from run_cases import CHARACTERS, write_config
 from tiny_models import make_model
 
 import hacpo_mega.megatron.checkpoint.sharded_state
 import hacpo_mega.trainer.joint_checkpoint
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint, remove_unfinished
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap

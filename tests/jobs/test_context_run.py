@@ -95,7 +95,7 @@ def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
 
 
 def test_an_adapted_agent_ends_as_its_base_with_the_adapters_merged(config, undisturbed):
-    """What is stored of it is of the adapters alone."""
+    """The adapters alone are stored."""
     base = load_file(config.parent / "adapted" / "model.safetensors")
     end = undisturbed / "agents" / "adapted"
     weights, factors = load_file(end / "model.safetensors"), load_file(end / ADAPTER / FACTORS)

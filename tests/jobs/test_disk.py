@@ -163,7 +163,7 @@ def exported_files(run_dir: Path) -> dict[str, bytes]:
 
 
 def write_more_than_fits(folder: Path) -> str:
-    """Of a tensor of 40 MB, rank 0 writes a tenth and rank 1 the rest; what this rank hears of it."""
+    """Writes a tenth of a tensor of 40 MB on rank 0 and the rest on rank 1; returns the error on this rank."""
     first, rows = ((0, 1), (1, 9))[dist.get_rank()]
     part = Part((10, 1_000_000), (first, 0), torch.ones(rows, 1_000_000))
     with pytest.raises(NotWritten) as refused:

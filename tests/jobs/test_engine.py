@@ -1,6 +1,6 @@
 """The live vLLM engine against Hugging Face: what it scores, what it samples, what it refuses, what it leaves alone.
 
-One job of two real processes per agent (tests/support/engine_job.py) does everything; the tests judge what each
+One job of two real processes per agent (tests/support/jobs/engine_job.py) does everything; the tests judge what each
 process saw.
 """
 
@@ -51,7 +51,7 @@ def models(tmp_path_factory) -> Path:
 
 
 class Seen(dict):
-    """What every process of an agent's job saw, by agent and rank; the job runs when it is first asked for."""
+    """Observations of every process of an agent's job, by agent and rank; the job runs when it is first asked for."""
 
     def __init__(self, models: Path, out: Path) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_asking_for_logprobs_changes_no_answer(saw, agent):
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_both_ranks_of_an_engine_say_the_same_logprobs_to_the_bit(saw, agent):
-    """What weighs a token's gradient must be the same on every rank that shares the token."""
+    """The weight of a token's gradient must be the same on every rank that shares the token."""
     for (_, _, first), (_, _, second) in zip(saw[agent, 0]["answers"], saw[agent, 1]["answers"], strict=True):
         assert first.tobytes() == second.tobytes()
 
@@ -167,7 +167,7 @@ def test_engines_of_one_and_of_two_ranks_draw_the_same_answers(saw, agent, rank)
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_unwanted_answers_are_cut_and_each_answer_is_reported_as_it_ends(saw, agent):
-    """When the first of 41 has ended, on both ranks: the whole answers' beginnings, with their log-probs."""
+    """Both ranks have the beginnings of the whole answers, with their log-probs, once the first of 41 has ended."""
     seen, neighbour = saw[agent, 0], saw[agent, 1]
     ended = [stop is not Stop.CUT for _, stop, _ in seen["cut"]]
     assert len(seen["cut"]) == 41 and 1 <= sum(ended) < 41

@@ -54,7 +54,7 @@ def test_the_trainers_kernels_are_compiled_unwatched(saw):
 
 
 def test_nothing_is_in_flight_after_the_last_answer(saw):
-    """Whether it was cut by its length or ended by itself, vLLM returns with a step ahead."""
+    """vLLM returns with a step ahead, after an answer that was cut by its length and after one that ended by itself."""
     assert saw["in flight"] == [(1, 0), (1, 0)]
 
 

@@ -173,7 +173,7 @@ def lane_prompts(lane: int) -> tuple[Prompt, ...]:
 
 
 def answers_of(rank_map: RankMap, rank: int, num_rollouts: int) -> list[Trajectory]:
-    """What the cell of a rank answers; every answer says in its text and tokens whose it is."""
+    """Answers of the cell of a rank; every answer says in its text and tokens whose it is."""
     my = rank_map.coordinate(rank)
     mine = lane_prompts(my.lane)[my.cell_in_lane :: rank_map.agents[my.agent].cells_per_lane]
     return [expected_answer(prompt.index, my.agent, g) for prompt in mine for g in range(num_rollouts)]

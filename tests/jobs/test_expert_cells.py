@@ -91,7 +91,7 @@ def test_scores_are_hugging_faces(seen, expected, layout):
 
 @EACH
 def test_gradients_and_their_norm_are_hugging_faces(seen, expected, layout):
-    """Of cells of which the first has no micro-batch and the last most of them."""
+    """The first cell has no micro-batch and the last has most of them."""
     counts = [rank["plain"][3] for rank in seen[layout]]
     assert counts[0] == 0 and counts[-1] > 5
     for rank in seen[layout]:

@@ -105,7 +105,7 @@ def test_an_engine_answers_as_hugging_face_does(models, saw, family, tp):
 
 @each_routed
 def test_the_routing_of_an_answer_is_hugging_faces(models, saw, family, tp):
-    """Of prefixes that were in the cache, of what was preempted and of what was cut; ties aside."""
+    """Also for prefixes that were in the cache, for what was preempted and what was cut; ties aside."""
     for seen in saw(family, tp):
         for routed in seen["routed"]:
             assert routed["num_preempted"] > 0
@@ -132,7 +132,7 @@ def test_vllm_returns_a_routing_on_every_rank(saw, family, tp):
 
 @torch.no_grad()
 def router_probs(folder: Path, tokens: list[int]) -> np.ndarray:
-    """What Hugging Face's routers say of every token: [T, layers, experts]."""
+    """Probabilities of Hugging Face's routers for every token: [T, layers, experts]."""
     model, seen = oracle(folder), []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _gate, _given, said: seen.append(said[0].softmax(-1).numpy()))

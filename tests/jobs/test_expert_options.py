@@ -128,7 +128,7 @@ def test_recompute_changes_no_bit(by_rank, choice):
 
 
 def test_communication_meanwhile_changes_no_bit(by_rank):
-    """Of two cells, whose gradients are added up in one order, whatever the buckets."""
+    """The gradients of two cells are added up in one order, whatever the buckets."""
     for found in by_rank:
         (numbers, _, weights), (plain, _, its) = (found["communication"][which] for which in ("meanwhile", "after"))
         assert numbers == plain

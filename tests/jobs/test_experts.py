@@ -190,7 +190,7 @@ def test_the_norm_that_clips_is_of_both_parts(seen, expected, name, layout):
 
 @EACH
 def test_the_load_of_experts_is_the_same_on_every_rank(seen, name, layout):
-    """Of other layouts that read a prompt as often it is that, but for the few tokens that fill a micro-batch up."""
+    """Other layouts that read a prompt as often agree, but for the few tokens that fill a micro-batch up."""
     alike = next(other for model, other in RUNS if model == name and (other[1] == 1) == (layout[1] == 1))
     num_experts, expected = MODELS[name]["num_experts"], seen[name, alike][0]["experts"]
     for found in seen[name, layout]:

@@ -284,7 +284,7 @@ def test_env_sh_says_what_the_launcher_says(on_cuda, tmp_path):
 
 
 def ranks_among(pids: set[int]) -> list[int]:
-    """Those of the launcher's processes that are ranks, in the order in which it starts them: each leads a session."""
+    """The ranks among the launcher's processes, in the order in which it starts them: each leads a session."""
     started = {pid: psutil.Process(pid).create_time() for pid in pids if os.getsid(pid) == pid}
     return sorted(started, key=lambda pid: (started[pid], pid))
 

@@ -63,7 +63,7 @@ def exploding(folder: Path, **layout: int) -> list[dict]:
 
 
 def test_a_run_whose_updates_are_all_skipped_stops_with_their_samples(tmp_path):
-    """Of the four updates of its first step, the first breaks the model and the others are skipped."""
+    """The first of the four updates of step 1 breaks the model, and the others are skipped."""
     training = {"prompts_per_step": 8, "prompts_per_update": 2, "max_tokens_per_microbatch": 256}
     config = write_config(tmp_path, exploding(tmp_path), training=training | {"max_skipped_updates": 3})
     statuses, errors, _ = play(config)

@@ -1,4 +1,4 @@
-"""What vLLM, Triton and torch are told on CUDA arrives in a rank, and the installed packages still read it.
+"""Settings of vLLM, Triton and torch on CUDA arrive in a rank, and the installed packages still read them.
 
 A machine with a driver is one with the command nvidia-smi, as for the launcher; vLLM is asked what it has read.
 """
@@ -139,7 +139,6 @@ NAMES_OF_OTHERS = (
 IMPORTS = (
     "from hacpo_mega.cluster.machine.environment import prepare_environment; prepare_environment()",
     "from hacpo_mega import Trainer",
-    "import hacpo_lab.experiments.preloaded",
 )
 
 

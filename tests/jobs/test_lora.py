@@ -134,7 +134,7 @@ def saved(actor, folder):
 
 
 def shards_that_differ(actor):
-    """What this rank would publish that is not what the whole tensors have there, by name, on all ranks."""
+    """Names of shards that this rank would publish and that differ from the whole tensors there, on all ranks."""
     whole, shards = full_weights(actor), ActorShards(actor.model)
     wrong = []
     for number, shard in enumerate(shards.shards):
@@ -166,7 +166,7 @@ def test_an_adapter_of_zeros_is_the_model_itself(seen, name, tp, pp, cp, recompu
 
 @pytest.mark.parametrize(CASE, EACH)
 def test_gradients_are_those_of_the_definition(folders, seen, name, tp, pp, cp, recompute):
-    """Of every A and B, at B = 0 and at another, within 1e-5 of float64; and the norm that clips them."""
+    """Every A and B, at B = 0 and at another, is within 1e-5 of float64; so is the norm that clips them."""
     found = seen((name, tp, pp, cp, recompute))
     for before, after, divisor in zip(found["factors"], found["factors"][1:], DIVISORS, strict=False):
         oracle = AdaptedOracle(folders[name], before, ALPHA / RANK)
@@ -254,7 +254,7 @@ def test_in_bf16_an_adapted_actor_leaves_the_device_and_comes_back(tmp_path):
 
 
 def learn_in_half(folder):
-    """What an actor that stays, and one that leaves in between, score, learn and have in the end."""
+    """Scores, losses and weights of an actor that stays and of one that leaves in between."""
     return [learn_and_leave(folder, leaves) for leaves in ("nothing", "everything")]
 
 

@@ -147,7 +147,7 @@ def run_layouts(runs: list[tuple], folders: dict[str, Path], exports: Path) -> d
 
 
 def wait_for_nobody() -> dict[str, object]:
-    """How long the groups of this rank wait, by what they are for; and a tensor rank that does not come."""
+    """Time limits of this rank's groups, by what they are for; and a tensor rank that does not come."""
     before, mates = set(dist.distributed_c10d._world.pg_map), dist.distributed_c10d._get_default_store()
     initialize_parallel(2, 2, seed=1, timeout_s=WAIT_S)
     made = [group for group in dist.distributed_c10d._world.pg_map if group not in before]

@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_rank(folder):
-    """Of every rank: layout -> what three actors left: that kept its state, that sent it away, that left; facts."""
+    """By rank, layout -> what three actors left: that kept its state, that sent it away, that left; facts."""
     make_model(folder / "model", "qwen3", tied=True)
     return run_group(2, visit_layouts, folder)
 
@@ -52,7 +52,7 @@ def visit_layouts(folder: Path) -> dict:
 
 
 def look(actor) -> dict:
-    """What memory there is on both sides when the state has left, and what happens to who wants to learn then."""
+    """Memory on both sides when the state has left, and the fate of an actor that wants to learn then."""
     offload, at_home = actor.optimizer.offload, kept(actor)
     before = num_bytes(at_home)
     offload.begin_offload()
@@ -195,7 +195,7 @@ def test_a_run_of_which_something_leaves_is_the_run_without(how, plain, request)
 
 
 def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
-    """What every agent has done in two steps: (method, where the state was before it, where after it)."""
+    """Two steps of every agent as (method, where the state was before it, where after it)."""
     for rank in range(3):
         noted = [tuple(note) for note in json.loads((offloading.parent / "noted" / f"{rank}.json").read_text())]
         start = noted.index(("answer_greedily", "ON_HOST", "ON_HOST"))
@@ -219,7 +219,7 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
 
 
 def test_engine_and_actor_have_the_device_one_after_the_other(shared):
-    """What every rank does, as (method, are the weights there, are the gradient buffers) before it."""
+    """Every rank's calls as (method, are the weights there, are the gradient buffers) before each."""
     there, to_score, nothing = (True, True), (True, False), (False, False)
     hand_over = [("wake", *to_score), ("publish", *to_score)]
     answers = [*hand_over, ("wake", *nothing), ("generate", *nothing), ("sleep", *nothing)]

@@ -30,7 +30,7 @@ ADAM = OptimizerConfig(lr=1e-3, clip_grad=1e9)
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
-    """Of every rank: model and choice -> what `learn` saw."""
+    """By rank, model and choice -> what `learn` saw."""
     root = tmp_path_factory.mktemp("overlap")
     folders = {
         "tied": make_model(root / "tied", family="qwen3", tied=True),
@@ -75,7 +75,7 @@ def watch(group, begun) -> None:
 
 
 def shards(actor) -> dict[str, tuple[int, torch.Tensor]]:
-    """Of every parameter what this rank has of its reduced gradient, and from which number on."""
+    """By parameter, this rank's part of its reduced gradient, and the number at which it starts."""
     found = {}
     for name, parameter in actor.model.module.named_parameters():
         share = actor.optimizer.share_of(parameter)

@@ -75,7 +75,7 @@ def test_bytes_arrive_whole_whatever_their_sizes():
 
 
 def hear_objects(file: Path, place: Place, rank_map: RankMap) -> list[str]:
-    """What this rank makes of objects from the agent's rank 0, by each of torch's collectives that bring some."""
+    """Reads objects of the agent's rank 0 on this rank, by each of torch's collectives that bring some."""
     plain = [(None, False), {"a": ["x", 2.5]}, torch.arange(3)]
     heard = [None] * dist.get_world_size()
     dist.all_gather_object(heard, plain)
@@ -114,7 +114,7 @@ LANE_VALUES = ([1e16, 0.1], [1.0, 0.2], [-1e16, 0.3])
 
 
 def sum_lanes(place: Place, rank_map: RankMap) -> tuple[list[float], dict[str, int]]:
-    """What a rank sums, and what it has sent for that and for ten bytes of A and thirty of B down the lane."""
+    """The sum on a rank, and what it has sent for that and for ten bytes of A and thirty of B down the lane."""
     place.spans.take_sent()
     sums = place.sum_over_lanes(torch.tensor(LANE_VALUES[place.lane], dtype=torch.float64)).tolist()
     if place.is_leader:
@@ -221,7 +221,7 @@ def join_one_too_few(missing: int, shape: AgentShape) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("missing", [1, 2])
 def test_a_rank_that_never_comes_is_named_in_one_line_by_one_rank(tmp_path, missing):
-    """Whether others of its agent wait for it in a group, or nobody but its neighbour in the ring."""
+    """Others of its agent wait for it in a group, or nobody but its neighbour in the ring."""
     ranks = start_ranks(3, tmp_path, join_one_too_few, missing, AgentShape("B", tp=2))
     for rank in ranks:
         rank.join()
@@ -306,7 +306,7 @@ def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path
 
 
 def end_a_preflight(rank_map: RankMap) -> list[str]:
-    """Which groups this rank shuts down when it has timed them: NCCL's complains, and aborts, where nobody does."""
+    """The groups that this rank shuts down when it has timed them: NCCL's complains, and aborts, where nobody does."""
     shut = []
 
     class Recorder(WatchedGroup):

@@ -1,6 +1,6 @@
 """Every fault of a node is named by all who came, with the node, in bounded time; a sound job is measured and passes.
 
-Four processes stand for four nodes of one rank each (support/preflight_job.py).
+Four processes stand for four nodes of one rank each (preflight_job.py).
 """
 
 import json
@@ -49,7 +49,7 @@ class Visit:
         return self
 
     def texts(self) -> dict[str, list[str]]:
-        """What was found, by node."""
+        """Findings by node."""
         found: dict[str, list[str]] = {}
         for finding in self.record["findings"]:
             found.setdefault(finding["node"], []).append(finding["text"])

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory) -> Callable[[str, tuple[int, int, int]], list[dict]]:
-    """What both processes saw of a model in a layout, by rank; a job of its own, when it is first asked for."""
+    """Observations of both processes of a model in a layout, by rank; a job of its own, when it is first asked for."""
     models = tmp_path_factory.mktemp("models")
     for name, sizes in MODELS.items():
         make_model(models / name, num_heads=2, head_dim=32, **sizes)

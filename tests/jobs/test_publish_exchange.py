@@ -1,7 +1,7 @@
 """A plan of publication, executed by real ranks from Megatron's own parameters: byte for byte what a full gather gives.
 
 Four gloo processes run all layouts of all models; what an engine's rank holds is cut by arithmetic, which
-jobs/test_publish.py holds against vLLM.
+jobs/test_publish.py holds against vLLM. unit/models/test_publish_plan.py holds a plan to the least it can move.
 """
 
 import itertools
@@ -15,7 +15,6 @@ from job import TIMEOUT_S, run_group
 from megatron.core import parallel_state
 from tiny_models import make_model
 
-from hacpo_lab.planning.publish_bytes import least_received
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.megatron.model.model import build_model
 from hacpo_mega.megatron.parallel import initialize_parallel
@@ -58,24 +57,21 @@ def publish_everywhere(folder: Path, layout: Layout) -> list[dict[str, object]]:
         full[stack] = tensor.clone() if stack == name else torch.stack([*full.get(stack, ()), tensor])
     found = []
     for engine_tp in [size for size in SIZES if size <= layout.cell_size]:
-        least = least_received(architecture, layout, engine_tp)
-        least = [4 * numbers for numbers in least]
-        found.append(publish(model, architecture, full, engine_tp, least, layout.cell_size))
+        found.append(publish(model, architecture, full, engine_tp, layout))
     parallel_state.destroy_model_parallel()
     return found
 
 
 def publish(
-    model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, least: list[int], cell_size: int
+    model, architecture: Architecture, full: dict[str, torch.Tensor], engine_tp: int, layout: Layout
 ) -> dict[str, object]:
-    """`least` by rank of a cell, or of cells that share experts."""
-    group = block_group(len(least))
+    group = block_group(layout.cell_size * layout.block_cells)
     own, spans, rank = ActorShards(model), Spans(), group.rank()
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
     mine = list(engine_shards(slots, architecture, tp=engine_tp, rank=rank % engine_tp))
     cell = [None] * group.size()
     dist.all_gather_object(cell, (own.shards, mine), group=group)
-    plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES, cell_size)
+    plan = publish_plan(*zip(*cell, strict=True), 4, BUCKET_BYTES, layout.cell_size)
     engine = [torch.full(shard.sizes, torch.nan) for shard in mine]
     left, came = [shard.size for shard in mine], 0
 
@@ -101,7 +97,7 @@ def publish(
     return {
         "differing": differing, "left": {n + size for n, size in zip(left, [s.size for s in mine])},
         "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * plan.sent_bytes()[rank],
-        "came": came, "least": 2 * least[rank],
+        "came": came, "received": 2 * plan.received_bytes()[rank],
         "buckets": len(plan.buckets), "tensors": len({shard.name for shard in mine}) - len(full), "digest": plan.digest,
         "other plan": other_plan_is_refused(plan, rank) if group.size() > 1 else True,
     }  # fmt: skip
@@ -139,8 +135,10 @@ def test_engines_hold_what_a_full_gather_gives_and_no_byte_more_was_sent(model, 
         assert [rank["differing"] for rank in found] == [[]] * 4
         assert [rank["left"] for rank in found] == [{0}] * 4, "each number is told of once in each publication"
         assert [rank["sent"] for rank in found] == [rank["planned"] for rank in found]
-        assert [rank["came"] for rank in found] == [rank["least"] for rank in found]
-        assert sum(rank["sent"] for rank in found) == sum(rank["least"] for rank in found), "all that was on the wire"
+        assert [rank["came"] for rank in found] == [rank["received"] for rank in found]
+        assert sum(rank["sent"] for rank in found) == sum(rank["received"] for rank in found), (
+            "all that was on the wire"
+        )
         assert {rank["tensors"] for rank in found} == {0}
         assert len({rank["digest"] for rank in found}) == 1
         assert all(rank["other plan"] for rank in found)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nightly
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory):
-    """What both processes saw in a layout, by rank."""
+    """Observations of both processes in a layout, by rank."""
     sizes = {"num_heads": 2, "head_dim": 32, "tied": False, "dtype": torch.bfloat16}
     folder = make_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", **sizes)
 

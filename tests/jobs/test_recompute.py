@@ -14,7 +14,7 @@ CHOICES = ("none", "mlp", "full")
 
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory):
-    """Of every rank: (tp, pp, choice) -> (score, loss, gradient buffers, tensors kept for backward)."""
+    """By rank, (tp, pp, choice) -> (score, loss, gradient buffers, tensors kept for backward)."""
     folder = make_model(tmp_path_factory.mktemp("recompute"), family="qwen3", tied=True)
     return run_group(2, learn_in_every_way, folder)
 

@@ -1,10 +1,10 @@
 """Attention's output for a rank's tokens, which context parallelism keeps as that of its heads, and redoes in backward.
 
-No bit may tell. How much is kept then is held by test_memory_trace.py.
+No bit may tell. How much is kept then is held by test_memory_trace.py, what is sent by
+lab/unit/test_plan_traffic.py.
 """
 
 import contextlib
-from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,13 +15,7 @@ from actor_cases import gradient_by_descent, make_actor, objective, random_sampl
 from job import run_group
 from tiny_models import make_model
 
-from hacpo_lab.planning.configuration import Work
-from hacpo_lab.planning.traffic import Spread, messages_of
 from hacpo_mega.megatron.model.context_parallel import FromHeads
-from hacpo_mega.memory.actor_bytes import ActorPlan
-from hacpo_mega.memory.budget import Budget, EnginePlan
-from hacpo_mega.models.public import public_architecture
-from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.lora import Lora
 
 pytestmark = pytest.mark.nightly
@@ -79,20 +73,3 @@ def test_no_bit_tells_who_kept_the_output(seen, case):
         assert any(tensor.count_nonzero() for tensor in mine["gradient"].values())
         assert np.array_equal(mine["scores"], kept["scores"]) and mine["scored"] == kept["scored"] > 0
         assert mine["learns"] * SENT[recompute] == kept["learns"] * (SENT[recompute] + redone)
-
-
-def test_the_plan_counts_what_is_sent_once_more():
-    """cp 2, two layers of 32 query and 4 key/value heads of 128 numbers of two bytes; half of each leaves a rank."""
-    model = replace(public_architecture("Qwen/Qwen3-30B-A3B"), num_layers=2)
-    work = Work(prompts=4, answers=8, pool=16, trained=16, updates=1, sources=2, scored_updates=1, prompt_tokens=33,
-                answer_tokens=32, longest=32)  # fmt: skip
-    own, head = 16 * 64 // 2, 128 * 2
-    for recompute, lora, heads in (
-        ("mlp", None, 2 * 2 * 36 + 32), ("full", None, 3 * 2 * 36 + 32),
-        ("mlp", Lora(8, 16.0, ("o_proj",)), 2 * 2 * 36 + 32), ("mlp", Lora(8, 16.0, ("q_proj",)), 2 * 2 * 36),
-    ):  # fmt: skip
-        actor = ActorPlan(model, Layout(cp=2), dp=1, num_tokens=4096, recompute=recompute, lora=lora)
-        budget = Budget(actor, EnginePlan(tp=2, max_tokens=64, memory_share=0.3), capacity=None)
-        found = {(m.phase, m.what): m for m in messages_of(budget, work, 1, Spread(*[True] * 6), rounds=32.0)}
-        assert found["learn", "heads of cp"].num_bytes == 2 * 0.5 * own * heads * head
-        assert found["score", "heads of cp"].num_bytes == 2 * 0.5 * (8 * 64 // 2) * 2 * 36 * head

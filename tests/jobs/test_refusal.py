@@ -1,4 +1,4 @@
-"""What a user has to mend and only a running job finds: its text once in the whole job, exit code 2, no traceback."""
+"""Faults for a user to mend that only a running job finds: one text in the whole job, exit code 2, no traceback."""
 
 from pathlib import Path
 

@@ -65,7 +65,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder) -> dict[str, dict]:
-    """What every layout makes of a checkpoint, and of the update after it, by model; `written` is who wrote it."""
+    """A checkpoint, and the update after it, in every layout, by model; `written` is who wrote it."""
     (seen, *_) = run_group(NUM_RANKS, visit_layouts, folder)
     return seen
 

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from actor_cases import make_actor, random_samples
-from job import start_ranks
+from job import start_ranks, wait_for_ranks
 from run_cases import CHARACTERS, write_config
 from test_checkpoint_kills import save, state_after
 from tiny_models import make_model
 
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap

@@ -53,7 +53,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(counted))
 
     def judge(self, texts: list[str], **options) -> tuple[list[Judgement], dict[str, int]]:
-        """What a judge says that asks this server, and its errors."""
+        """The verdicts of a judge that asks this server, and its errors."""
         given = {"url": f"{self.root}/v1", "model": "judge", "template": TEMPLATE, "attempts": 1} | options
         with Judge("model", options=given) as judge:
             found = judge.judge(["p"] * len(texts), ["g"] * len(texts), texts, [Stop.EOS] * len(texts))

@@ -146,7 +146,7 @@ def test_a_traced_step_shows_what_every_rank_did_and_for_whom_it_waited(three_ag
 
 
 def check_phases(phases: list[dict], is_diagnosed: bool) -> None:
-    """Those of a step, one after the other, with little between them."""
+    """Checks that the phases of a step come one after the other, with little between them."""
     expected = ["roll_out", "judge", "exchange", "score", "exchange"]
     expected += (["diagnose"] if is_diagnosed else []) + ["learn"]
     names = [event["name"] for event in phases if event["name"] != "checkpoint"]  # due after some minutes, too

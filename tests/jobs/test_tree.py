@@ -17,7 +17,7 @@ PAYLOADS = [b"", b"a", b"\0" * 100_003, b"bcd", b"", b"\0", b"ef\0", b"\xff" * 1
 
 
 def carry(num_ranks: int) -> list[list[bytes]]:
-    """What every fan-out's tree gathers here, after what it shares has been looked at."""
+    """Gathers over the tree of every fan-out, after what it shares has been looked at."""
     rank, gathered = dist.get_rank(), []
     for fanout in FANOUTS:
         store = dist.PrefixStore(f"tree/{fanout}", dist.distributed_c10d._get_default_store())

@@ -43,7 +43,7 @@ PLAIN_DESCENT = DESCENT.model_copy(update={"betas": (0.0, 0.0)})
 
 @pytest.fixture(scope="module", params=CASES)
 def seen(request, tmp_path_factory):
-    """Of every rank, and of stages of one and of two chunks: what `visit` found."""
+    """By rank, and for stages of one and of two chunks: what `visit` found."""
     sizes, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("rounds")
     make_model(folder / "model", num_layers=6, **sizes)
@@ -58,7 +58,7 @@ def visit_both(folder, options):
 
 
 def chunked(folder, vpp, **options):
-    """Of experts with auxiliary losses, to which empty micro-batches add nothing."""
+    """Experts with auxiliary losses, to which empty micro-batches add nothing."""
     losses = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01} if "ep" in options else {}
     return make_actor(folder / "model", pp=PP, overrides=losses | ({VIRTUAL: vpp} if vpp > 1 else {}), **options)
 

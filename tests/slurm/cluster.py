@@ -192,7 +192,7 @@ class Cluster:
         return self.on(CONTROL, "sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).stdout.split()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job: JobState, Restarts, NodeList, ..."""
+        """The fields of `scontrol show job`: JobState, Restarts, NodeList, ..."""
         text = self.on(CONTROL, "scontrol", "-o", "show", "job", number).stdout.splitlines()[0]
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 

@@ -1,4 +1,4 @@
-"""Who gives jobs to the cluster of these tests, as a user does on a login node."""
+"""Gives jobs to the cluster of these tests, as a user does on a login node."""
 
 import os
 import subprocess

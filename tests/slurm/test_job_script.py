@@ -59,7 +59,7 @@ def told(config: Path, name: str, endings: str, wait_s: int = 1) -> tuple[str, .
 
 
 def end_of(slurm, number: str, log: Path) -> tuple[str, dict[str, str]]:
-    """What a job's log says, and what Slurm says of it in the end."""
+    """A job's log, and the state that Slurm gives it in the end."""
     slurm.wait_for_end(number, log)
     return log.read_text(), slurm.cluster.job(number)
 

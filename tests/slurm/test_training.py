@@ -248,7 +248,7 @@ def node_of(run_dir: Path, attempt: int, rank: int) -> str:
 
 
 def exit_codes(run_dir: Path, attempt: int) -> list[str]:
-    """Of the ranks, as the shells that started them saw it."""
+    """Exit codes of the ranks, as the shells that started them saw them."""
     logs = run_dir / "logs" / f"attempt_{attempt}"
     return [(logs / f"rank_{rank}.ended").read_text().split()[1] for rank in range(3)]
 

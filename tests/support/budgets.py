@@ -1,10 +1,12 @@
-"""What every test file may cost: budgets.toml, who takes longer, and which files run first and on one worker.
+"""Seconds that every test file may cost: budgets.toml, files that take longer, and which run first and on one worker.
 
 A budget is seconds of one worker, of two on two quiet cores, waiting included. A machine that is slower or crowded
 takes longer over all files alike: seconds are compared with budgets times the median of that slowness, so that one
 file stands out and a slow day does not. Nothing here stops a test.
 """
 
+import functools
+import math
 import os
 import statistics
 import tomllib
@@ -15,7 +17,13 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 # The tiers: `make test`; and what `make test-all` has beyond it, of the product and of the lab.
 FAST, NIGHTLY, LAB = "fast", "nightly", "lab"
+MAKE_TEST = "not nightly and not lab"  # the Makefile's choice of tests
 HEADROOM = 1.5
+SPARE = 1.2  # a budget is a fifth above what was measured
+HEAD = """\
+# Seconds of a worker that a file may take in each tier, on two quiet cores, and a fifth more: written by `make budgets`
+# from a run's measured seconds (support/budgets.py). Files that a run leaves out keep their number.
+"""
 # Below these seconds a file is not worth a word, nor a measure of the machine.
 FEW_S = 5.0
 # So many files measure a machine; fewer may all be of the slow kind.
@@ -39,16 +47,27 @@ FOUR_RANKS = {
 
 
 class Part(NamedTuple):
-    """What one tier runs of a file, which is named relative to tests/."""
+    """The tests of a file, named relative to tests/, that one tier runs."""
 
     tier: str
     file: str
 
 
-def read_budgets() -> dict[Part, float]:
+def read_budgets(file: Path = TESTS / "budgets.toml") -> dict[Part, float]:
     """Seconds by part, as budgets.toml lists them."""
-    tables = tomllib.loads((TESTS / "budgets.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads(file.read_text(encoding="utf-8"))
     return {Part(tier, file): float(seconds) for tier, files in tables.items() for file, seconds in files.items()}
+
+
+def write_budgets(seconds: Mapping[Part, float], file: Path = TESTS / "budgets.toml") -> None:
+    """A fifth above these seconds; parts that were not run keep theirs, those without a file go."""
+    found = {part: budget for part, budget in read_budgets(file).items() if (TESTS / part.file).exists()}
+    found |= {part: math.ceil(SPARE * took) for part, took in seconds.items() if not part.file.startswith("gpu/")}
+    lines = [HEAD]
+    for tier in (FAST, NIGHTLY, LAB):
+        of_tier = sorted((part.file, budget) for part, budget in found.items() if part.tier == tier)
+        lines += [f"\n[{tier}]\n", *(f'"{name}" = {max(1, round(budget))}\n' for name, budget in of_tier)]
+    file.write_text("".join(lines), encoding="utf-8")
 
 
 def tier_of(keywords: Container[str], file: str) -> str:
@@ -56,6 +75,20 @@ def tier_of(keywords: Container[str], file: str) -> str:
     if file.startswith("lab/"):
         return LAB
     return NIGHTLY if NIGHTLY in keywords else FAST
+
+
+def is_left_out(path: Path) -> bool:
+    """True if budgets.toml lists a file of tests/ in other tiers than `make test`'s alone."""
+    tiers = _tiers().get(path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else "")
+    return tiers is not None and FAST not in tiers
+
+
+@functools.cache
+def _tiers() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for part in read_budgets():
+        found.setdefault(part.file, set()).add(part.tier)
+    return found
 
 
 def file_of(nodeid: str) -> str:
@@ -93,7 +126,7 @@ def order(parts: Iterable[Part], budgets: Mapping[Part, float]) -> list[str]:
 
 
 def over_budget(seconds: Mapping[Part, float], budgets: Mapping[Part, float]) -> tuple[float, list[str]]:
-    """How slow this machine is, at least 1, and a line for every part that is slower still, the worst first."""
+    """The slowness of this machine, at least 1, and a line for every part that is slower still, the worst first."""
     known = {part: took for part, took in seconds.items() if budgets.get(part, 0.0) >= FEW_S}
     slowness = 1.0
     if len(known) >= MANY_FILES:

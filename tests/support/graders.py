@@ -8,12 +8,12 @@ from hacpo_mega.grading.reward_trial import FORMS
 
 
 def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
-    """How much of the answer is the digit 1; an empty answer is none."""
+    """The share of the answer that is the digit 1; an empty answer is none."""
     return answer.count("1") / len(answer) if answer else None
 
 
 def odd_length(prompt: str, answer: str, gold: str) -> float:
-    """Whether the answer has an odd number of characters."""
+    """True if the answer has an odd number of characters."""
     return float(len(answer) % 2)
 
 

@@ -30,16 +30,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import forked_python
 import torch
 import torch.distributed as dist
 
-from hacpo_lab.forked import changed_environment, wait_for_ranks
 from hacpo_mega.cluster.machine.environment import library_settings
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
@@ -57,6 +57,8 @@ ENVIRONMENT = {**library_settings(on_cuda=ON_CUDA), "OMP_NUM_THREADS": THREADS}
 
 # The time limit of a test's collectives: long, because a crowded machine is no error.
 TIMEOUT_S = 900.0
+# After a rank has failed, the others get this long to say what they know of it.
+LAST_WORDS_S = 20.0
 
 
 def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[BaseProcess]:
@@ -70,13 +72,13 @@ def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arg
     for rank, environment in enumerate(new_job(num_ranks)):
         call = (rank, folder, environment, function, arguments)
         processes.append(PROCESSES.Process(target=_play, args=call, name=f"rank {rank}"))
-        with changed_environment({**ENVIRONMENT, **environment} if ON_CUDA else {}):
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, **environment} if ON_CUDA else {}):
             processes[-1].start()
     return processes
 
 
 def new_job(num_ranks: int) -> list[dict[str, str]]:
-    """What the launcher tells the ranks of one more job, and a port for those who want a server instead of its file."""
+    """Environments of the ranks of one more job, and a port for those who want a server instead of its file."""
     folder, secret, port = Path(tempfile.mkdtemp(prefix="hacpo_mega-")), new_secret(), free_port()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     told = (launcher_environment(rank, num_ranks, folder, secret) for rank in range(num_ranks))
@@ -96,7 +98,7 @@ def free_port() -> int:
 
 
 def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returns in every process of a job, by rank.
+    """Results of `function(*arguments)` in every process of a job, by rank.
 
     AssertionError, with what the failing ranks wrote, if one ends with another status than 0.
     """
@@ -112,13 +114,27 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> 
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
+def wait_for_ranks(processes: list[BaseProcess]) -> None:
+    """Waits until all have ended, or one has failed and the others have had time for their last messages."""
+    running = {process.sentinel: process for process in processes}
+    has_failed = False
+    while running:
+        ended = connection.wait(list(running), timeout=LAST_WORDS_S if has_failed else None)
+        if not ended:
+            return
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            has_failed = has_failed or process.exitcode != 0
+
+
 def run_group(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(*arguments)` returns on every rank of one default group of gloo, by rank."""
+    """Results of `function(*arguments)` on every rank of one default group of gloo, by rank."""
     return run_ranks(num_ranks, _in_group, function, arguments)
 
 
 def run_job(rank_map: RankMap, function: Callable[[Place, RankMap], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """What `function(place, rank_map)` returns on every rank of a job, by rank."""
+    """Results of `function(place, rank_map)` on every rank of a job, by rank."""
     return run_ranks(rank_map.world_size, _in_place, function, rank_map, timeout_s)
 
 
@@ -148,7 +164,7 @@ def run_here(*arguments: str | Path) -> subprocess.CompletedProcess:
     """`hacpo-mega ARGUMENTS` in this process, for commands that start no job: exit status and what it writes."""
     out, err, status, before = io.StringIO(), io.StringIO(), 0, sys.argv
     try:
-        with redirect_stdout(out), redirect_stderr(err), changed_environment({}):
+        with redirect_stdout(out), redirect_stderr(err), mock.patch.dict(os.environ):
             play_command(*map(str, arguments))
     except SystemExit as end:
         status = end.code
@@ -191,7 +207,7 @@ def _serve_commands(door: str) -> None:
 def _start_server() -> None:
     """Starts the server, if there is none yet, in the environment that a run's processes have."""
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with changed_environment(ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
+    with mock.patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.ensure_running()
 
 

@@ -42,7 +42,7 @@ def fails(answer):
 
 
 def threads(answer):
-    """Those of the rank that asks."""
+    """Threads of the rank that asks."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -1,4 +1,4 @@
-"""What the server of job.py imports once, so that a process forked from it starts in no time."""
+"""Imports of the server of job.py, so that a process forked from it starts in no time."""
 
 import gc
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import run_here, start_ranks
+from job import run_here, start_ranks, wait_for_ranks
 from repository import ROOT
 from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
 from transformers import AutoModelForCausalLM
 
-from hacpo_lab.forked import wait_for_ranks
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
@@ -95,7 +94,7 @@ def test_a_step_keeps_the_laws(steps, step):
 
 
 def test_capability_is_the_share_of_successes_in_the_last_steps(walk, steps):
-    """What the logged answers earned by hand: a tenth of their characters are ones."""
+    """The logged answers' rewards by hand: a tenth of their characters are ones."""
     for name in NAMES:
         by_step = []
         for step in (1, 2, 3):
@@ -108,7 +107,7 @@ def test_capability_is_the_share_of_successes_in_the_last_steps(walk, steps):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_goes_on_from_the_policy_that_was_stored(walk, name, tmp_path):
-    """What answers and is scored in step 3 is, by Hugging Face, what is exported from the checkpoint of step 2."""
+    """The policy that answers and is scored in step 3 is, by Hugging Face, the export of the checkpoint of step 2."""
     done = run_here("export", folder_of(walk / "run", 2), "--agent", name, "--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_tokenizer(tmp_path / "out")

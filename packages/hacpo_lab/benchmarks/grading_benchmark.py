@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support" / "corpora"))
 
 from gold_mutations import kind_of, rewritten, with_one_digit_changed
 from hostile_answers import GENERATED_GOLD, generated_answers

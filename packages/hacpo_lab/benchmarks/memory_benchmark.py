@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
+sys.path.extend(str(Path(__file__).resolve().parents[3] / "tests" / "support" / folder) for folder in ("", "cases"))
 
 from memory_cases import learn_of_budget, learn_of_trace, paper_plans, traced
 from paper_models import make_paper_workplace

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support" / "corpora"))
 
 from answer_spellings import CHANGES, SPELLINGS, spelled
 from gold_mutations import kind_of

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from job import play_command, start_ranks
@@ -15,7 +17,6 @@ from hacpo_lab.chaos.faults import KINDS, Fault, draw_fault
 from hacpo_lab.chaos.table import costs, write_table
 from hacpo_lab.chaos.verdict import compare
 from hacpo_lab.commands.experiment import train_rank
-from hacpo_lab.forked import changed_environment
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts, record_start
@@ -53,7 +54,7 @@ def campaign(tmp_path_factory) -> Campaign:
     # The server that all tests fork from: it has imported what the campaign's own would import.
     start_ranks(1, folder, play_command, "--help")[0].join()
     found = ByEvents(config, folder / "out", 3, SEED, ("kill-one", "pause", "disk"), train_rank)
-    with changed_environment({"OMP_NUM_THREADS": "2"}):
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "2"}):
         found.run_undisturbed(folder / "out" / "undisturbed")
         for _ in found.run_under_faults():
             pass
@@ -76,7 +77,7 @@ def test_a_run_under_faults_ends_with_the_bits_of_the_run_in_peace(campaign):
 
 
 def test_a_step_records_the_memory_and_the_waits_of_its_ranks(campaign):
-    """Those are timing: the comparison above has passed over them."""
+    """They are timing: the comparison above has passed over them."""
     timing = read_metrics(campaign.config.run_dir / "metrics.jsonl")[STEPS].timing
     for name in ("wide", "narrow"):
         assert 1e8 < timing[f"agent/{name}/rss_bytes"] < 1e11

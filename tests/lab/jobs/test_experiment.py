@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, config: Path) -> tuple
 
 
 def shown(folder: Path) -> Any:
-    """What evidence.json has of the regime `tiny`, without what differs between two runs of the same: seconds."""
+    """The regime `tiny` of evidence.json, without what differs between two runs of the same: seconds."""
 
     def without_seconds(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a small real job asks of its store, and whom it connects to: the formulas of docs/design/scaling.md say it."""
+"""Requests of a small real job to its store, and its connections: the formulas of docs/design/scaling.md say them."""
 
 import os
 import time
@@ -84,7 +84,7 @@ def test_a_job_asks_what_the_formulas_say(rank_map, fanout):
 
 
 def test_connections_have_two_ends():
-    """What a rank counts as a peer counts it."""
+    """A rank and its peer count the same."""
     for rank_map, fanout in ((FOUR, 32), (EIGHT, 2), (RankMap(9, EIGHT.agents), 4)):
         ends = Counter()
         for rank in range(rank_map.world_size):

@@ -17,7 +17,7 @@ from hacpo_lab.experiments.table import to_markdown
 
 
 def test_mean_and_sample_deviation_by_hand():
-    """Of .2, .4, .9: mean .5; squares .09 + .01 + .16 = .26, over n - 1 = 2: .13."""
+    """.2, .4, .9 have mean .5; squares .09 + .01 + .16 = .26, over n - 1 = 2: .13."""
     found = summarize([0.2, 0.4, 0.9])
     assert (found.mean, found.sd, found.n) == (pytest.approx(0.5), pytest.approx(math.sqrt(0.13)), 3)
     assert summarize([0.7]) == Summary(0.7, None, 1)

@@ -130,7 +130,7 @@ def test_warm_starts_may_differ_between_seeds_and_not_within_one(tmp_path):
 
 
 def test_a_seed_is_not_finished_from_other_warm_starts(tmp_path):
-    """Of a grid with a single rate seed 1 is finished; seed 2 lacks a run, which would begin from what is here now."""
+    """A grid with a single rate has finished seed 1; seed 2 lacks a run, which would begin from what is here now."""
     grid = make_grid(tmp_path, learning_rates=[4e-4], tuning_seeds=[])
     cells = [Cell("skills", method, 4e-4, seed, "reported") for seed in (1, 2) for method in grid.methods]
     here = {(cell.regime, cell.method): make_result(cell, (0.5,)).identity for cell in cells}

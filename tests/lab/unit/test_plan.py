@@ -1,4 +1,4 @@
-"""What holds for every plan: what it knows by name, never does and refuses, and how near it is to the truth."""
+"""Properties of every plan: what it knows by name, never does and refuses, and how near it is to the truth."""
 
 import json
 import re
@@ -74,7 +74,7 @@ def fits(planned: Planned, work: dict, machines) -> bool:
 
 
 def command(*arguments: object) -> str:
-    """What the command says, of a problem too."""
+    """The output of the command, for a problem too."""
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, ValueError | SystemExit), result.exception
     return f"{result.output}{result.exception or ''}"
@@ -161,7 +161,7 @@ def test_a_faster_device_is_never_slower(tmp_path):
 
 
 def test_the_best_way_is_the_plan_of_its_overrides(tmp_path):
-    """What the search judged agent by agent is what a plan of all of them says, where they really lie."""
+    """The search judged agent by agent; a plan of all of them says the same, where they really lie."""
     planned, work, machines = planned_on(PAIR, ON[PAIR])
     best = find_ways(planned, work, machines).best
     again = planned_on(PAIR, ON[PAIR], *best.overrides())

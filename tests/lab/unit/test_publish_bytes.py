@@ -7,6 +7,7 @@ import json
 
 import pytest
 from plan_cases import write_cluster, write_small_job
+from publish_cases import MODELS, STAGES, each_case, plan_of
 from typer.testing import CliRunner
 
 from hacpo_lab.planning.publication import published
@@ -85,3 +86,33 @@ def test_the_command_names_what_goes_as_full_tensors(tmp_path):
     )
     model = public_architecture("meta-llama/Llama-3.1-8B")
     assert whole_tensors(model, {"quantization": "fp8"}) == whole_tensors(model, {}) == {}
+
+
+@each_case
+def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp, ep):
+    """In closed form; and that is the least, counted without a plan."""
+    model = MODELS[model]
+    plan, counted = plan_of(model, tp, cp, pp, engine_tp, ep), published(model, tp, STAGES[pp], engine_tp, cp, ep)
+    assert [4 * n for n in counted.sent] == plan.sent_bytes()
+    assert [4 * n for n in counted.received] == plan.received_bytes()
+    ends = {"first_layers": STAGES[pp][0]} if pp == 2 else {}
+    least = least_received(model, Layout(tp=tp, pp=pp, cp=cp, ep=ep, **ends), engine_tp)
+    assert least == counted.received
+    assert [4 * n for n in counted.written] == plan.written_bytes()
+    pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}
+    assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(plan.num_ranks)])
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"])
+@pytest.mark.parametrize("tp", (1, 2, 4))
+def test_nothing_crosses_where_actor_and_engine_are_cut_alike(name, tp):
+    assert not any(published(public_architecture(name), tp, (36,), tp).received)
+
+
+def test_what_crosses_of_a_public_model_by_hand():
+    """Llama 3.1 8B, tp 2 into two engines of one rank: each lacks half of every matrix and has every norm."""
+    hidden, ffn, kv, vocab = 4096, 14336, 1024, 128256
+    matrices = 32 * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * ffn) + 2 * vocab * hidden
+    moved = published(public_architecture("meta-llama/Llama-3.1-8B"), 2, (32,), 1)
+    assert moved.received == moved.sent == (matrices // 2,) * 2
+    assert moved.written == (matrices + (2 * 32 + 1) * hidden,) * 2

@@ -202,7 +202,7 @@ def test_all_schedules_have_as_many_answers_in_an_update(tmp_path, config_file):
 
 
 def test_in_turns_every_agent_has_the_devices_of_all(tmp_path, config_file):
-    """Of 6 devices an agent of tp 2 takes 4 in 2 cells, not 3 cells, among which 4 prompts cannot be shared."""
+    """An agent of tp 2 takes 4 of 6 devices in 2 cells, not 3 cells, among which 4 prompts cannot be shared."""
     for overrides, cells in (([], (2, 2)), (["agents.two.tp=2"], (2, 1)), (["agents.two.tp=4", "lanes=2"], (2, 1))):
         schedule = schedules_of(load_config(config_file, overrides))[1]
         found = load_schedule(config_file, overrides, schedule, tmp_path, 3)

@@ -1,4 +1,4 @@
-"""How the methods relate: which are one where their mechanisms are off, where their borders lie, what they train on."""
+"""Relations of the methods: which are one where their mechanisms are off, where borders lie, what they train on."""
 
 import math
 from typing import get_args

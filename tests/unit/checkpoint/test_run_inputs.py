@@ -1,4 +1,4 @@
-"""What a run reads beside its configuration: a run that goes on is refused where the contents are others now."""
+"""Inputs of a run beside its configuration: a run that goes on is refused where their contents have changed."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Which device a process gets and what a node says of its GPUs, on machines that this one is not.
+"""The device that a process gets and a node's words on its GPUs, on machines that this one is not.
 
 The device table is faked, and NVIDIA's tool is a script.
 """
@@ -9,7 +9,6 @@ import pytest
 import torch
 from device_table import DeviceTable
 
-from hacpo_lab.forked import SERVER_ONLY, changed_environment
 from hacpo_mega.cluster.machine.device import rank_device
 from hacpo_mega.cluster.machine.environment import compiler_problems
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
@@ -66,21 +65,6 @@ def test_a_cpu_environment_on_a_machine_without_gpus_is_the_cpu(monkeypatch, tmp
     DeviceTable(build=None).install(monkeypatch, tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert rank_device(1) == torch.device("cpu")
-
-
-def test_the_server_asks_for_gpus_without_initialising_cuda(monkeypatch):
-    """torch, asked with the settings of hacpo_lab/forked.py, counts the driver's devices; else a fork is too late."""
-
-    def initialise():
-        raise AssertionError("CUDA's runtime was asked, which initialises it")
-
-    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
-    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", initialise, raising=False)
-    with changed_environment(SERVER_ONLY):
-        assert torch.cuda.is_available()
-    with changed_environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "0"}), pytest.raises(AssertionError, match="runtime"):
-        torch.cuda.is_available()
 
 
 H100 = "{index}, GPU-{index}, NVIDIA H100 80GB HBM3, 81559, {used}, 580.95.05, 1980, 2619"

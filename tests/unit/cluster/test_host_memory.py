@@ -1,4 +1,4 @@
-"""Whether nodes can pin what offload asks of them, said before a model is loaded, alike on every rank; whose limits
+"""Host memory that nodes can pin for offload, said before a model is loaded, alike on every rank; the limits that
 count, and whether the kernel has killed a process for want of memory: on files that show a node, and in a real cgroup.
 """
 
@@ -25,7 +25,7 @@ V2 = "0::/slurmstepd.scope/job_5/step_0\n"
 
 
 def refusal(monkeypatch, *ranks: tuple[str, int, int], shares_devices: bool = False, limit: str = "") -> str | None:
-    """What a job is told whose ranks are (node, MiB that it pins, MiB that are free there), None where all is well.
+    """The message to a job whose ranks are (node, MiB that it pins, MiB that are free there), None where all is well.
 
     They speak one after another, and the last one, which has heard all, is listened to.
     """
@@ -135,7 +135,7 @@ STEP2 = {f"{JOB2}/step_0/memory.max": "max\n", f"{JOB2}/step_0/memory.current": 
     ],
 )
 def test_the_least_limit_counts(tmp_path, cgroup, files, task, left, who):
-    """Of the kernel, of each cgroup above the process by both versions, and of Slurm."""
+    """Limits are the kernel's, those of each cgroup above the process by both versions, and Slurm's."""
     found, says = free_memory(machine(tmp_path, cgroup, files), task)
     assert (found, says.endswith(who)) == (left * MIB, True) and bool(says) == bool(who), says
 

@@ -1,4 +1,4 @@
-"""What one machine can hold: checkpoints on its disk, processes on its cores and in its memory; refused in one line."""
+"""Limits of one machine: checkpoints on its disk, processes on its cores and in its memory; refused in one line."""
 
 import re
 import shutil

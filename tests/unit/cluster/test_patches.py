@@ -42,7 +42,7 @@ SIGNATURES = {
 
 
 def signature(value: object) -> str:
-    """Of what is called: a function, an autograd function's forward, an unpickler."""
+    """The signature of what is called: a function, an autograd function's forward, an unpickler."""
     called = value.forward if hasattr(value, "forward") else value
     try:
         return str(inspect.signature(called))

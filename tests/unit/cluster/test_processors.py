@@ -1,4 +1,4 @@
-"""What a process of a job may use on its node: processors near its GPU, and the GPUs that it is shown."""
+"""The part of a node that a process may use: processors near its GPU, and the GPUs that it is shown."""
 
 from pathlib import Path
 

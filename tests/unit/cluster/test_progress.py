@@ -1,4 +1,4 @@
-"""When a process says of itself that it is stuck: neither early, nor while it waits for others."""
+"""A process says that it is stuck neither early, nor while it waits for others."""
 
 import threading
 

@@ -8,10 +8,10 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from hacpo_lab.forked import changed_environment
 from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.security import secret as secrets_of_jobs
 from hacpo_mega.cluster.security.private_folder import folder_on_node, job_folder, own_folder
@@ -102,7 +102,7 @@ def what_was_said_before(caller: socket.socket) -> None:
 
 
 def its_own_words(caller: socket.socket) -> None:
-    """What the listener says is said back to it."""
+    """The listener's words are said back to it."""
     caller.sendall(caller.recv(32, socket.MSG_WAITALL) * 3)
 
 
@@ -226,7 +226,7 @@ def test_a_host_that_says_nothing_is_waited_for_no_longer_than_asked():
 
 def test_a_neighbours_door_is_known_by_name_and_secret():
     here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with changed_environment(here), Door("n1", RIGHT) as door:
+    with mock.patch.dict(os.environ, here), Door("n1", RIGHT) as door:
         assert knock("n1", RIGHT, ["127.0.0.1"], door.port) is None
         assert "hangs up" in knock("n2", RIGHT, ["127.0.0.1"], door.port)
         assert "hangs up" in knock("n1", WRONG, ["127.0.0.1"], door.port)
@@ -324,7 +324,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_TASKS_PER_NODE": "1(x2
 
 
 def task(rank: int, **changes: str) -> dict[str, str]:
-    """What the task of one of two nodes finds; torchrun's names, which come first, say nothing."""
+    """The variables of a task of one of two nodes; torchrun's names, which come first, say nothing."""
     none = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "")
     return STEP | none | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)} | changes
 
@@ -337,7 +337,7 @@ def no_secret(monkeypatch):
 
 
 def shared(run_dir: Path, rank: int, patience_s: float = LIMIT_S, **changes: str) -> str | None:
-    with changed_environment(task(rank, **changes)):
+    with mock.patch.dict(os.environ, task(rank, **changes)):
         share_secret(run_dir, patience_s)
         told, made = os.environ.get(SECRET), os.environ.get(secrets_of_jobs.SECRET_FILE)
     if made:
@@ -394,7 +394,7 @@ NOBODY = 65534
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can play a second user")
 def test_a_second_user_reaches_neither_the_store_nor_the_secret(tmp_path, monkeypatch):
-    """Whose attacks fail although every folder above is open to him; he learns nothing that a name does not say."""
+    """Attacks fail although every folder above is open to the user; he learns nothing that a name does not say."""
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     with job_folder() as folder:
         told = launcher_environment(0, 1, folder, new_secret())

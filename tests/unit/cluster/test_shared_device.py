@@ -42,7 +42,7 @@ class Seats:
         return found
 
     def play(self, act) -> list:
-        """What `act(seat)` answers on every rank, or raises."""
+        """The answer of `act(seat)` on every rank, or its error."""
         answers = [None] * len(self.devices)
 
         def rank_main(rank: int) -> None:

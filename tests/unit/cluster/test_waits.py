@@ -1,4 +1,4 @@
-"""How long processes wait for each other is the user's to say, and a lane is shut down before its process ends."""
+"""The user sets how long processes wait for each other, and a lane is shut down before its process ends."""
 
 import ast
 from types import SimpleNamespace

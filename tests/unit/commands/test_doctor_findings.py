@@ -1,4 +1,4 @@
-"""What the doctor makes of differences between log-probs: in bf16 a rare token may be far off, in fp32 none."""
+"""The doctor's judgement of differences between log-probs: in bf16 a rare token may be far off, in fp32 none."""
 
 import numpy as np
 import pytest

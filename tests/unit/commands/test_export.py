@@ -315,7 +315,7 @@ def test_a_hostile_checkpoint_runs_no_code_when_exported_or_started_from(going_o
 
 @pytest.fixture(scope="module")
 def fp8(run_dir) -> Path:
-    """Of the checkpoint of the run's end, which is the run's export."""
+    """The export of the checkpoint of the run's end, which is the run's export."""
     out = run_dir.parent / "fp8"
     # in a fresh process, as a user does: modelopt changes the modules of the process that quantizes
     process = start_command("export", folder_of(run_dir, 1), "--agent", "first", "--out", out, "--quantize", "fp8")

@@ -16,7 +16,7 @@ COMMANDS = FIRST | {f"{name} {sub}": command for name, subs in OF_GROUPS.items()
 
 
 def shown(*arguments: str) -> str:
-    """What a command prints on a terminal of 80 columns."""
+    """The output of a command on a terminal of 80 columns."""
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
     assert result.exit_code == 0, result.output
     return result.output

@@ -1,4 +1,4 @@
-"""What a command says where the machine around it is not as it should be: no folder, no room, less memory allowed."""
+"""Commands on a machine that is not as it should be: no folder, no room, less memory allowed."""
 
 import resource
 import subprocess

@@ -1,6 +1,6 @@
 """Engines on ranks of their own: who is who, what each device holds, how their weights are sent, on which nodes.
 
-Whole runs are in jobs/test_answers_ahead.py and jobs/test_apart_faults.py, wrong values in support/bad_values.py.
+Whole runs are in jobs/test_answers_ahead.py and jobs/test_apart_faults.py, wrong values in bad_values.py.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a user can get wrong in a configuration: exit code 2, one line for each problem, before anything is loaded.
+"""Errors of a user in a configuration: exit code 2, one line for each problem, before anything is loaded.
 
 A case is a list of overrides on a configuration that is right, and what each line must say, in order. `check` runs in
 this process, `train` in one of its own.

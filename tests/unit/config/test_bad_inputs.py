@@ -1,4 +1,4 @@
-"""What nobody writes on purpose, in bulk: every key of the schema and every file of a model folder, each mutated.
+"""Inputs that nobody writes on purpose, in bulk: every key of the schema and every file of a model folder, mutated.
 
 All go through the real `check`, in this process: exit code 2, short lines that name the key or the file, no traceback.
 """
@@ -89,7 +89,7 @@ def model(sound, tmp_path) -> Path:
 
 
 def complaint(monkeypatch, capsys, folder: Path, *overrides: str) -> str:
-    """What `check` says of a configuration that it refuses."""
+    """The complaint of `check` about a configuration that it refuses."""
     monkeypatch.setattr(sys, "argv", ["hacpo-mega", "check", str(folder / "run.toml"), *overrides])
     with pytest.raises(SystemExit) as end:
         cli.main()

@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint may have changed in its configuration, its models and its steps."""
+"""Changes that a run from a checkpoint may have made to its configuration, its models and its steps."""
 
 import json
 import re

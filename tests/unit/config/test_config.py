@@ -63,7 +63,7 @@ def test_overrides_reach_tables_and_agents_by_name():
 
 
 def test_a_table_that_all_agents_are_given_is_each_ones_own():
-    """What a later override writes into the table of one agent is not in the others'."""
+    """A later override of the table of one agent is not in the others'."""
     vllm = ["agents.*.vllm={}", "agents.qwen.vllm.max_num_seqs=3", "agents.llama.vllm.max_num_seqs=5"]
     assert [agent.vllm["max_num_seqs"] for agent in load_config(QUICKSTART, vllm).agents] == [3, 5]
 

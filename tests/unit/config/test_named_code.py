@@ -58,7 +58,7 @@ ORDINARY = {
 
 
 def configuration(folder: Path, tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a run of one agent `a`, whose model is `folder`/model."""
+    """The configuration of a run of one agent `a`, whose model is `folder`/model."""
     reward = dict(tables.get("reward", {}))
     if "kind" in reward:
         reward["kind"] = reward["kind"].replace("GRADER", str(folder / "grader.py"))

@@ -1,4 +1,4 @@
-"""What engines that quantize take of a device, by hand, what is refused of them, and what is suggested beside them."""
+"""Memory of engines that quantize, by hand, what is refused of them, and what is suggested beside them."""
 
 import pytest
 from plan_cases import write_small_job
@@ -47,7 +47,7 @@ def test_what_waits_to_be_quantized_is_counted():
 
 
 def checked(folder, *overrides: str) -> tuple[str, str]:
-    """What `check` says, and of what it complains."""
+    """The output of `check`, and its complaints."""
     job = write_small_job(folder)
     result = CliRunner().invoke(app, ["check", str(job), "agents.*.init.head_dim=32", *overrides])
     return result.output, f"{result.exception or ''}"

@@ -19,7 +19,7 @@ MANY = 2**31 - 1  # rows: the most that a record batch can say
 
 
 def saved(folder: Path, *columns: pyarrow.Array) -> Path:
-    """What save_to_disk would have written of a prompt and an answer."""
+    """The files that save_to_disk would have written of a prompt and an answer."""
     folder.mkdir()
     batch = pyarrow.record_batch(list(columns), names=["prompt", "answer"])
     with pyarrow.OSFile(str(folder / "data.arrow"), "wb") as out, pyarrow.ipc.new_stream(out, batch.schema) as stream:

@@ -24,7 +24,7 @@ def write(path, *rows):
 
 
 def refused(*arguments):
-    """What a command line answers to wrong input: the ValueError that `main` prints before it exits with 2."""
+    """The answer of a command line to wrong input: the ValueError that `main` prints before it exits with 2."""
     done = CliRunner().invoke(app, [*map(str, arguments)])
     assert isinstance(done.exception, ValueError), (done.exit_code, done.output, done.exception)
     return str(done.exception)

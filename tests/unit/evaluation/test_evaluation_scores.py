@@ -143,7 +143,7 @@ def test_two_golds_of_one_problem_are_refused_with_their_lines(tmp_path):
 
 
 def evaluated(folder: Path, rewards: list[list[float]], least: float, **settings) -> Evaluation:
-    """What an evaluation makes of these rewards; an answer is correct from `least` on, and votes for its reward."""
+    """The evaluation of these rewards; an answer is correct from `least` on, and votes for its reward."""
     benchmark = Benchmark("b", (), len(rewards[0]), 1.0, num_repeated=settings.pop("num_repeated", 0))
     file = AnswerFile(folder, "b", 0)
     for problem, group in enumerate(rewards):

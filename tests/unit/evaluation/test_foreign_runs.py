@@ -111,12 +111,12 @@ def replace_models(config: Config, folder: Path) -> Config:
 
 
 def evaluate(model: Path) -> CompletedProcess:
-    """What `eval` reads of a model before it starts an engine."""
+    """Reads of a model what `eval` reads before it starts an engine."""
     return as_command(lambda: require_weights(settings_for(model, ())))
 
 
 def begin_from(run: Path) -> CompletedProcess:
-    """What `train --from` looks at before a rank starts."""
+    """Reads what `train --from` looks at before a rank starts."""
     table = {"run_dir": f"{run}.new", "num_steps": 1, "agents": [{"name": "a", "model": str(run / "base")}]}
     config = Config.model_validate(table | {"data": {"generator": "arithmetic"}})
     return as_command(lambda: find_start(config, branch=run / STEP, accept=["agents.a.model"]))
@@ -151,7 +151,7 @@ def commands(run: Path, out: Path, name: str = "") -> Iterator[Callable[[], Comp
 
 
 def everything(*folders: Path) -> bytes:
-    """What stands in all files of folders, their links not followed."""
+    """The contents of all files of folders, their links not followed."""
     files = [Path(place) / name for top in folders for place, _, names in os.walk(top) for name in names]
     return b"".join(file.read_bytes() for file in files if not file.is_symlink())
 

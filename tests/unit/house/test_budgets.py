@@ -4,11 +4,25 @@ import ast
 from pathlib import Path
 
 import pytest
-from budgets import FAST, LAB, NIGHTLY, TESTS, Part, file_of, order, over_budget, read_budgets, scope_of
+from budgets import (
+    FAST,
+    LAB,
+    MAKE_TEST,
+    NIGHTLY,
+    SPARE,
+    TESTS,
+    Part,
+    file_of,
+    is_left_out,
+    order,
+    over_budget,
+    read_budgets,
+    scope_of,
+    write_budgets,
+)
 
 # Of the workers that the Makefile gives two cores: 6 minutes of `make test`, and 25 of `make test-all`.
 LIMITS_S = {(FAST,): 2 * 6 * 60, (FAST, NIGHTLY, LAB): 3 * 25 * 60}
-SPARE = 1.2  # a budget is a fifth above what was measured
 
 
 def files_with_tests() -> list[str]:
@@ -39,7 +53,7 @@ def names_nightly(tree: ast.AST) -> bool:
 def test_every_file_has_a_budget_in_every_tier_that_it_has_tests_in():
     expected = {Part(tier, file) for file in files_with_tests() for tier in tiers_of(TESTS / file)}
     found = set(read_budgets())
-    assert sorted(expected - found) == [], "give it a line in tests/budgets.toml: its seconds and half as much again"
+    assert sorted(expected - found) == [], "run it with --write-budgets (make budgets runs everything)"
     assert sorted(found - expected) == [], "there is no such test"
 
 
@@ -47,6 +61,15 @@ def test_every_file_has_a_budget_in_every_tier_that_it_has_tests_in():
 def test_all_budgets_together_keep_the_time_that_is_promised(tiers):
     budgets = read_budgets()
     assert sum(seconds for part, seconds in budgets.items() if part.tier in tiers) <= SPARE * LIMITS_S[tiers]
+
+
+def test_a_run_replaces_its_own_numbers_alone(tmp_path):
+    file, here = tmp_path / "budgets.toml", "unit/house/test_budgets.py"
+    file.write_text(f'[fast]\n"{here}" = 9\n"unit/gone.py" = 9\n[lab]\n"test_architecture.py" = 7\n')
+    write_budgets({Part(FAST, here): 10.0, Part(NIGHTLY, here): 0.01, Part(FAST, "gpu/test_x.py"): 5.0}, file)
+    kept = {Part(LAB, "test_architecture.py"): 7}
+    assert read_budgets(file) == kept | {Part(FAST, here): 12, Part(NIGHTLY, here): 1}
+    assert "make budgets" in file.read_text()
 
 
 BUDGETS = {Part(FAST, f"unit/test_{letter}.py"): 10.0 for letter in "abcdefgh"}
@@ -76,6 +99,14 @@ def test_the_longest_begin_first_and_what_starts_no_job_before_what_does(monkeyp
     assert order(budgets, budgets) == ["test_y.py", "unit/test_x.py", *together, "jobs/test_a.py", "walk/test_w.py"]
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert order(budgets, budgets)[2:4] == ["jobs/test_a.py", "walk/test_w.py"]
+
+
+def test_make_test_imports_no_file_of_another_tier_alone():
+    left_out = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py") if is_left_out(path)}
+    tiers = {file: {part.tier for part in read_budgets() if part.file == file} for file in files_with_tests()}
+    assert left_out == {file for file, of_file in tiers.items() if FAST not in of_file} and len(left_out) > 50
+    assert f'-m "{MAKE_TEST}"\n' in (TESTS.parent / "Makefile").read_text(encoding="utf-8")
+    assert not is_left_out(TESTS / "jobs") and not is_left_out(TESTS.parent / "tests.py")
 
 
 def test_a_file_is_named_alike_from_wherever_pytest_is_started():

@@ -1,4 +1,4 @@
-"""What people read is short: the README two screens and a half, and the documents do not grow."""
+"""Documents are short: the README two screens and a half, and the documents do not grow."""
 
 from repository import ROOT
 

@@ -1,6 +1,6 @@
 """Stand-ins declare what the pinned releases declare.
 
-The releases' side is text that was read off their sources (tests/support/signatures.py); where one is installed, its
+The releases' side is text that was read off their sources (signatures.py); where one is installed, its
 own files are read again.
 """
 
@@ -12,7 +12,7 @@ import pytest
 from repository import ROOT
 from signatures import read_record, signature
 
-SUPPORT = ROOT / "tests" / "support"
+STAND_INS = ROOT / "tests" / "support" / "stand_ins"
 RECORD = read_record()
 CASES = [(release, file, name) for release, files in RECORD.items() for file, names in files.items() for name in names]
 # Where a stand-in has another name than the library's.
@@ -29,7 +29,7 @@ def stand_in(release: str, name: str) -> str:
     own = NAMED.get((library, name)) or name.replace(first, NAMED.get((library, first), first), 1)
     for file in ("te_stand_in.py", "fused_stand_in.py"):
         try:
-            return signature((SUPPORT / file).read_text(encoding="utf-8"), own)
+            return signature((STAND_INS / file).read_text(encoding="utf-8"), own)
         except KeyError:
             continue
     raise KeyError(own)
@@ -56,7 +56,7 @@ def test_the_installed_release_is_the_recorded_one(release):
 
 
 def test_the_record_is_of_the_image():
-    """What launch/image builds is what the stand-ins stand for."""
+    """The packages of launch/image are those that the stand-ins stand for."""
     pinned = (ROOT / "launch" / "image" / "transformer_engine.txt").read_text(encoding="utf-8")
     recipe = (ROOT / "launch" / "image" / "Dockerfile").read_text(encoding="utf-8")
     releases = dict(release.split()[:2] for release in RECORD)

@@ -291,7 +291,7 @@ def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypat
 
 
 def test_a_process_ends_without_taking_its_libraries_down():
-    """What is registered for the end is done; what Python would do after it, where Triton and vLLM print, is not."""
+    """Functions registered for the end run; Python's own end, where Triton and vLLM print, does not."""
     code = """if True:
         import atexit, sys
         from hacpo_mega import cli

@@ -1,4 +1,4 @@
-"""Who runs on which node, and what a cluster could not run: arithmetic, held against layouts drawn by hand."""
+"""Ranks by node, and what a cluster could not run: arithmetic, held against layouts drawn by hand."""
 
 import pytest
 

@@ -117,13 +117,13 @@ class Attempt:
 
     @property
     def ends(self) -> list[str]:
-        """How the script has noted that attempts ended."""
+        """The script's notes of how attempts ended."""
         path = self.run_dir / "logs" / "attempts.jsonl"
         return [json.loads(line)["ended"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def ended(*statuses: int, then: str = "") -> str:
-    """What the ranks do that end with these statuses, the first of them first."""
+    """The end of the ranks that end with these statuses, the first of them first."""
     return f"""
 import os, signal, sys, time
 for rank, status in enumerate({statuses}):
@@ -360,7 +360,7 @@ def test_a_lost_node_is_noted_when_slurm_knows(tmp_path, state, ends):
 
 
 def test_nodes_come_back_where_too_few_would_remain(tmp_path):
-    """Those that this job has excluded, never those that others have."""
+    """Nodes that this job has excluded come back, never those that others have."""
     found = {"exclude": "--exclude=node2"}
     bad = ended(5, 5, then=f"open(os.environ['logs'] + '/../preflight.json', 'w').write({json.dumps(found)!r})")
     attempts = []

@@ -173,7 +173,7 @@ def answer_of_squeue(run, monkeypatch, *lines: str) -> None:
 
 
 def test_a_submission_that_never_ran_changes_nothing_that_is_shown(run, monkeypatch):
-    """Of a run of 10 steps; the newest submission is of 99, and its job waits, was cancelled, or runs."""
+    """The run has 10 steps; the newest submission is of 99, and its job waits, was cancelled, or runs."""
     (run / "config.toml").write_text("num_steps = 10\n")
     (run / "slurm/config.2.toml").write_text("num_steps = 99\n")
     first = f"12|RUNNING|None|1:02|58:58|node[1-2]|{run}/slurm/job.1.sbatch"

@@ -1,4 +1,4 @@
-"""What packed_objective and the sequence-level part refuse, by the name of what is wrong."""
+"""Refusals of packed_objective and the sequence-level part, by the name of what is wrong."""
 
 import math
 from dataclasses import asdict, replace

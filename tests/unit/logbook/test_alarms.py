@@ -24,7 +24,7 @@ from hacpo_mega.logbook.steps.alarms import (
 
 
 def report(num_unjudged: int, error: str | None, num_errors: int | None = None) -> JudgeReport:
-    """Of 64 answers; those that are unjudged are the ones that failed, unless another number is given."""
+    """The report of 64 answers; the unjudged ones are those that failed, unless another number is given."""
     num_errors = num_unjudged if num_errors is None else num_errors
     return JudgeReport(64, num_unjudged, 0, num_errors, {} if error is None else {error: num_errors})
 
@@ -141,7 +141,7 @@ def test_rewards_of_rounding_are_no_reward():
 
 
 def offered(trained: int, inside: float | None = 1.0, **lost: int) -> dict[str, float]:
-    """What a step says of moe's answers on their way to gemma."""
+    """The counts of a step for moe's answers on their way to gemma."""
     pair = "agent/gemma/from/moe"
     counts = {"trained": trained, "answers": trained + sum(lost.values())} | lost
     band = {} if inside is None else {f"{pair}/inside": inside}

@@ -15,7 +15,7 @@ from hacpo_mega.report.run import Accuracy, accuracies, load_run
 
 
 def measured(rewards, *, may_be_graded: bool) -> Accuracy:
-    """What a run logs of these rewards, as the report reads it; one rank alone."""
+    """The log of these rewards, as the report reads it; one rank alone."""
     metrics = Metrics("a", lambda payload: [payload])
     prompts = [Prompt(i, str(i), "p", "g") for i in range(len(rewards))]
     judgements = [Judgement(Verdict.WRONG, reward) for reward in rewards]

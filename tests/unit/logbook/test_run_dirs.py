@@ -1,4 +1,4 @@
-"""What may lie at a run's folder: only a run is moved away or written into, and nothing else is ever touched."""
+"""Contents of a run's folder: only a run is moved away or written into, and nothing else is ever touched."""
 
 import json
 import os
@@ -21,7 +21,7 @@ METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
 
 
 def refusals(run_dir: str | Path, *overrides: str) -> list[str]:
-    """What `check` says of a run's folder."""
+    """The complaints of `check` about a run's folder."""
     try:
         load_config(ROOT / "configs/quickstart.toml", [f"run_dir={json.dumps(str(run_dir))}", *overrides])
     except ValueError as error:

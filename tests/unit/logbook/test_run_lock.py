@@ -63,7 +63,7 @@ def holder_of(run_dir: Path, answer: str = "", **options) -> subprocess.Popen[st
 
 
 def refusal(run_dir: Path, answer: str = "", *, quiet_s: float = FOREVER_S, beat_s: float = 0.05) -> str:
-    """What this process hears when it does not get the lock."""
+    """The error of this process when it does not get the lock."""
     with pytest.MonkeyPatch.context() as patch:
         if answer:
             patch.setattr(run_lock.fcntl, "flock", no_locks)

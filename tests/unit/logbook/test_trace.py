@@ -56,7 +56,7 @@ def test_a_span_ends_when_the_device_has_done_its_work() -> None:
 
 
 class Group:
-    """What a process group looks like from outside."""
+    """A process group as it looks from outside."""
 
     def name(self) -> str:
         return "gloo"

@@ -1,4 +1,4 @@
-"""What an update adds to the metrics: own answers together, others' answers by their source, counted by hand."""
+"""Metrics of an update: own answers together, others' answers by their source, counted by hand."""
 
 import math
 

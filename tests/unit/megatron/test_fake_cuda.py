@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
+from memory_trace import _even, _fake_world, _NumbersThatAreKnown
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_lab.memory_trace import _even, _fake_world, _NumbersThatAreKnown
 from hacpo_mega.megatron.model import layers, moe
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture
@@ -59,7 +59,7 @@ class _NumbersOnTheCpu(_NumbersThatAreKnown):
 
 
 class _WithoutCurrentDevice(TorchFunctionMode):
-    """What torch does after a switch to a tensor's device, which its CPU build cannot, done without."""
+    """Does without what torch does after a switch to a tensor's device, which its CPU build cannot."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.cuda:

@@ -1,6 +1,6 @@
-"""Whose kernels an optimizer has is the configuration's choice, and Adam is Adam with each of them.
+"""The configuration chooses the optimizer's kernels, and Adam is Adam with each of them.
 
-TransformerEngine's and apex's are stand-ins here (tests/support/fused_stand_in.py).
+TransformerEngine's and apex's are stand-ins here (tests/support/stand_ins/fused_stand_in.py).
 """
 
 import os
@@ -51,9 +51,9 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused")
     make_model(folder / "model", "qwen3", tied=True)
     support = ROOT / "tests" / "support"
-    paths = os.pathsep.join(map(str, (*SOURCES, support)))
+    paths = os.pathsep.join(map(str, (*SOURCES, support, support / "cases")))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, str(support / "fused_stand_in.py"), str(folder)]
+    command = [sys.executable, str(support / "stand_ins" / "fused_stand_in.py"), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "found.pt")

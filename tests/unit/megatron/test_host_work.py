@@ -1,4 +1,4 @@
-"""What the actor asks a device for stays within written bounds; its kernels over lists are Megatron's, bit for bit."""
+"""The actor's requests to a device stay within written bounds; its kernels over lists are Megatron's, bit for bit."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window):
 
 
 def attended(inputs, starts, prefixes, window):
-    """What the attention of this project makes of queries, keys and values in segments."""
+    """This project's attention of queries, keys and values in segments."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
     packed = packed_segments(starts, prefixes, starts.device)
     alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))

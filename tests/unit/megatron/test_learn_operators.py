@@ -1,4 +1,4 @@
-"""What learning computes in its own way on the CPU: products, the gradient of a norm, sums of gradients of matrices."""
+"""Operators of learning on the CPU: products, the gradient of a norm, sums of gradients of matrices."""
 
 import math
 

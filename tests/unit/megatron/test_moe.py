@@ -88,7 +88,7 @@ def by_hand(layer: torch.nn.Module, hidden_nH: torch.Tensor, case: str) -> torch
 
 
 def errors(layer: torch.nn.Module, case: str) -> dict[str, float]:
-    """How far output and gradients are from those by hand in float64, relative to their size."""
+    """Distances of output and gradients from those by hand in float64, relative to their size."""
     hidden = torch.randn(23, 1, 64, generator=torch.Generator().manual_seed(6)).requires_grad_()
     output, bias = layer(hidden)
     assert bias is None
@@ -129,7 +129,7 @@ def test_that_test_sees_a_gradient_that_is_slightly_wrong(world, tmp_path, monke
 
 
 def auxiliary_losses(logits_nE: torch.Tensor, experts_nk: torch.Tensor, *, sigmoid: bool) -> list[torch.Tensor]:
-    """Of the tokens of a micro-batch, token by token: E / (k T^2) sum_e f_e sum_t p_te, and logsumexp^2."""
+    """Losses of a micro-batch, token by token: E / (k T^2) sum_e f_e sum_t p_te, and logsumexp^2."""
     (num_tokens, num_experts), per_token = logits_nE.shape, experts_nk.shape[1]
     balance = z = torch.zeros((), dtype=torch.float64)
     for logits in logits_nE:
@@ -167,7 +167,7 @@ def test_auxiliary_losses_are_their_formulas_in_the_gradient(world, tmp_path, fa
 
 
 def test_the_balance_is_that_of_transformers(world, tmp_path):
-    """Which counts every one of a token's k experts as a whole, so that it is k times as large."""
+    """transformers counts every one of a token's k experts as a whole, so that its loss is k times as large."""
     layer = make_layer(tmp_path, "as they are", moe_aux_loss_coeff=1.0)
     layer.router.num_tokens = 23
     hidden_nH = torch.randn(23, 64, generator=torch.Generator().manual_seed(6))
@@ -191,7 +191,7 @@ def test_its_load_is_counted_where_it_learns_and_nowhere_else(world, tmp_path):
 
 
 def test_load_by_hand():
-    """Of two layers: all to one of four, and one half, a quarter, a quarter, nothing."""
+    """Two layers: all to one of four, and one half, a quarter, a quarter, nothing."""
     found = expert_load(torch.tensor([[0, 8, 0, 0], [4, 2, 2, 0]]))
     assert found.fullest_share == (1.0 + 0.5) / 2
     assert found.entropy == pytest.approx((0.0 + 1.5 * math.log(2)) / math.log(4) / 2, rel=1e-12)

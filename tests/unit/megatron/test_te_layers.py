@@ -1,6 +1,6 @@
 """TransformerEngine's layers, as far as a machine without a GPU can hold them: the choice, and a stand-in's interface.
 
-The stand-in (tests/support/te_stand_in.py) declares what TransformerEngine 2.9 to 2.11 declare. Their numbers are in
+The stand-in (stand_ins/te_stand_in.py) declares what TransformerEngine 2.9 to 2.11 declare. Their numbers are in
 tests/gpu/test_te_layers_gpu.py.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 from memory_cases import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, learn_of_trace, plan_of
+from memory_trace import TracedMemory
 from repository import ROOT, SOURCES
 from safetensors.torch import load_file
 from tiny_models import make_model
 
-from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
@@ -55,9 +55,9 @@ def models(tmp_path_factory):
 def found(models):
     """In a process of its own: Megatron sees what is installed when it is imported."""
     support = ROOT / "tests" / "support"
-    paths = [str(path) for path in (*SOURCES, support)]
+    paths = [str(path) for path in (*SOURCES, support, support / "cases")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(support / "te_stand_in.py"), str(models)]
+    command = [sys.executable, str(support / "stand_ins" / "te_stand_in.py"), str(models)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(models / "found.pt")
@@ -108,7 +108,7 @@ def test_what_transformer_engines_layers_lack_has_local_ones(model):
 @pytest.mark.parametrize("layout", [(2, 1, 0), (1, 2, 0), (1, 2, 1)], ids=str)
 @pytest.mark.parametrize("model", NAMES)
 def test_every_parameter_has_its_name_and_shape(found, model, layout):
-    """Of tensor parallel 2, and of both stages of a pipeline."""
+    """Tensor parallel 2, and both stages of a pipeline."""
     shapes = found[model]["shapes"][layout]
     assert shapes["parameters"] == shapes["slots"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in shapes["parameters"]
@@ -189,7 +189,7 @@ def test_what_the_classes_are_given(found, model):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_budget_of_the_local_layers_is_enough(found, models, name):
-    """Every tensor that TransformerEngine's source makes and keeps (tests/support/te_memory.py), against the budget."""
+    """Every tensor that TransformerEngine's source makes and keeps (stand_ins/te_memory.py), against the budget."""
     traces = pickle.loads((models / "traces.pickle").read_bytes())
     plan, less = PLANS[name]
     memory, budget = TracedMemory(**traces[tuple(PLANS).index(name)]), actor_memory(plan)

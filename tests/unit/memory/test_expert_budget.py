@@ -1,17 +1,15 @@
-"""What a device holds and sends of experts, by hand: of Qwen3-30B-A3B, and of a small job.
+"""Bytes of experts that a device holds, by hand: of Qwen3-30B-A3B, and of a small job.
 
 unit/memory/test_memory_trace.py holds the activations to the real layer, unit/models/test_publish_plan.py what is
-published.
+published, lab/unit/test_plan_traffic.py what is sent.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from hacpo_lab.planning.configuration import Work
-from hacpo_lab.planning.traffic import Spread, messages_of
 from hacpo_mega.memory.actor_bytes import CUDA, ActorPlan, actor_memory
-from hacpo_mega.memory.budget import Budget, EnginePlan, engine_weights
+from hacpo_mega.memory.budget import EnginePlan, engine_weights
 from hacpo_mega.memory.expert_bytes import expert_bytes
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.flops import feed_forward_parameters, matrix_parameters, touched_experts
@@ -70,32 +68,6 @@ def test_the_worst_that_can_be_asked_of_a_rank():
     assert expert_bytes(MODEL, Layout(tp=4, ep=4), 4096, 2).worst == 1024 * (4 - 1) * TO * of_row
     few = replace(MODEL, num_experts=8)
     assert expert_bytes(few, Layout(tp=8, ep=8), 4096, 2).worst == 0  # each token asks every expert once
-
-
-def test_messages_of_a_layer_with_experts():
-    """tp 2, ep 2, two cells: tokens of a tensor rank to 8 experts each, half of them elsewhere, and back."""
-    thin = replace(MODEL, num_layers=2)
-    actor = ActorPlan(thin, Layout(tp=2, ep=2), dp=2, num_tokens=4096, recompute="mlp")
-    budget = Budget(actor, EnginePlan(tp=2, max_tokens=64, memory_share=0.3), capacity=None)
-    work = Work(prompts=4, answers=8, pool=16, trained=16, updates=1, sources=2, scored_updates=1, prompt_tokens=33,
-                answer_tokens=32, longest=32)  # fmt: skip
-    found = {(m.phase, m.what): m for m in messages_of(budget, work, 2, Spread(*[True] * 6), rounds=32.0)}
-    row = HIDDEN * 2
-    scored, trained = 4 * 64, 8 * 64  # tokens of a cell
-    # There and back; forward, backward, forward again. Nothing is gathered over tp for experts.
-    assert found["score", "tokens of ep"].num_bytes == 2 * 2 * 0.5 * scored / 2 * TO * row
-    assert found["learn", "tokens of ep"].num_bytes == 3 * 2 * 2 * 0.5 * trained / 2 * TO * row
-    assert found["score", "gathers and scatters of tp"].num_bytes == 2 * 2 * 0.5 * scored * row
-    assert found["learn", "gathers and scatters of tp"].num_bytes == 5 * 2 * 0.5 * trained * row
-    experts = 2 * 64 * EXPERT
-    dense = num_weights(thin, actor.layout) - experts
-    assert found["learn", "gradients and weights of dp"].num_bytes == 0.5 * dense * (4 + 2)
-    assert found["learn", "gradients and weights of experts"].num_bytes == pytest.approx(0.5 * experts * (4 + 2))
-    # A rank's experts are on a rank of the other cell alone with ep 2, on a rank of its own cell, too, with ep 1.
-    everywhere = replace(budget, actor=replace(actor, layout=Layout(tp=2)))
-    found = {m.what: m for m in messages_of(everywhere, work, 2, Spread(*[True] * 6), rounds=32.0)}
-    assert "tokens of ep" not in found
-    assert found["gradients and weights of experts"].num_bytes == pytest.approx(0.75 * 2 * experts * (4 + 2))
 
 
 def test_the_router_counts_as_a_matrix():

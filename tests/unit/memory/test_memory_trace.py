@@ -24,9 +24,9 @@ from memory_cases import (
     plan_of,
     traced,
 )
+from memory_trace import TracedMemory
 from paper_models import make_paper_workplace
 
-from hacpo_lab.memory_trace import TracedMemory
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
 from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets
 
@@ -191,6 +191,6 @@ def test_the_stages_of_a_pipeline(stage, recompute):
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
 @pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["qwen3", "llama"])
 def test_a_rank_of_cp_keeps_its_share(model, recompute):
-    """Of two ranks that have a key/value head each: half, and no output of attention in two forms."""
+    """Two ranks have a key/value head each: half, and no output of attention in two forms."""
     whole, half = (traced(plan_of(model, cp=cp, recompute=recompute)).saved for cp in (1, 2))
     assert 2 * half == pytest.approx(whole, rel=0.05)

@@ -1,4 +1,4 @@
-"""What a config.json says of experts, against transformers' own reading, and the names that it saves them by."""
+"""Experts in a config.json, against transformers' own reading, and the names that it saves them by."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a config.json of each family may say: transformers' own, published ones, and what asks for another model."""
+"""The config.json of each family: transformers' own, published ones, and what asks for another model."""
 
 import json
 import re

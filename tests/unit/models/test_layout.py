@@ -1,4 +1,4 @@
-"""Which layouts a model can have: `hacpo-mega check` and the model builder against Megatron itself.
+"""Layouts that a model can have: `hacpo-mega check` and the model builder against Megatron itself.
 
 The oracle of the random cases is Megatron: without our rules, the real model of every pipeline stage is built, on
 torch's fake process group of the right size, and what was built is counted. Nothing of ours decides what is right.

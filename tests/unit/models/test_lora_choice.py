@@ -1,4 +1,4 @@
-"""Which adapters an agent may have, how they lie on ranks, and what they cost: by hand."""
+"""Adapters that an agent may have, how they lie on ranks, and what they cost: by hand."""
 
 import math
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_the_bytes_of_an_adapted_actor():
 
 
 def test_the_numbers_of_the_adapters_of_experts():
-    """Of 16 experts, 4 of them on a rank: a token meets those of 4, whose gradients are of the experts' optimizer."""
+    """A rank has 4 of 16 experts: a token meets those of 4, whose gradients are of the experts' optimizer."""
     lora, layout = Lora(4, 8.0, chosen_targets(EXPERTS, ("o_proj", "down_proj"))), Layout(tp=2, cp=2, ep=4)
     hidden, width, layers = EXPERTS.hidden_size, EXPERTS.expert_ffn, EXPERTS.num_layers
     attention, of_expert = 4 * (EXPERTS.num_heads * EXPERTS.head_dim + hidden), 4 * (width + hidden)

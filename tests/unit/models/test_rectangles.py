@@ -1,4 +1,4 @@
-"""What a flattened shard is in the whole tensors: how any layout takes up a checkpoint of another."""
+"""The place of a flattened shard in the whole tensors: any layout takes up a checkpoint of another."""
 
 import itertools
 import random

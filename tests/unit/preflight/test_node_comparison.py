@@ -1,10 +1,11 @@
-"""Who is named for what, from reports and looks written by hand; and how a launcher's variables are read."""
+"""Nodes that are named for a fault, from reports and looks written by hand; and the reading of launchers' variables."""
 
 import dataclasses
+import os
+from unittest import mock
 
 import pytest
 
-from hacpo_lab.forked import changed_environment
 from hacpo_mega.cluster.launcher_env import LauncherEnv, expand_nodes, tasks_of_nodes
 from hacpo_mega.preflight.node_comparison import Look, look_findings, neighbours, report_findings, suspects
 from hacpo_mega.preflight.node_report import NodeReport, size
@@ -147,18 +148,18 @@ SLURM = {
 
 
 def test_a_task_of_srun_knows_its_seat():
-    with changed_environment(SLURM):
+    with mock.patch.dict(os.environ, SLURM):
         env = LauncherEnv.find()
     assert (env.rank, env.world_size, env.local_rank, env.num_local, env.node) == (5, 8, 1, 3, "n2")
     assert (env.nodes, env.is_first_of_node) == (("n0", "n1", "n2", "n3"), False)
-    with changed_environment(SLURM | {"SLURM_HET_SIZE": "2"}):
+    with mock.patch.dict(os.environ, SLURM | {"SLURM_HET_SIZE": "2"}):
         assert len(LauncherEnv.find().nodes) == 10
 
 
 def test_torchruns_variables_come_first():
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "99"}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with changed_environment(SLURM | told):
+    with mock.patch.dict(os.environ, SLURM | told):
         env = LauncherEnv.find()
     assert (env.rank, env.world_size, env.num_local, env.port) == (0, 2, 2, 99)
     assert env.is_first_of_node and env.launcher_keeps_store

@@ -111,7 +111,7 @@ def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
 
 
 def num_pixels(picture: Path, colour: str) -> int:
-    """How many pixels of a PNG are of a colour, given as #rrggbb."""
+    """Number of pixels of a PNG that are of a colour, given as #rrggbb."""
     wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return int((np.abs(image.imread(picture)[:, :, :3] - wanted).max(axis=2) < 0.01).sum())
 
@@ -307,7 +307,7 @@ def gappy(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def spans(axis: Axes) -> dict[str, list[tuple[float, float]]]:
-    """What each mark of a panel covers, from where to where in steps, by its colour; level lines are no marks."""
+    """The span of each mark of a panel, from where to where in steps, by its colour; level lines are no marks."""
     found: dict[str, list[tuple[float, float]]] = {}
     for line in axis.lines:
         if line.get_transform() == axis.transData:

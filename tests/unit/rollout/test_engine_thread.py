@@ -98,7 +98,7 @@ GROUP = 3
 
 @pytest.fixture
 def files(tmp_path):
-    """What two cells have written of two prompts and of four."""
+    """Files that two cells have written of two prompts and of four."""
     written = []
     for number, prompts in enumerate((PROMPTS[:2], PROMPTS[2:])):
         completions = [completion(prompt.index * GROUP + g) for prompt in prompts for g in range(GROUP)]

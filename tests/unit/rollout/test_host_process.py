@@ -1,4 +1,4 @@
-"""What a process does around vLLM's start, whatever the processor; tests/jobs/test_engine.py has the live engine."""
+"""Settings of a process around vLLM's start, whatever the processor; tests/jobs/test_engine.py has the live engine."""
 
 import pytest
 import torch

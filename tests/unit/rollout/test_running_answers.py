@@ -1,4 +1,4 @@
-"""What an answer of the engine is called by the way it ended; tests/jobs/test_engine.py has it with vLLM itself."""
+"""Names for the ends of an engine's answers; tests/jobs/test_engine.py has them with vLLM itself."""
 
 from types import SimpleNamespace
 

@@ -41,7 +41,7 @@ class LookingAtNumbers(Layer):
 
 
 def recorded(second: type[Layer]) -> Recording:
-    """Of a model whose second layer has this loader."""
+    """The record of a model whose second layer has this loader."""
     model = nn.Module()
     model.layers = nn.ModuleList([Layer(), second()])
 

@@ -1,4 +1,4 @@
-"""What an agent is shown: chat templates, system prompts, messages of a row, and texts that spell control tokens."""
+"""Prompts as an agent sees them: chat templates, system prompts, messages of a row, texts that spell control tokens."""
 
 import json
 import random
@@ -157,7 +157,7 @@ OPENS = CHAT.replace("={%", "<think>\n{%", 1)
     ],
 )
 def test_thinking_that_a_prompt_opens(tmp_path, template, prompting, text, opened):
-    """What the prompt writes of the answer, and no <think> of a task, a system prompt or an instruction."""
+    """The prompt writes the answer's beginning, and no <think> of a task, a system prompt or an instruction."""
     tokenizer = make_tokenizer(tmp_path, (*CHARACTERS, "<think>", "</think>", "\n"))
     tokenizer.chat_template = template
     codec = TextCodec(tokenizer, Prompting(chat_template=template is not None, **prompting))

@@ -1,4 +1,4 @@
-"""What a learner trains on, against hand-made pools: ids, ends, lengths, drops and counts."""
+"""Samples that a learner trains on, against hand-made pools: ids, ends, lengths, drops and counts."""
 
 import math
 from dataclasses import replace

@@ -74,7 +74,7 @@ def test_the_ratio_of_untrained_models_is_that_of_their_vocabularies(codecs, sol
 
 @pytest.mark.nightly
 def test_every_answer_would_get_a_marker_if_it_were_encoded_by_itself(codecs, solutions):
-    """What the anchor is for: encoded alone, no solution keeps its first token under a SentencePiece design."""
+    """The anchor prevents this: encoded alone, no solution keeps its first token under a SentencePiece design."""
     phi = codecs["phi-3"]
     for text in solutions[:100]:
         alone = phi.tokenizer(text, add_special_tokens=False).input_ids

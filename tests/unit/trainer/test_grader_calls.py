@@ -17,7 +17,7 @@ from hacpo_mega.grading.reward_trial import try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.records import Stop, Verdict
 
-HERE = "tests.support.reward_functions"
+HERE = "tests.unit.trainer.reward_functions"
 
 
 def judged(function: str, texts, golds=None, rows=(), **options):
@@ -194,7 +194,7 @@ def test_parts_take_the_place_of_one_kind():
 
 
 def trial_of(tmp_path, source: str, gold: str = "146", num_rows: int = 1, **reward):
-    """What is found of a reward whose function is `own` in `source`, or that is given whole."""
+    """The findings of a trial of a reward whose function is `own` in `source`, or that is given whole."""
     file = tmp_path / "rewards.py"
     file.write_text(source)
     config = RewardConfig(**reward) if reward else RewardConfig(kind=f"{file}:own", timeout_s=0.2)

@@ -16,7 +16,7 @@ PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index i
 
 
 def rollouts(num_each: int) -> list[Rollout]:
-    """Of every prompt, by turns right, wrong, without an answer, and right but cut."""
+    """Rollouts of every prompt, by turns right, wrong, without an answer, and right but cut."""
     texts = [
         lambda p: rf"\boxed{{{p + 1}}}",
         lambda p: rf"\boxed{{{p}}}",
@@ -61,8 +61,8 @@ def test_two_places_of_a_step_are_two_groups_even_with_equal_prompts():
         for place, texts in ((0, "xx"), (3, "xy"))
         for g, text in enumerate(texts)
     ]
-    parts = {name: {"kind": "tests.support.reward_functions:rarest"} for name in ("one", "other")}
-    for reward in ({"kind": "tests.support.reward_functions:rarest"}, {"parts": parts}):
+    parts = {name: {"kind": "tests.unit.trainer.reward_functions:rarest"} for name in ("one", "other")}
+    for reward in ({"kind": "tests.unit.trainer.reward_functions:rarest"}, {"parts": parts}):
         with judge_of(RewardConfig(**reward)) as judge, RolloutJudge(judge, while_sampling=False) as of_agent:
             assert [judgement.reward for judgement in of_agent.judge(prompts, asked)] == [0.5, 0.5, 1.0, 1.0]
 
