@@ -41,8 +41,9 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from hacpo_mega.config.checks.pass_through import require_accepted
+from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import eos_token_ids
-from hacpo_mega.models.weight_files import published_names
+from hacpo_mega.models.files.weight_files import published_names
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.cpu.cpu_runner import adapt_to_cpu
 from hacpo_mega.rollout.cpu.decode_scheduler import decode_scheduler
@@ -131,7 +132,7 @@ class Engine:
         if not self._on_cuda:
             defaults |= FOR_CPU | cpu_attention(model, CPUAttentionBackend, dtype.itemsize, options)
         self.eos_ids = eos_token_ids(model) if eos_ids is None else tuple(eos_ids)
-        self.max_model_len, self._names = max_model_len, published_names(model)
+        self.max_model_len, self._names = max_model_len, published_names(model, tied=is_tied(model))
         self._memory, self._is_loaded = Memory.AWAKE, not random_weights
         self._on_progress, self._running = on_progress, None
         start = partial(

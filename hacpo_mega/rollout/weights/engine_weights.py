@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hacpo_mega.models.files.weight_files import HEAD
 from hacpo_mega.models.sharding.shards import Shard
-from hacpo_mega.models.weight_files import HEAD
 from hacpo_mega.rollout.vllm.host_process import quiet
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
 from hacpo_mega.rollout.weights.held_weights import EMBEDDING
