@@ -67,7 +67,7 @@ LOADS_BY_NAME = (
     "hacpo_mega/grading/__init__.py",
     "packages/hacpo_grading/hacpo_grading/workers/own_file.py",
     "hacpo_mega/logbook/files/trackers.py",
-    "hacpo_mega/data/reading/hub_sets.py",
+    "hacpo_mega/data/reading/tables.py",
 )
 
 

@@ -19,7 +19,7 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
-from hacpo_mega.models.answer_ends import AnswerEnds
+from hacpo_mega.models.files.answer_ends import AnswerEnds
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions

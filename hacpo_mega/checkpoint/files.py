@@ -29,7 +29,7 @@ from hacpo_mega.config.run import completed
 from hacpo_mega.config.template_time import with_times_of
 from hacpo_mega.models.files.documents import parse_json, require_file
 from hacpo_mega.models.files.links import require_inside
-from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 FORMAT = 2
 RECORD = "step.json"

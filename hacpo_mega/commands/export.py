@@ -38,13 +38,14 @@ from hacpo_mega.megatron.weights.hf_writer import (
     write_weights,
 )
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import copied_files
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.links import require_inside, run_above
 from hacpo_mega.models.files.visible import one_line, visible
+from hacpo_mega.models.files.weight_files import INDEX, require_one_reading, stored_tensors
 from hacpo_mega.models.sharding.lora import adapter_sources
 from hacpo_mega.models.sharding.segments import all_sources
-from hacpo_mega.models.weight_files import INDEX, require_one_reading, stored_tensors
 
 CARD = "README.md"
 WORD = re.compile(r"[A-Za-z0-9]+([_-][A-Za-z0-9]+)*")  # means itself everywhere in Markdown
@@ -145,7 +146,7 @@ def export_copy(agent: TrainedAgent, out: Path) -> None:
 
 def _model_files(folder: Path) -> list[Path]:
     """The files of a run's own export of an agent, without others that were put beside them. ValueError as `check`."""
-    require_one_reading(folder)
+    require_one_reading(folder, tied=is_tied(folder))
     weights = {folder / tensor.file for tensor in stored_tensors(folder).values()}
     described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
     return [*sorted(weights), *described, *copied_files(folder)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_grading.judge import Judge
-from hacpo_mega.data.dataset_checks import PromptEncoder, overlap, prompt_lengths, repetitions
+from hacpo_mega.data.dataset_checks import overlap, repetitions
 from hacpo_mega.data.datasets import LAYOUTS, Dataset, Layout, Problem, read_dataset
 from hacpo_mega.data.reading.row_values import quoted
 from hacpo_mega.records import Stop
@@ -45,7 +45,7 @@ def inspect(
 
 def _findings(
     datasets: Sequence[Dataset],
-    codecs: Mapping[str, PromptEncoder],
+    codecs: Mapping[str, TextCodec],
     evaluation: Sequence[Dataset],
     max_prompt_tokens: int,
     judge: Judge | None,
@@ -74,12 +74,11 @@ def read_evaluation(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOU
     return datasets
 
 
-def inspect_dataset(found: Dataset, encoders: Mapping[str, PromptEncoder], max_prompt_tokens: int) -> Findings:
-    """One file: rows, layout, subjects and levels, prompt lengths for each named encoder, defects and repetitions."""
+def inspect_dataset(found: Dataset, codecs: Mapping[str, TextCodec], max_prompt_tokens: int) -> Findings:
+    """One file: rows, layout, subjects and levels, prompt lengths for each named codec, defects and repetitions."""
     lines = [f"{found.path}: {len(found.problems)} problems, layout {found.layout or 'unknown'}"]
     lines += _groups(found)
-    for name, encoder in encoders.items():
-        lines.append(_lengths(found, name, encoder, max_prompt_tokens))
+    lines += [_lengths(found, name, codec, max_prompt_tokens) for name, codec in codecs.items()]
     repeated = repetitions(found.problems)
     contradictions = [repetition for repetition in repeated if not repetition.agrees]
     lines += _shown("cannot be used", found.defects)
@@ -128,13 +127,14 @@ def _groups(found: Dataset) -> list[str]:
     return lines
 
 
-def _lengths(found: Dataset, name: str, encoder: PromptEncoder, max_prompt_tokens: int) -> str:
-    if not found.problems:
+def _lengths(found: Dataset, name: str, codec: TextCodec, max_prompt_tokens: int) -> str:
+    """A line on the prompts' tokens. ValueError for a character without a token."""
+    lengths = sorted(codec.prompt_lengths([problem.prompt for problem in found.problems]))
+    if not lengths:
         return f"  {name}: no prompts to measure"
-    lengths = prompt_lengths(found.problems, encoder, max_prompt_tokens)
     return (
-        f"  {name}: prompt tokens median {lengths.median}, 99 % {lengths.percentile_99}, longest {lengths.longest}; "
-        f"{lengths.num_over_limit} over {max_prompt_tokens}"
+        f"  {name}: prompt tokens median {lengths[len(lengths) // 2]}, 99 % {lengths[(len(lengths) * 99) // 100]}, "
+        f"longest {lengths[-1]}; {sum(length > max_prompt_tokens for length in lengths)} over {max_prompt_tokens}"
     )
 
 

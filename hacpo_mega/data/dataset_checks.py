@@ -17,7 +17,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from hacpo_mega.data.datasets import Problem
 from hacpo_mega.data.reading.row_values import quoted
@@ -43,12 +43,6 @@ NUMBER_WORDS = {word: str(number) for number, word in enumerate(SMALL_NUMBERS)}
 NOTATION = frozenset(("frac", "times", "cdot", "e", "^", "*", "/"))
 
 
-class PromptEncoder(Protocol):
-    """The part of a tokenizer codec that lengths need."""
-
-    def prompt_lengths(self, texts: Sequence[str]) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class Repetition:
     """A repetition: `second` copies `first` as `kind` says. `agrees`: so are their gold answers."""
@@ -62,16 +56,6 @@ class Repetition:
         answers = "" if self.agrees else f", with other answers ({quoted(self.first.gold)}, {quoted(self.second.gold)})"
         places = f"{self.second.source}:{self.second.line} repeats {self.first.source}:{self.first.line}"
         return f"{places} ({self.kind}){answers}"
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Prompt lengths in tokens under one tokenizer, and how many are over a limit."""
-
-    median: int
-    percentile_99: int
-    longest: int
-    num_over_limit: int
 
 
 @dataclass(frozen=True)
@@ -195,25 +179,13 @@ def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[
 
 def deduplicated(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """The problems without repetitions; the first of each stays, none if they contradict each other."""
-    repeated = {id(repetition.second) for repetition in repetitions(problems)}
-    disputed = {id(repetition.first) for repetition in contradictions(problems)}
-    return tuple(problem for problem in problems if id(problem) not in repeated | disputed)
+    found = repetitions(problems)
+    left_out = {id(repetition.second) for repetition in found}
+    left_out |= {id(repetition.first) for repetition in found if not repetition.agrees}
+    return tuple(problem for problem in problems if id(problem) not in left_out)
 
 
 def without_overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> tuple[Problem, ...]:
     """The training problems that no evaluation problem is a copy of, in any of the three ways."""
     leaked = {id(repetition.first) for repetition in copies(training, evaluation)}
     return tuple(problem for problem in training if id(problem) not in leaked)
-
-
-def prompt_lengths(problems: Sequence[Problem], encoder: PromptEncoder, max_prompt_tokens: int) -> Lengths:
-    """Prompt lengths for one agent. ValueError for an empty sequence, or a character without a token."""
-    if not problems:
-        raise ValueError("there are no problems to measure")
-    lengths = sorted(encoder.prompt_lengths([problem.prompt for problem in problems]))
-    return Lengths(
-        median=lengths[len(lengths) // 2],
-        percentile_99=lengths[min(len(lengths) - 1, len(lengths) * 99 // 100)],
-        longest=lengths[-1],
-        num_over_limit=sum(length > max_prompt_tokens for length in lengths),
-    )

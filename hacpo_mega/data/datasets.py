@@ -1,7 +1,8 @@
 """Public mathematics data in the layouts it is published in -> one schema, `Problem`.
 
     container   JSON Lines (.jsonl, .txt, .json), one JSON object or list per file (.json), both also gzipped, Parquet,
-                a .tar.gz or a folder tree of such files (the classic MATH/<split>/<subject>/<n>.json)
+                .tar.gz, .tgz or .tar of .jsonl and .json, and folder trees of all of these (the classic
+                MATH/<split>/<subject>/<n>.json)
     layout      recognised by the fields of a row, see LAYOUTS: MATH, MATH-500, GSM8K, AIME, AMC, Minerva,
                 OlympiadBench, verl's RLHFDataset, plain prompt/answer
 A row that fits no layout, has no gold answer, or is of another layout than the rest of its file is a DataProblem with
@@ -9,22 +10,30 @@ its line; the good rows still come. Not here: repeated and overlapping problems 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from hacpo_grading.texts.answer_text import gold_answer, last_boxed
 from hacpo_mega.config.tables.chat_messages import messages_of
-from hacpo_mega.data.reading.containers import Record, Row, rows_of
 from hacpo_mega.data.reading.files import (
     MAX_BAD_ROWS,
+    MAX_LINE_BYTES,
     TOO_MANY,
+    UNREADABLE,
     DataProblem,
     PromptRow,
     absence,
+    as_record,
     content_id,
     field_names,
     fields_text,
+    json_value,
+    open_bytes,
+    read_lines,
+    read_records,
     replacing,
 )
 from hacpo_mega.data.reading.row_values import (
@@ -36,6 +45,17 @@ from hacpo_mega.data.reading.row_values import (
     quoted,
     row_tools_problem,
 )
+from hacpo_mega.data.reading.tables import MAX_TIMES_UNPACKED, is_saved, most_unpacked
+from hacpo_mega.models.files.documents import MAX_JSON_BYTES, parse_json
+from hacpo_mega.models.files.links import require_inside_its_run
+
+Record = dict[str, Any]
+
+LINES = (".jsonl", ".jsonl.gz")
+DOCUMENTS = (".json", ".json.gz")
+ARCHIVES = (".tar.gz", ".tgz", ".tar")
+# Entries of an archive that say something of the next one: a long name, a size, times.
+ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
 @dataclass(frozen=True)
@@ -91,16 +111,14 @@ class Layout:
     tools_field: str | None = None
 
 
-def _plain(prompt_field: str, gold_field: str, tools_field: str | None = None) -> Layout:
-    """The layout of rows that hold the problem in one field and the gold answer in another."""
-    return Layout(
-        lambda row: row.get(prompt_field) is not None and row.get(gold_field) is not None,
-        prompt_field,
-        gold_field,
-        lambda row: row[prompt_field],
-        lambda row: row[gold_field],
-        tools_field=tools_field,
-    )
+def _plain(prompt_field: str, gold_field: str, **others: Any) -> Layout:
+    """The layout of rows that hold the problem in one field and the gold answer in another; `others` differ from it."""
+    fields_read = {
+        "matches": lambda row: row.get(prompt_field) is not None and row.get(gold_field) is not None,
+        "prompt": lambda row: row[prompt_field],
+        "gold": lambda row: row[gold_field],
+    }
+    return Layout(**{"prompt_field": prompt_field, "gold_field": gold_field, **fields_read, **others})
 
 
 def _boxed_solution(row: Record) -> str:
@@ -161,31 +179,23 @@ LAYOUTS: Mapping[str, Layout] = {
         _verl_target,
         _verl_solution,
     ),
-    "olympiadbench": Layout(
-        _plain("question", "final_answer").matches,
-        "question",
-        "final_answer",
-        _with_context,
-        _single_answer,
-        _olympiad_solution,
+    "olympiadbench": _plain(
+        "question", "final_answer", prompt=_with_context, gold=_single_answer, solution=_olympiad_solution
     ),
-    "nemo": replace(_plain("problem", "expected_answer"), solution=lambda row: row.get("reference_solution")),
-    "gsm8k": Layout(
-        lambda row: isinstance(row.get("answer"), str) and "####" in row["answer"] and "question" in row,
+    "nemo": _plain("problem", "expected_answer", solution=lambda row: row.get("reference_solution")),
+    "gsm8k": _plain(
         "question",
         "answer",
-        lambda row: row["question"],
-        lambda row: gold_answer(row["answer"]).replace(",", ""),
-        lambda row: row["answer"],
+        matches=lambda row: isinstance(row.get("answer"), str) and "####" in row["answer"] and "question" in row,
+        gold=lambda row: gold_answer(row["answer"]).replace(",", ""),
+        solution=lambda row: row["answer"],
     ),
-    "answered": replace(_plain("problem", "answer"), gold=_competition_answer),
-    "math": replace(_plain("problem", "solution"), gold=_boxed_solution),
-    "plain": Layout(
-        lambda row: isinstance(row.get("prompt"), str | list) and row.get("answer") is not None,
+    "answered": _plain("problem", "answer", gold=_competition_answer),
+    "math": _plain("problem", "solution", gold=_boxed_solution),
+    "plain": _plain(
         "prompt",
         "answer",
-        lambda row: row["prompt"],
-        lambda row: row["answer"],
+        matches=lambda row: isinstance(row.get("prompt"), str | list) and row.get("answer") is not None,
     ),
     "question": _plain("question", "answer"),
 }
@@ -198,7 +208,7 @@ def layouts_of(
     as both."""
     if prompt_field == gold_field:
         raise ValueError(f"the field {prompt_field!r} is read as the prompt and as the gold answer: give two fields")
-    return {"own": _plain(prompt_field, gold_field, tools_field)} | ({} if only else LAYOUTS)
+    return {"own": _plain(prompt_field, gold_field, tools_field=tools_field)} | ({} if only else LAYOUTS)
 
 
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
@@ -226,6 +236,100 @@ def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset
     if not problems and not defects:
         defects.append(DataProblem(path, None, None, "has no rows"))
     return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
+
+
+class Row(NamedTuple):
+    """A row as it was found: `line` counts in `file`, in an archive a member; `name` is for `Problem.source`."""
+
+    file: Path
+    line: int
+    name: str
+    record: Record | DataProblem
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
+    require_inside_its_run(path)
+    if path.is_dir() and not is_saved(path):
+        for file in sorted(path.rglob("*")):
+            if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
+                yield from _rows_of_file(file, str(file.relative_to(path)))
+    elif path.name.endswith(ARCHIVES) and path.is_file():
+        yield from _rows_of_archive(path)
+    else:
+        yield from _rows_of_file(path, path.name)
+
+
+def _rows_of_file(file: Path, name: str) -> Iterator[Row]:
+    if file.name.endswith(DOCUMENTS) and file.is_file():
+        yield from _rows_of_json(file, name)
+    else:
+        yield from (Row(file, line, name, record) for line, record in read_records(file))
+
+
+def _rows_of_json(file: Path, name: str) -> Iterator[Row]:
+    """Rows of a .json file: JSON Lines if its first line is an object and there is another, else one document."""
+    try:
+        with open_bytes(file) as lines:
+            is_lines = _is_object(lines.readline(MAX_LINE_BYTES)) and bool(lines.readline(MAX_LINE_BYTES).strip())
+            if is_lines:
+                yield from (Row(file, line, name, record) for line, record in read_records(file))
+            else:
+                lines.seek(0)
+                yield from _rows_of_document(file, name, lines)
+    except UNREADABLE as error:
+        yield Row(file, 1, name, DataProblem(file, None, None, f"unreadable: {error}"))
+
+
+def _is_object(raw: bytes) -> bool:
+    try:
+        return isinstance(parse_json(raw), dict)
+    except ValueError:
+        return False
+
+
+class _Entry(tarfile.TarInfo):
+    """A file of an archive; TarError if its header fills the memory: tarfile reads it whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> "_Entry":
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.TarError("holds a sparse file; make the archive without --sparse")
+        if entry.type in ABOUT_OTHERS and entry.size > MAX_LINE_BYTES:
+            raise tarfile.TarError(f"holds a header of {entry.size:,} bytes, more than {MAX_LINE_BYTES:,}")
+        return entry
+
+
+def _rows_of_archive(path: Path) -> Iterator[Row]:
+    member = path
+    try:
+        left = most_unpacked(path.stat().st_size)
+        with tarfile.open(path, tarinfo=_Entry) as archive:
+            for entry in archive:
+                member, left = path / entry.name, left - entry.size - tarfile.BLOCKSIZE
+                if left < 0:
+                    raise tarfile.TarError(f"unpacks to more than {MAX_TIMES_UNPACKED} times its size")
+                if entry.isfile() and entry.name.endswith(".jsonl"):
+                    lines = archive.extractfile(entry)
+                    yield from (Row(member, line, entry.name, record) for line, record in read_lines(member, lines))
+                elif entry.isfile() and entry.name.endswith(".json"):
+                    yield from _rows_of_document(member, entry.name, archive.extractfile(entry))
+                elif entry.isfile() and entry.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
+                    what = "is packed inside the archive and is not read; unpack the archive and give the folder"
+                    yield Row(member, 1, entry.name, DataProblem(member, None, None, what))
+    except (tarfile.TarError, *UNREADABLE) as error:
+        yield Row(member, 1, path.name, DataProblem(member, None, None, f"unreadable archive: {error}"))
+
+
+def _rows_of_document(file: Path, name: str, stream: IO[bytes]) -> Iterator[Row]:
+    raw = stream.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        content = DataProblem(file, None, None, f"has more than {MAX_JSON_BYTES:,} bytes; write it as JSON Lines")
+    else:
+        content = json_value(file, None, raw)
+    for line, record in enumerate(content if isinstance(content, list) else [content], start=1):
+        yield Row(file, line, name, as_record(file, line, record))
 
 
 def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> DataProblem:

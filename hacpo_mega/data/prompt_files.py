@@ -5,8 +5,7 @@ Not here: how many of the prompts every agent can read (prompt_sets.py).
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import largest_step
-from hacpo_mega.data.reading.files import describe, read_prompts
-from hacpo_mega.data.reading.repeated_rows import PromptsMet
+from hacpo_mega.data.reading.files import PromptsMet, describe, read_prompts
 
 
 def require_good_files(config: Config) -> int:

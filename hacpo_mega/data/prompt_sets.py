@@ -10,8 +10,7 @@ from pathlib import Path
 
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
-from hacpo_mega.data.reading.files import PromptRow, load_prompts, read_prompts
-from hacpo_mega.data.reading.repeated_rows import PromptsMet
+from hacpo_mega.data.reading.files import PromptRow, PromptsMet, load_prompts, read_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 

@@ -47,7 +47,7 @@ class PromptSampler:
         prompts_per_update: int,
         balance_skills: bool = False,
     ) -> None:
-        """ValueError when a step does not divide by the skills, or needs more prompts than there are."""
+        """ValueError when a step needs more prompts than there are."""
         assert prompts_per_step % prompts_per_update == 0, (prompts_per_step, prompts_per_update)
         skills = sorted({row.skill for row in rows}) if balance_skills else [None]
         self.groups = [[row for row in rows if skill is None or row.skill == skill] for skill in skills]
@@ -55,14 +55,7 @@ class PromptSampler:
         self.prompts_per_step = prompts_per_step
         self.prompts_per_update = prompts_per_update
         self._share = prompts_per_step // len(skills)  # places of a group in a step
-        if not rows:
-            raise ValueError("there are no prompts to train on; give data.files with rows in them")
-        if prompts_per_step % len(skills):
-            nearest = max(1, prompts_per_step // len(skills)) * len(skills)
-            raise ValueError(
-                f"training.prompts_per_step ({prompts_per_step}) must be a multiple of the {len(skills)} skills. "
-                f"Nearest: {nearest}"
-            )
+        assert prompts_per_step % len(skills) == 0, (prompts_per_step, skills)
         smallest = min(self.groups, key=len)
         most, unit = len(smallest) * len(skills), math.lcm(prompts_per_update, len(skills))
         if most < prompts_per_step:
@@ -76,12 +69,7 @@ class PromptSampler:
 
     def at(self, step: int, lane: int = 0, num_lanes: int = 1) -> tuple[Prompt, ...]:
         """The prompts of `lane` in `step`; `Prompt.index` is the place in the whole step."""
-        if self.prompts_per_update % num_lanes:
-            nearest = max(1, self.prompts_per_update // num_lanes) * num_lanes
-            raise ValueError(
-                f"training.prompts_per_update ({self.prompts_per_update}) must be a multiple of lanes ({num_lanes}). "
-                f"Nearest: {nearest}"
-            )
+        assert self.prompts_per_update % num_lanes == 0, (self.prompts_per_update, num_lanes)
         assert 0 <= lane < num_lanes, (lane, num_lanes)
         share = self.prompts_per_update // num_lanes
         starts = range(lane * share, self.prompts_per_step, self.prompts_per_update)

@@ -110,8 +110,6 @@ def is_held_out(prompt: str) -> bool:
 
 @functools.cache
 def _split(skill: str) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    if skill not in SKILLS:
-        raise ValueError(f"arithmetic skill {skill!r} is unknown; known: {', '.join(SKILLS)}")
     examples = tuple(SKILLS[skill]())
     return (
         tuple(e for e in examples if not is_held_out(e.prompt)),
@@ -120,18 +118,14 @@ def _split(skill: str) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
 
 
 def training_examples(skill: str) -> tuple[Example, ...]:
-    """Every example of a skill that is not held out, in a fixed order. ValueError for an unknown skill."""
+    """Every example of a skill that is not held out, in a fixed order."""
     return _split(skill)[0]
 
 
 def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_SKILL) -> tuple[Example, ...]:
-    """The fixed evaluation set of a skill: held-out prompts in order of their sha256. ValueError if there are fewer."""
+    """The fixed evaluation set of a skill: held-out prompts in order of their sha256."""
     held_out = _split(skill)[1]
-    if num_examples > len(held_out):
-        raise ValueError(
-            f"skill {skill!r} has {len(held_out)} held-out prompts, {num_examples} were asked for; "
-            f"evaluate at most {len(held_out)} prompts per skill"
-        )
+    assert num_examples <= len(held_out), (skill, num_examples, len(held_out))
     return tuple(sorted(held_out, key=lambda e: hashlib.sha256(e.prompt.encode()).digest())[:num_examples])
 
 
@@ -152,7 +146,6 @@ class WarmStartStream:
     """
 
     def __init__(self, mix: Iterable[SkillMix], batch_size: int, seed: int) -> None:
-        """ValueError for an unknown skill, or for more distinct examples than the skill has."""
         self.mix = tuple(mix)
         self.batch_size = batch_size
         self.seed = seed
@@ -171,10 +164,7 @@ def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:
     pool = training_examples(part.skill)
     if part.num_examples is None:
         return pool
-    if part.num_examples > len(pool):
-        raise ValueError(
-            f"warm start asks for {part.num_examples} distinct {part.skill!r} examples; there are {len(pool)}"
-        )
+    assert part.num_examples <= len(pool), (part, len(pool))
     # raw words and a stable sort: numpy guarantees the raw stream of a bit generator for ever, not its permutation()
     words = np.random.PCG64(np.random.SeedSequence((seed, 0, place))).random_raw(len(pool))
     return tuple(pool[i] for i in np.argsort(words, kind="stable")[: part.num_examples])

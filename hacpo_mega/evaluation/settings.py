@@ -27,10 +27,11 @@ from hacpo_mega.evaluation.benchmarks import (
     load_suite,
 )
 from hacpo_mega.grading.run_judge import judge_of
+from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.documents import parse_toml, short
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.links import require_inside
-from hacpo_mega.models.weight_files import require_one_reading, weights_fingerprint
+from hacpo_mega.models.files.weight_files import require_one_reading, weights_fingerprint
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ def require_weights(settings: EvaluationSettings) -> None:
     """ValueError, a line per problem, for a model whose weights training, vLLM and transformers would read
     differently."""
     if settings.stored is None or settings.stored.agent.lora is not None:
-        require_one_reading(settings.folder)
+        require_one_reading(settings.folder, tied=is_tied(settings.folder))
 
 
 def _template_argument(text: str) -> tuple[str, Any]:

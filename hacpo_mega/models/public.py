@@ -44,9 +44,11 @@ class _Row:
 _QWEN3_POSITIONS, _BASE_POSITIONS, _LLAMA_POSITIONS = 40960, 32768, 131072
 
 
-def _qwen3(size: str, *, base: bool = True) -> dict[str, int]:
+def _qwen3(size: str, *, base: bool = True, of_july: bool = False) -> dict[str, int]:
+    """The folders of a size, with its base model and the one that follows instructions, of July 2025, if there are."""
     names = {f"Qwen/Qwen3-{size}": _QWEN3_POSITIONS}
-    return {**names, f"Qwen/Qwen3-{size}-Base": _BASE_POSITIONS} if base else names
+    names |= {f"Qwen/Qwen3-{size}-Base": _BASE_POSITIONS} if base else {}
+    return names | ({f"Qwen/Qwen3-{size}-Instruct-2507": 262144} if of_july else {})
 
 
 def _qwen2(size: str) -> dict[str, int]:
@@ -57,62 +59,19 @@ def _llama(size: str) -> dict[str, int]:
     return {f"meta-llama/Llama-{size}{kind}": _LLAMA_POSITIONS for kind in ("", "-Instruct")}
 
 
+_MIXTRAL = {f"mistralai/Mixtral-8x7B{kind}-v0.1": 32768 for kind in ("", "-Instruct")}
+_QWEN3_235B = _qwen3("235B-A22B", base=False, of_july=True)
+_TO_8_OF_128, _TO_2_OF_8 = {"experts": 128, "to": 8}, {"experts": 8, "to": 2}
+
 _ROWS = (
     _Row(_qwen3("1.7B"), QWEN3, 28, 2048, 16, 8, 128, 6144, _QWEN3_VOCAB, tied=True),
-    _Row(
-        {**_qwen3("4B"), "Qwen/Qwen3-4B-Instruct-2507": 262144},
-        QWEN3,
-        36,
-        2560,
-        32,
-        8,
-        128,
-        9728,
-        _QWEN3_VOCAB,
-        tied=True,
-    ),
+    _Row(_qwen3("4B", of_july=True), QWEN3, 36, 2560, 32, 8, 128, 9728, _QWEN3_VOCAB, tied=True),
     _Row(_qwen3("8B"), QWEN3, 36, 4096, 32, 8, 128, 12288, _QWEN3_VOCAB),
     _Row(_qwen3("14B"), QWEN3, 40, 5120, 40, 8, 128, 17408, _QWEN3_VOCAB),
     _Row(_qwen3("32B", base=False), QWEN3, 64, 5120, 64, 8, 128, 25600, _QWEN3_VOCAB),
-    _Row(
-        {**_qwen3("30B-A3B"), "Qwen/Qwen3-30B-A3B-Instruct-2507": 262144},
-        QWEN3_MOE,
-        48,
-        2048,
-        32,
-        4,
-        128,
-        768,
-        _QWEN3_VOCAB,
-        experts=128,
-        to=8,
-    ),
-    _Row(
-        {**_qwen3("235B-A22B", base=False), "Qwen/Qwen3-235B-A22B-Instruct-2507": 262144},
-        QWEN3_MOE,
-        94,
-        4096,
-        64,
-        4,
-        128,
-        1536,
-        _QWEN3_VOCAB,
-        experts=128,
-        to=8,
-    ),
-    _Row(
-        {f"mistralai/Mixtral-8x7B{kind}-v0.1": 32768 for kind in ("", "-Instruct")},
-        MIXTRAL,
-        32,
-        4096,
-        32,
-        8,
-        128,
-        14336,
-        32000,
-        experts=8,
-        to=2,
-    ),
+    _Row(_qwen3("30B-A3B", of_july=True), QWEN3_MOE, 48, 2048, 32, 4, 128, 768, _QWEN3_VOCAB, **_TO_8_OF_128),
+    _Row(_QWEN3_235B, QWEN3_MOE, 94, 4096, 64, 4, 128, 1536, _QWEN3_VOCAB, **_TO_8_OF_128),
+    _Row(_MIXTRAL, MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32000, **_TO_2_OF_8),
     _Row(_qwen2("7B"), QWEN2, 28, 3584, 28, 4, 128, 18944, _QWEN2_VOCAB),
     _Row(_qwen2("32B"), QWEN2, 64, 5120, 40, 8, 128, 27648, _QWEN2_VOCAB),
     _Row(_qwen2("72B"), QWEN2, 80, 8192, 64, 8, 128, 29568, _QWEN2_VOCAB),
@@ -160,8 +119,8 @@ def _architecture(row: _Row, name: str) -> Architecture:
         normalises_experts=row.experts > 0,
         vocab_size=row.vocab,
         max_positions=row.names[name],
-        norm_eps=row.family.norm_eps,
-        rope_theta=row.family.rope_theta,
+        norm_eps=1e-5 if row.family in (LLAMA, MIXTRAL) else 1e-6,
+        rope_theta=500_000.0 if row.family is LLAMA else 1_000_000.0,
         rope=None if row.rope_factor is None else Llama3Rope(row.rope_factor, 1.0, 4.0, 8192),
         tied=row.tied,
     )

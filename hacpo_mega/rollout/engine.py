@@ -29,8 +29,9 @@ from vllm import config as vllm_config
 from vllm.v1.engine import FinishReason
 
 from hacpo_mega.config.checks.pass_through import require_accepted
+from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import eos_token_ids
-from hacpo_mega.models.weight_files import published_names
+from hacpo_mega.models.files.weight_files import published_names
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
@@ -98,7 +99,7 @@ class Engine:
         if not self._on_cuda:
             arguments.setdefault("scheduler_cls", DecodeScheduler)
         self.eos_ids = eos_token_ids(spec.model) if spec.eos_ids is None else tuple(spec.eos_ids)
-        self._names = published_names(spec.model)
+        self._names = published_names(spec.model, tied=is_tied(spec.model))
         self._memory, self._is_loaded = Memory.AWAKE, not spec.random_weights
         self._on_progress, self._running = on_progress, None
         with starting_vllm(VLLM), joined_to_default_group():

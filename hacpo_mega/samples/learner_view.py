@@ -3,7 +3,7 @@
 Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens that were not
 sampled. So do answers of a source with the identical tokenizer, except for a final EOS that is no end token of the
 learner's (a base model and its instruct twin may differ in that one token). Other answers are encoded from text as a
-continuation of a prompt, and end with the learner's own end token (models/answer_ends.py).
+continuation of a prompt, and end with the learner's own end token (models/files/answer_ends.py).
 The judged object is the text. An answer is dropped, and counted, if its text is not what the source sampled (an id
 without a token, a control token inside it, half a character) or not what the learner would train on (its encoding holds
 a control token, or decodes to another text).

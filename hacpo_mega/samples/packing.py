@@ -29,18 +29,11 @@ def plan_updates(
     dropped still counts, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
     land in the same update, so each update holds own and cross answers as 1 : N-1 (Algorithm 1). Inside an update the
     order is (own before cross, prompt, source, rollout), whatever the order of `samples`. An update may be empty.
-    Raises ValueError for an uneven split and for a sample of a prompt that is not listed.
     """
-    if not prompt_indices or len(prompt_indices) % prompts_per_update:
-        raise ValueError(
-            f"{len(prompt_indices)} prompts do not split into updates of {prompts_per_update}: "
-            "give a step a multiple of prompts_per_update prompts on every cell"
-        )
+    assert prompt_indices and len(prompt_indices) % prompts_per_update == 0, (len(prompt_indices), prompts_per_update)
     place_of = {prompt: place for place, prompt in enumerate(prompt_indices)}
     updates: list[list[Sample]] = [[] for _ in range(len(prompt_indices) // prompts_per_update)]
     for sample in samples:
-        if sample.prompt_index not in place_of:
-            raise ValueError(f"a sample answers prompt {sample.prompt_index}, which is not among this cell's prompts")
         updates[place_of[sample.prompt_index] // prompts_per_update].append(sample)
 
     def order(sample: Sample) -> tuple[bool, int, int, int]:
@@ -75,11 +68,7 @@ def pack(
 
     Raises ValueError when a sequence alone is longer than `max_tokens`.
     """
-    if max_tokens % multiple:
-        raise ValueError(
-            f"max_tokens_per_microbatch ({max_tokens}) must be a multiple of tp x cp ({multiple}). "
-            f"Nearest: {max_tokens // multiple * multiple}."
-        )
+    assert max_tokens % multiple == 0, (max_tokens, multiple)
     groups = [[sequence] for sequence in sequences if sequence.num_trained > 0]
     if shares_prompts:
         groups = [part for group in _by_prompt(groups) for part in _that_fit(group, max_tokens)]

@@ -3,30 +3,34 @@
 An answer that crosses agents is text, and must become tokens that FOLLOW a prompt. `tokenizer(text)` does not give
 these: SentencePiece-style tokenizers (Llama 2, Phi-3) put a space marker before a text encoded by itself, and drop one
 space when they decode a text by itself. `TextCodec` detects this by trying, and then encodes and decodes behind an
-anchor that is cut off again.
+anchor that is cut off again. A chat template is a program of the model's: it is tried before it is used.
 
-Not here: which answers are re-encoded at all (learner_view.py).
+Not here: which answers are re-encoded at all (learner_view.py), and the messages of a prompt
+(config/tables/prompting.py).
 """
 
 import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.tables.chat_messages import contents, lost_message
+from hacpo_mega.config.tables.chat_messages import contents, lost_message, tools_of
+from hacpo_mega.config.tables.prompting import TRIALS
+from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws
 from hacpo_mega.models.files.documents import one_line
-from hacpo_mega.models.files.folder import read_config, read_json
+from hacpo_mega.models.files.folder import named_ends, read_config, read_json
 from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
-from hacpo_mega.samples.chat_templates import check_chat_template, ends_of, rendered, template_reads_clock
-from hacpo_mega.samples.many_texts import ids_of_all
 
 PAD, EOS = "<pad>", "<eos>"
 PROBES = ("x", "1", "a")
@@ -140,8 +144,8 @@ class TextCodec:
         self.tokenizer = tokenizer
         self.prompting = prompting = prompting.timed()
         if prompting.chat_template:
-            check_chat_template(tokenizer, prompting)
-        self.ends = ends_of(tokenizer, prompting, control_ids(tokenizer))
+            self._check_template()
+        self.ends = self._find_ends()
         self.eos_id: int = self.ends.ids[0]
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.fingerprint = tokenizer_fingerprint(tokenizer)
@@ -158,7 +162,7 @@ class TextCodec:
     @property
     def reads_clock(self) -> bool:
         """True if prompts are rendered by a template that reads a clock, which stands at `prompting.time`."""
-        return self.prompting.chat_template and template_reads_clock(self.tokenizer)
+        return self.prompting.chat_template and reads_clock(self._template)
 
     @property
     def added_end_line(self) -> str | None:
@@ -196,10 +200,26 @@ class TextCodec:
         is_long = [most is not None and self._starts_beyond(text, most) for text in read]
         some = [text for text, long in zip(read, is_long) if not long]
         try:
-            ids = iter(ids_of_all(self.tokenizer, some, self._prompt_options))
+            ids = iter(self._ids_of_all(some))
         except Exception:  # the Rust tokenizers raise a bare Exception, and do not say for which text
             return [most + 1 if long else len(self.encode_prompt(text)) for text, long in zip(texts, is_long)]
         return [most + 1 if long else len(self._checked(text, next(ids))) for text, long in zip(texts, is_long)]
+
+    def _ids_of_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Result of one call of the tokenizer for all texts, with its errors, in a quarter of the time.
+
+        It is that call for a class that encodes in its own way.
+        """
+        if not texts:
+            return []
+        rust = getattr(type(self.tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+        # The first text puts the Rust tokenizer in the state that the options ask for: no truncation, no padding.
+        found = self.tokenizer(list(texts[:1] if rust else texts), **self._prompt_options).input_ids
+        if not rust:
+            return found
+        adds = self._prompt_options["add_special_tokens"]
+        fast = self.tokenizer.backend_tokenizer.encode_batch_fast
+        return [encoding.ids for encoding in fast(list(texts), add_special_tokens=adds)]
 
     def _starts_beyond(self, read: str, most: int) -> bool:
         """True if a prefix of a text has more than twice `most` tokens: the whole text then has more than `most`."""
@@ -290,10 +310,64 @@ class TextCodec:
             return self.prompting.without_template(text)
         for content in contents(text):
             self._refuse_control_texts(content)
-        read = rendered(self.tokenizer, self.prompting, text)
+        read = self._rendered_task(text)
         if lost := lost_message(text, read):
             raise ValueError(f"the chat template of {self.tokenizer.name_or_path} {lost}")
         return read
+
+    @property
+    def _template(self) -> str:
+        """Text of the chat template; of several named ones, all."""
+        found = self.tokenizer.chat_template
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
+    def _rendered_task(self, text: str) -> str:
+        """Text of a task inside the chat template. ValueError if the template refuses it or fails."""
+        tools = tools_of(text)
+        given = {**self.prompting.template_kwargs, **({"tools": tools} if tools else {})}
+        return self._rendered(self.prompting.messages(text), given, opens_answer=True)
+
+    def _rendered(self, chat: Chat, given: Mapping[str, Any], *, opens_answer: bool) -> str:
+        template = self._template
+        try:
+            if reads_clock(template) and self.prompting.time is not None:  # transformers' own clock runs
+                given = {CLOCK: clock_at(self.prompting.time), **given}
+            with same_draws(template, chat):
+                return self.tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=opens_answer, tokenize=False, **given
+                )
+        except Exception as error:  # a template is a program and can raise anything
+            refuses = isinstance(error, jinja2.TemplateError)
+            problem = f"refuses the prompt: {error}" if refuses else f"fails with {type(error).__name__}: {error}"
+            raise ValueError(f"the chat template of {self.tokenizer.name_or_path} {problem}") from error
+
+    def _check_template(self) -> None:
+        """ValueError for a tokenizer without a template, or with one that silently ignores what it does not know."""
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"chat_template is on, but the tokenizer of {self.tokenizer.name_or_path} has none; "
+                "switch it off for a base model, or add chat_template.jinja to the folder"
+            )
+        texts = [self._rendered_task(trial) for trial in TRIALS]
+        if problem := self.prompting.template_problem(str(self.tokenizer.chat_template), texts):
+            raise ValueError(f"the chat template of {self.tokenizer.name_or_path} {problem}")
+
+    def _find_ends(self) -> AnswerEnds:
+        """End tokens of answers, from the folder that the tokenizer was loaded from and, if used, the chat template."""
+        tokenizer, written = self.tokenizer, ()
+        folder = Path(tokenizer.name_or_path) if tokenizer.name_or_path else None
+        if self.prompting.chat_template:
+            steering = sorted({*control_ids(tokenizer), *(named_ends(folder)[1] if folder is not None else ())})
+            texts = [self._tried_chat(chat) for chat in chats_with_answer(self.prompting.messages(QUESTION))]
+            written = written_ends(texts, dict(zip(tokenizer.convert_ids_to_tokens(steering), steering)))
+        return answer_ends(folder, tokenizer.eos_token_id, written, tokenizer.bos_token_id)
+
+    def _tried_chat(self, chat: Chat) -> str | None:
+        """Text of a chat that holds an answer already; None if the template refuses it, which no prompt needs."""
+        try:
+            return self._rendered(chat, self.prompting.template_kwargs, opens_answer=False)
+        except ValueError:
+            return None
 
     @property
     def _prompt_options(self) -> dict[str, bool]:

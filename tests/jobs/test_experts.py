@@ -19,7 +19,7 @@ from tiny_models import make_model
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model.router import Router
-from hacpo_mega.models.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION
 from hacpo_mega.records import Sample
 from hacpo_mega.samples.packing import input_length
 

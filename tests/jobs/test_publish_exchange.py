@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from job import TIMEOUT_S, run_group
 from megatron.core import parallel_state
+from plan_bytes import moved_bytes
 from tiny_models import make_model
 
 from hacpo_mega.cluster.groups.spans import Spans
@@ -96,8 +97,8 @@ def publish(
     ]
     return {
         "differing": differing, "left": {n + size for n, size in zip(left, [s.size for s in mine])},
-        "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * plan.sent_bytes()[rank],
-        "came": came, "received": 2 * plan.received_bytes()[rank],
+        "sent": spans.take_sent().get(("", "cell"), 0), "planned": 2 * moved_bytes(plan).sent[rank],
+        "came": came, "received": 2 * moved_bytes(plan).received[rank],
         "buckets": len(plan.buckets), "tensors": len({shard.name for shard in mine}) - len(full), "digest": plan.digest,
         "other plan": other_plan_is_refused(plan, rank) if group.size() > 1 else True,
     }  # fmt: skip

@@ -22,12 +22,12 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.hub import HubModel
+from hacpo_mega.models.files.weight_files import head_problem, weight_problems
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import layout_problems
 from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
 from hacpo_mega.models.sharding.segments import all_sources
-from hacpo_mega.models.weight_files import head_problem, weight_problems
 
 # Of a lane in a step: a kilobyte of text and records each, however short they are.
 MOST_ANSWERS = 2**22

@@ -124,7 +124,7 @@ def _prompt_files(config: Config) -> Iterator[str]:
 
 def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None:
     """The problem of a prompt file, by its name and first bytes, or None."""
-    if str(file).startswith("hub:"):  # read where rows are (data/reading/hub_sets.py)
+    if str(file).startswith("hub:"):  # read where rows are (data/reading/tables.py)
         missing = f"{file} needs the library datasets, which is not installed here; `pip install 'datasets>=4'`"
         return missing if importlib.util.find_spec("datasets") is None else None
     if (file / SAVED_STATE).is_file():  # by datasets.save_to_disk

@@ -9,11 +9,11 @@ from pathlib import Path
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.config.template_time import steadiness_notes, time_problem
-from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, answer_ends, chats_with_answer, written_ends
+from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, answer_ends, chats_with_answer, written_ends
 from hacpo_mega.models.files.chat_template import names_in, render, render_closed
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import named_ends, tokenizer_problem
-from hacpo_mega.models.files.tokenizer_files import chat_template, special_tokens, token_problems, token_texts
+from hacpo_mega.models.files.tokenizer_files import chat_template, special_tokens, token_problem, token_texts
 
 
 def tokenizer_problems(
@@ -22,9 +22,9 @@ def tokenizer_problems(
     """Problems of the tokenizer of an agent whose model has `vocab_size` tokens, a line each."""
     if tokenizer_problem(agent.model, needs_template=agent.chat_template):  # reported by the checks of inputs
         return
-    problems = token_problems(agent.model, vocab_size)
-    yield from problems
-    if agent.chat_template and try_template and not problems:
+    if problem := token_problem(agent.model, vocab_size):
+        yield problem
+    elif agent.chat_template and try_template:
         yield from _template_problems(agent, tools_field)
 
 
@@ -77,7 +77,7 @@ def _has_template(folder: Path) -> bool:
 def folder_ends(agent: AgentConfig) -> tuple[AnswerEnds, dict[int, str]]:
     """The ends of an agent by its folder's files alone, and the text of each control token.
 
-    A run finds them with the tokenizer itself (samples/chat_templates.py). Nothing is told of a template or tokenizer
+    A run finds them with the tokenizer itself (samples/tokenizers.py). Nothing is told of a template or tokenizer
     that is Python code of the folder.
     """
     folder, special = agent.model, special_tokens(agent.model)

@@ -1,9 +1,14 @@
 """Prompt files: JSON Lines (also gzipped), Parquet, saved folders -> checked `PromptRow`s, or every problem of them.
 
-A problem names file, line and field. Nothing here samples (prompts.py), judges (grading/) or imports torch, so that
-`hacpo-mega check` can read data files and still answer at once.
+A problem names file, line and field. Rows that repeat an earlier row's prompt are counted and refused in one line a
+file, or left out (`data.repeated`). Two rows of one prompt with different golds are refused in any case, and so is a
+prompt that is both trained on and evaluated on; copies whose text differs are not seen here (dataset_checks.py).
+A digest of a file is of its content, not its name: the first 16 hexadecimal digits of a SHA-256. Nothing here samples
+(prompts.py), judges (grading/) or imports torch, so that `hacpo-mega check` can read data files and still answer at
+once.
 """
 
+import functools
 import gzip
 import hashlib
 import json
@@ -11,17 +16,14 @@ import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import pyarrow
-import pyarrow.parquet
 
-from hacpo_mega.data.reading.hub_sets import HUB, HubSplit
-from hacpo_mega.data.reading.repeated_rows import PromptsMet
 from hacpo_mega.data.reading.row_values import (
     NUM_CHARACTERS_SHOWN,
     gold_problem,
@@ -31,7 +33,7 @@ from hacpo_mega.data.reading.row_values import (
     quoted,
     row_tools_problem,
 )
-from hacpo_mega.data.reading.saved_folders import data_files, is_saved, saved_batches
+from hacpo_mega.data.reading.tables import HUB, TOO_LARGE, HubSplit, data_files, is_saved, most_unpacked, stored_batches
 from hacpo_mega.models.files.documents import parse_json
 
 NUM_PROBLEMS_SHOWN = 20
@@ -39,14 +41,8 @@ NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 # Of a row, packed or not: a program's test cases take a few.
 MAX_LINE_BYTES = 16 * 2**20
-# Packed text takes a tenth of its size; mere repetition, a thousandth.
-MAX_TIMES_UNPACKED = 200
-ALWAYS_UNPACKED_BYTES = 64 * 2**20
-TOO_LARGE = f"the file unpacks to more than {MAX_TIMES_UNPACKED} times its size; nothing is read from here on"
 MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
 TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"
-PARQUET_ROWS = 16  # that are unpacked at once
-ROW_BYTES = 64  # of a row of a table beside its values: a column without any costs a file nothing
 UNREADABLE = (OSError, EOFError, zlib.error)  # raised by a cut or damaged stream
 
 
@@ -81,6 +77,36 @@ class DataProblem:
 def content_id(text: str) -> str:
     """The first 16 hex digits of sha256 of the text: the same in every process, on every machine."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class FirstRow(NamedTuple):
+    """First place of a prompt: FILE:LINE, the gold there, and the number of its set of files."""
+
+    place: str
+    gold: str
+    number: int
+
+
+class PromptsMet:
+    """The first row of every prompt, over all files; each set of files (training, evaluation) is begun once."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, FirstRow] = {}
+        self._number = 0
+
+    def begin_set(self) -> None:
+        """Starts another set for the rows that come now."""
+        self._number += 1
+
+    def meet(self, prompt_id: str, place: str, gold: str) -> FirstRow | None:
+        """The row in which this prompt was met before; None for its first one."""
+        mine = FirstRow(place, gold, self._number)
+        first = self._first.setdefault(prompt_id, mine)
+        return None if first is mine else first
+
+    def is_of_this_set(self, row: FirstRow) -> bool:
+        """True if it is in the set that was begun last."""
+        return row.number == self._number
 
 
 class PromptFiles(NamedTuple):
@@ -270,7 +296,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
     elif not file.is_file():
         yield 0, DataProblem(file, None, None, "is a folder" if file.is_dir() else "does not exist")
     elif file.suffix == ".parquet":
-        yield from _read_parquet(file)
+        yield from _read_batches(file)
     else:
         with open_bytes(file) as lines:
             is_packed = isinstance(lines, gzip.GzipFile)
@@ -282,11 +308,6 @@ def open_bytes(file: Path) -> BinaryIO:
     with file.open("rb") as start:
         is_gzip = start.read(len(GZIP_MAGIC)) == GZIP_MAGIC
     return gzip.open(file) if is_gzip else file.open("rb")
-
-
-def most_unpacked(packed_bytes: int) -> int:
-    """Bytes that a packed file of this size may unpack to."""
-    return max(ALWAYS_UNPACKED_BYTES, MAX_TIMES_UNPACKED * packed_bytes)
 
 
 def read_lines(
@@ -305,71 +326,42 @@ def read_lines(
                 yield line, DataProblem(file, line, None, what)
                 return
             if raw.strip():
-                yield line, _parse_line(file, line, raw)
+                yield line, as_record(file, line, json_value(file, line, raw.rstrip()))
     except UNREADABLE as error:
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable from here: {error}")
 
 
-def _parse_line(file: Path, line: int, raw: bytes) -> dict[str, Any] | DataProblem:
+def json_value(file: Path, line: int | None, raw: bytes) -> Any:
+    """The value of a line, or of a whole document without a `line`; a DataProblem for one that is not valid."""
     try:
-        record = parse_json(raw.rstrip().decode("utf-8-sig" if line == 1 else "utf-8"))
+        return parse_json(raw.decode("utf-8-sig" if line in (None, 1) else "utf-8"))
     except UnicodeDecodeError as error:
-        return DataProblem(file, line, None, f"invalid UTF-8 at byte {error.start} of the line")
+        of_line = "" if line is None else " of the line"
+        return DataProblem(file, line, None, f"invalid UTF-8 at byte {error.start}{of_line}")
     except ValueError as error:
         return DataProblem(file, line, None, f"invalid JSON: {error}")
-    if not isinstance(record, dict):
-        return DataProblem(file, line, None, f"is a JSON {type(record).__name__}, needs an object with fields")
-    return record
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    line = 0
+def as_record(file: Path, line: int, value: Any) -> dict[str, Any] | DataProblem:
+    """The value of a row, which must be an object."""
+    if isinstance(value, dict | DataProblem):
+        return value
+    return DataProblem(file, line, None, f"is a JSON {type(value).__name__}, needs an object with fields")
+
+
+def _read_batches(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
+    """The rows of a Parquet file, of a saved folder, or of a data set of the Hub."""
+    line, kind = 0, "Parquet" if file.is_file() else "Arrow"
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            if large := _largest_group(table, file.stat().st_size):
-                yield 1, DataProblem(file, None, None, f"{large}; nothing is read")
-                return
-            for batch in _bounded(table.iter_batches(batch_size=PARQUET_ROWS), file.stat().st_size):
-                yield from _rows_of(batch, file, line)
-                line += len(batch)
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        yield line + 1, DataProblem(file, line + 1, None, f"unreadable Parquet: {first}")
-    except ValueError as error:
-        yield line + 1, DataProblem(file, line + 1, None, str(error))
-
-
-def _read_batches(folder: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
-    """The rows of a saved folder, or of a data set of the Hub."""
-    line = 0
-    try:
-        split = HubSplit.parse(folder)
-        for batch in _saved(folder) if split is None else split.batches(PARQUET_ROWS):
-            yield from _rows_of(batch, folder, line)
+        for batch in stored_batches(file):
+            yield from _rows_of(batch, file, line)
             line += len(batch)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        yield line + 1, DataProblem(folder, line + 1, None, f"unreadable Arrow: {first}")
+        yield line + 1, DataProblem(file, line + 1, None, f"unreadable {kind}: {first}")
     except ValueError as error:
-        yield line, DataProblem(folder, line or None, None, str(error))
-
-
-def _saved(folder: Path) -> Iterator[pyarrow.RecordBatch]:
-    packed_bytes = sum(file.stat().st_size for file in data_files(folder))
-    return _bounded(saved_batches(folder, PARQUET_ROWS), packed_bytes)
-
-
-def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Iterator[pyarrow.RecordBatch]:
-    """The batches of a file of that size; ValueError if they exceed `most_unpacked`.
-
-    One text that two billion rows share, in a dictionary or a run, and a column of nulls take a file nothing.
-    """
-    left = most_unpacked(packed_bytes)
-    for batch in batches:
-        left -= batch.nbytes + ROW_BYTES * len(batch)
-        if left < 0:
-            raise ValueError(TOO_LARGE)
-        yield batch
+        place = line + 1 if kind == "Parquet" else line
+        yield place, DataProblem(file, place or None, None, str(error))
 
 
 def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tuple[int, dict[str, Any] | DataProblem]]:
@@ -388,18 +380,6 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
         for record in rows.to_pylist():
             line += 1
             yield line, record
-
-
-def _largest_group(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> str | None:
-    """The complaint about a group of rows that would unpack to more than `most_unpacked`, as its pages may; or None."""
-    groups = (table.metadata.row_group(number) for number in range(table.num_row_groups))
-    sizes = (group.column(k).total_uncompressed_size for group in groups for k in range(group.num_columns))
-    largest = max(sizes, default=0)
-    if largest <= most_unpacked(packed_bytes):
-        return None
-    return (
-        f"one column of a row group unpacks to {largest:,} bytes, more than {MAX_TIMES_UNPACKED} times the file's size"
-    )
 
 
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:
@@ -429,3 +409,33 @@ def replacing(file: Path) -> Iterator[TextIO]:
         draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def data_digest(path: Path) -> str:
+    """Digests a data file, all data files of a saved folder in order, or the rows of a data set of the Hub."""
+    if HubSplit.parse(path) is not None:
+        return _rows_digest(path)
+    digests = [file_digest(file) for file in data_files(path)]
+    return digest_of(digests) if len(digests) > 1 else digests[0]
+
+
+def file_digest(file: Path) -> str:
+    """Digests every byte; read once per process as long as size, time and place on the disk are as they were."""
+    state = file.stat()
+    return _bytes_digest(file, state.st_size, state.st_mtime_ns, state.st_ino)
+
+
+def digest_of(value: Any) -> str:
+    """Digests a value that JSON can express."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _rows_digest(path: Path) -> str:
+    return digest_of([str(record) for _, record in read_records(path)])
+
+
+@functools.cache
+def _bytes_digest(file: Path, *_state: int) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:16]

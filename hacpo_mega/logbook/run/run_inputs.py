@@ -16,9 +16,9 @@ from typing import Unpack
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, find_start
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import OtherContent, content_change, refusals
-from hacpo_mega.data.reading.contents import data_digest, file_digest
+from hacpo_mega.data.reading.files import data_digest, file_digest
 from hacpo_mega.models.files.folder import text_files
-from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 # By the key that names them, by the name of the file.
 Inputs = dict[str, dict[str, str]]

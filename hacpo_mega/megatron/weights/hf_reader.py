@@ -1,6 +1,6 @@
 """Tensors of a Hugging Face folder, a slice at a time. Imports no Megatron.
 
-Not here: the files of a folder (models/weight_files.py), the slices of a rank (weights.py).
+Not here: the files of a folder (models/files/weight_files.py), the slices of a rank (weights.py).
 """
 
 from contextlib import ExitStack
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from hacpo_mega.models.files.weight_files import CORRECTION, StoredTensor, stored_tensors
 from hacpo_mega.models.sharding.segments import Source
-from hacpo_mega.models.weight_files import CORRECTION, StoredTensor, stored_tensors
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

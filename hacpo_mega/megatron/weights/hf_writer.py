@@ -16,9 +16,9 @@ from hacpo_mega.megatron.weights.hf_reader import dtype_of
 from hacpo_mega.models.files.folder import copied_files, named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.tokenizer_files import ID_KEYS
+from hacpo_mega.models.files.weight_files import INDEX, SINGLE, without_extra_layers
 from hacpo_mega.models.sharding.lora import Lora
 from hacpo_mega.models.sharding.segments import Source
-from hacpo_mega.models.weight_files import INDEX, SINGLE, without_extra_layers
 
 FILE_BYTES = 5 << 30
 # Folder of the adapters beside the merged weights, in an exported agent with LoRA.

@@ -2,8 +2,8 @@
 
 Only the rows and columns of this rank's segments are read.
 
-Not here: how a parameter is cut (models/sharding/segments.py), the files of a folder (models/weight_files.py), writing
-(reshard.py).
+Not here: how a parameter is cut (models/sharding/segments.py), the files of a folder (models/files/weight_files.py),
+writing (reshard.py).
 """
 
 from contextlib import ExitStack
@@ -14,8 +14,8 @@ import torch
 from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.weights.hf_reader import FolderReader
 from hacpo_mega.megatron.weights.names import place_of, slots_of, sources_of
+from hacpo_mega.models.files.weight_files import weight_problems
 from hacpo_mega.models.sharding.segments import Cut, Slot, segments
-from hacpo_mega.models.weight_files import weight_problems
 
 
 def load_hf_weights(model: torch.nn.Module, folder: Path) -> None:

@@ -8,10 +8,11 @@ here: public sizes (public.py), names of tensors (segments.py).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
-from hacpo_mega.models.files.folder import PREDICTS
+from hacpo_mega.models.files.folder import PREDICTS, read_config
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
@@ -70,7 +71,6 @@ WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
 class Family:
     """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
 
-    models          what is published of it, for people
     model_type      as config.json and Megatron's model builder know it
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
@@ -97,12 +97,10 @@ class Family:
     only            fields of the family, with the one value that is supported
     why             of an `only` field, what is wrong with another value; no entry: it computes something else
     made_with       what a new config.json has to say, where transformers' default is another model
-    norm_eps, rope_theta    of the family's public models (public.py)
     """
 
     model_type: str
     architecture: str
-    models: str
     qkv_bias: bool = False
     may_have_bias: bool = False
     output_bias: bool = True
@@ -126,8 +124,6 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -153,20 +149,21 @@ class Family:
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
-LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, norm_eps=1e-5, rope_theta=500_000.0)
+# Llama 2 and 3
+LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True)
+# Qwen2, Qwen2.5
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
-    "Qwen2, Qwen2.5",
     qkv_bias=True,
     defaults={"num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
 )
+# Qwen3
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
-    "Qwen3",
     qk_norm=True,
     defaults={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
@@ -179,11 +176,11 @@ QWEN3 = Family(
 # The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
 # a loss that answers do not earn would enter every update.
 _BALANCE = frozenset({"router_aux_loss_coef", "output_router_logits"})
+# Qwen3-30B-A3B, 235B-A22B
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    models="Qwen3-30B-A3B, 235B-A22B",
     experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
     defaults={
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
@@ -192,32 +189,28 @@ QWEN3_MOE = replace(
     only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ignores=_NO_WINDOW | _BALANCE,
 )  # fmt: skip
+# Mixtral 8x7B, 8x22B
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    "Mixtral 8x7B, 8x22B",
     experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
     defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     only={"sliding_window": None, "router_jitter_noise": 0.0},
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
-    norm_eps=1e-5,
 )
-# v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
+# Mistral 7B, Nemo, Small: v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    "Mistral 7B, Nemo, Small",
     windows="all",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
-    norm_eps=1e-5,
 )
 # Phi-3 at 4k, Phi-4 and Phi-4-reasoning; others have longrope. transformers reads yarn as longrope.
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    "Phi-3 at 4k, Phi-4",
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
     windows="all",
     rope_kinds=("default",),
@@ -225,23 +218,21 @@ PHI3 = Family(
     defaults={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    norm_eps=1e-5,
 )
+# OLMo 2
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    "OLMo 2",
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
     defaults={"rms_norm_eps": 1e-5},
-    rope_theta=500_000.0,
 )
+# OLMo 3
 OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    models="OLMo 3",
     windows="some",
     two_ropes=True,
     defaults={
@@ -249,11 +240,10 @@ OLMO3 = replace(
         "sliding_window_pattern": 4,
     },
 )  # fmt: skip
-# The models of April 2025; GLM-4-9B of 2024 is another architecture.
+# GLM-4-0414, of April 2025; GLM-4-9B of 2024 is another architecture.
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
-    "GLM-4-0414",
     may_have_bias=True,
     output_bias=False,
     norms=AROUND,
@@ -262,14 +252,11 @@ GLM4 = Family(
     rotary_share=0.5,
     may_turn_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
 )
-# Its folders have, behind the last layer, layers that predict further tokens (weight_files.py).
+# GLM-4.5, 4.5-Air, 4.6: behind the last layer, their folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
-    "GLM-4.5, 4.5-Air, 4.6",
     may_have_bias=True,
     output_bias=False,
     qk_norm=None,
@@ -285,14 +272,12 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
-    norm_eps=1e-5,
 )  # fmt: skip
-# The text models: 1B, and larger ones without their eyes.
+# The text models of Gemma 3: 1B, and larger ones without their eyes.
 _TANH = "gelu_pytorch_tanh"
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    "Gemma 3, text alone",
     qk_norm=True,
     offset_norms=True,
     norms=SANDWICH,
@@ -318,3 +303,10 @@ FAMILIES: Mapping[str, Family] = {
         LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
     )
 }  # fmt: skip
+
+
+def is_tied(folder: Path) -> bool:
+    """True if the head of a folder's model is its embedding, by config.json or its family's default."""
+    config = read_config(folder)
+    family = FAMILIES.get(str(config.get("model_type")))
+    return bool(config.get("tie_word_embeddings", family is not None and family.defaults.get("tie_word_embeddings")))

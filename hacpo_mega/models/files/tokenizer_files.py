@@ -97,22 +97,20 @@ def other_templates(folder: Path) -> list[str]:
     return [text for text in named if isinstance(text, str)] + [_template_text(file) for file in files]
 
 
-def token_problems(folder: Path, vocab_size: int) -> list[str]:
-    """Reasons why the tokenizer in `folder` does not fit a model of `vocab_size` tokens, a line each."""
+def token_problem(folder: Path, vocab_size: int) -> str | None:
+    """A line on why the tokenizer in `folder` does not fit a model of `vocab_size` tokens; None if it does."""
     file, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
     try:
         special = special_tokens(folder)
         ends = _model_ids(folder, vocab_size)
         if not file.is_file() or "auto_map" in read_json(described):
-            return []
+            return None
         tokenizer = _loaded(file)
         if read_json(described).get("tokenizer_class") in PLAIN_CLASSES and "eos_token" not in special:
-            return [f"{described} names no eos_token; answers could never end"]
-        return [*_size_problems(folder, tokenizer, special, vocab_size)] or [
-            *_end_problems(file, tokenizer, special, ends)
-        ]
+            return f"{described} names no eos_token; answers could never end"
+        return _size_problem(folder, tokenizer, special, vocab_size) or _end_problem(file, tokenizer, special, ends)
     except ValueError as problem:
-        return [str(problem)]
+        return str(problem)
 
 
 def _model_ids(folder: Path, vocab_size: int) -> list[tuple[Path, int]]:
@@ -141,39 +139,36 @@ def _loaded(file: Path) -> tokenizers.Tokenizer:
         raise ValueError(f"{file} is no tokenizer: {one_line(str(error))}") from error
 
 
-def _size_problems(
+def _size_problem(
     folder: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], vocab_size: int
-) -> Iterator[str]:
+) -> str | None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
-        yield f"{folder / 'tokenizer.json'} has no token"
-        return
+        return f"{folder / 'tokenizer.json'} has no token"
     token, highest = max(vocabulary.items(), key=lambda entry: entry[1])
     if highest >= vocab_size:
         beyond = sum(number >= vocab_size for number in vocabulary.values())
-        yield (
+        return (
             f"{folder / 'tokenizer.json'}: {beyond} tokens are beyond the model's {vocab_size} (vocab_size of "
             f"config.json), up to {short(token)} with id {highest}: it is another model's; copy the model's own"
         )
-        return
     described = folder / "tokenizer_config.json"
     for number, entry in _described_tokens(described).items():
         if (known := vocabulary.get(entry)) is not None and known != number:
-            yield f"{described}: {short(entry)} has id {number} there and {known} in tokenizer.json; copy both again"
-            return
+            return f"{described}: {short(entry)} has id {number} there and {known} in tokenizer.json; copy both again"
     if "eos_token" in special and special["eos_token"] not in vocabulary:
-        yield (
+        return (
             f"{described}: eos_token {short(special['eos_token'])} is no token of tokenizer.json, so the model has "
             "never seen it and no answer would end; name the one that ends its answers"
         )
-        return
     unknown = {text: (file, key) for file, key, text in _named_tokens(folder) if text not in vocabulary}
     if unknown and highest + len(unknown) >= vocab_size:
         text, (file, key) = next(iter(unknown.items()))
-        yield (
+        return (
             f"{file}: {key} {short(text)} is no token of tokenizer.json and would get an id beyond the model's "
             f"{vocab_size}; name one that there is"
         )
+    return None
 
 
 def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
@@ -216,20 +211,20 @@ def _described_tokens(file: Path) -> dict[int, str]:
     return {int(key): text for key, text in found.items()}
 
 
-def _end_problems(
+def _end_problem(
     tokens: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], ends: list[tuple[Path, int]]
-) -> Iterator[str]:
+) -> str | None:
     """Checks that an id that ends answers is a control token: if it is text, the tokenizer is another model's."""
     steering = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
     for file, number in ends:
         if number not in steering:
             token = tokenizer.id_to_token(number)
             what = "no token" if token is None else f"the ordinary token {short(token)}"
-            yield (
+            return (
                 f"{file}: eos_token_id {number} is {what} in {tokens}, so no answer would end where the model ends "
                 "it: one of the two files is another model's"
             )
-            return
+    return None
 
 
 def _template_text(file: Path) -> str:

@@ -53,13 +53,6 @@ class Adapter:
     up: Slot
 
 
-def target_names(architecture: Architecture) -> tuple[str, ...]:
-    """Every name that a target may have in this model."""
-    layer = stage_slots(last_layer(architecture), (1,), 0)
-    names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
-    return tuple(dict.fromkeys(names))  # those of an expert are those of every other
-
-
 def last_layer(architecture: Architecture) -> Architecture:
     """The model of that layer alone, as which all are where there may be adapters."""
     return next(iter(architecture.kinds([architecture.num_layers - 1])))
@@ -67,7 +60,9 @@ def last_layer(architecture: Architecture) -> Architecture:
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
     """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
-    there = target_names(architecture)
+    layer = stage_slots(last_layer(architecture), (1,), 0)
+    names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+    there = tuple(dict.fromkeys(names))  # those of an expert are those of every other
     if asked == ALL_LINEAR:
         return there
     problems = []

@@ -85,25 +85,6 @@ class WeightSyncPlan:
             for number, bucket in enumerate(self.buckets)
         )
 
-    def sent_bytes(self) -> list[int]:
-        """Bytes that each rank sends to others."""
-        return self._per_rank((p.source, p) for p in self.pieces if p.crosses)
-
-    def received_bytes(self) -> list[int]:
-        """Bytes that each rank receives from others: what its engine holds and its actor does not, the least
-        possible."""
-        return self._per_rank((p.target, p) for p in self.pieces if p.crosses)
-
-    def written_bytes(self) -> list[int]:
-        """Bytes that each rank writes into its engine."""
-        return self._per_rank((p.target, p) for p in self.pieces)
-
-    def _per_rank(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
-        count: Counter[int] = Counter()
-        for rank, piece in pieces:
-            count[rank] += piece.what.size * self.itemsize
-        return [count[rank] for rank in range(self.num_ranks)]
-
 
 def publish_plan(
     sources: Sequence[Sequence[Shard]],

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION, EMBEDDING, HEAD
 
 # vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
 VOCAB_MULTIPLE = 64
@@ -83,13 +83,15 @@ def stage_slots(architecture: Architecture, stages: tuple[int, ...], pp_rank: in
     The embedding that a tied model keeps a second time on its last stage is a slot of both stages.
     """
     first, last = pp_rank == 0, pp_rank == len(stages) - 1
-    offset = sum(stages[:pp_rank])
-    slots = _embedding_slots(architecture) if first else []
+    offset, table = sum(stages[:pp_rank]), (architecture.vocab_size, architecture.hidden_size)
+    slots = [Slot("embedding.word_embeddings.weight", Cut.VOCAB, (Source(EMBEDDING, table),))] if first else []
     for local in range(stages[pp_rank]):
         slots += _layer_slots(architecture, local, local + offset)
     if last:
         slots.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", architecture.hidden_size))
-        slots += _head_slots(architecture, is_first=first)
+        if not (architecture.tied and first):
+            head = Source(EMBEDDING if architecture.tied else HEAD, table)
+            slots.append(Slot("output_layer.weight", Cut.VOCAB, (head,)))
     return tuple(slots)
 
 
@@ -111,19 +113,6 @@ def all_sources(architecture: Architecture) -> Iterator[Source]:
     """Every Hugging Face tensor of the whole model, each once, in a fixed order."""
     slots = stage_slots(architecture, (architecture.num_layers,), 0)
     yield from dict.fromkeys(source for slot in slots for source in slot.sources)
-
-
-def _embedding_slots(architecture: Architecture) -> list[Slot]:
-    source = Source("model.embed_tokens.weight", (architecture.vocab_size, architecture.hidden_size))
-    return [Slot("embedding.word_embeddings.weight", Cut.VOCAB, (source,))]
-
-
-def _head_slots(architecture: Architecture, *, is_first: bool) -> list[Slot]:
-    if architecture.tied and is_first:
-        return []
-    name = "model.embed_tokens.weight" if architecture.tied else "lm_head.weight"
-    source = Source(name, (architecture.vocab_size, architecture.hidden_size))
-    return [Slot("output_layer.weight", Cut.VOCAB, (source,))]
 
 
 def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:

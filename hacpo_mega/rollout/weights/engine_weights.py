@@ -25,8 +25,8 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
+from hacpo_mega.models.files.weight_files import HEAD
 from hacpo_mega.models.sharding.shards import Shard
-from hacpo_mega.models.weight_files import HEAD
 from hacpo_mega.rollout.vllm.host_process import replaced
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
 from hacpo_mega.rollout.weights.held_weights import EMBEDDING

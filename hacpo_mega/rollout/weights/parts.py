@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from hacpo_mega.models.files.weight_files import CORRECTION
 from hacpo_mega.models.sharding.publish_plan import whole_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
-from hacpo_mega.models.weight_files import CORRECTION
 
 # The locked vLLM, whose loaders the tests have followed.
 LOCKED = "0.32.0"

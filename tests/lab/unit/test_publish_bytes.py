@@ -6,6 +6,7 @@ jobs/test_publish_exchange.py counts the same bytes on the wire, unit/models/tes
 import json
 
 import pytest
+from plan_bytes import moved_bytes
 from plan_cases import write_cluster, write_small_job
 from publish_cases import MODELS, STAGES, each_case, plan_of
 from typer.testing import CliRunner
@@ -93,12 +94,12 @@ def test_the_planner_counts_what_the_plan_moves(model, tp, cp, pp, engine_tp, ep
     """In closed form; and that is the least, counted without a plan."""
     model = MODELS[model]
     plan, counted = plan_of(model, tp, cp, pp, engine_tp, ep), published(model, tp, STAGES[pp], engine_tp, cp, ep)
-    assert [4 * n for n in counted.sent] == plan.sent_bytes()
-    assert [4 * n for n in counted.received] == plan.received_bytes()
+    assert [4 * n for n in counted.sent] == moved_bytes(plan).sent
+    assert [4 * n for n in counted.received] == moved_bytes(plan).received
     ends = {"first_layers": STAGES[pp][0]} if pp == 2 else {}
     least = least_received(model, Layout(tp=tp, pp=pp, cp=cp, ep=ep, **ends), engine_tp)
     assert least == counted.received
-    assert [4 * n for n in counted.written] == plan.written_bytes()
+    assert [4 * n for n in counted.written] == moved_bytes(plan).written
     pairs = {(piece.source, piece.target) for piece in plan.pieces if piece.crosses}
     assert counted.num_receivers == max([sum(source == rank for source, _ in pairs) for rank in range(plan.num_ranks)])
 

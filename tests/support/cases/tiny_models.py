@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
-from hacpo_mega.models.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
 LLAMA3_ROPE = {

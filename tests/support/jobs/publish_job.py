@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
+from plan_bytes import moved_bytes
 
 from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
@@ -139,7 +140,7 @@ def publish_in_part(place: Place, engine: Engine, actor: Actor) -> dict:
         "left over": weight_sync.fallback, "said": weight_sync.summary, "behind": behind,
         "said of another": said_of_another,
         "differences": weight_sync.differences(), "sent": sent,
-        "planned": weight_sync.plan.sent_bytes()[place.coordinate.cell_rank],
+        "planned": moved_bytes(weight_sync.plan).sent[place.coordinate.cell_rank],
     }  # fmt: skip
 
 

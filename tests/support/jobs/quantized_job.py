@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from job import TIMEOUT_S
 from megatron.core import parallel_state
+from plan_bytes import moved_bytes
 from publish_job import MAX_MODEL_LEN, answer, as_sequence
 from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
@@ -119,7 +120,7 @@ def main(folder: Path, out: Path, quantization: str, tp: int, pp: int, engine_tp
             place.spans.take_sent()
             weight_sync.publish(step)
             sent = sum(size for (_, whom), size in place.spans.take_sent().items() if whom == "cell")
-            seen["sent"] = (sent, weight_sync.plan.sent_bytes()[place.coordinate.cell_rank])
+            seen["sent"] = (sent, moved_bytes(weight_sync.plan).sent[place.coordinate.cell_rank])
             if engine is not None and not torch.cuda.is_available():  # where kernels have forms of their own
                 full = torch.load(out / f"0 after {step}.pt")
                 seen["differing"].append(differing(engine, full, engine_tp, rank))

@@ -11,7 +11,7 @@ import pytest
 from dataset_rows import check_data
 
 from hacpo_mega.data.datasets import read_dataset
-from hacpo_mega.data.reading import files
+from hacpo_mega.data.reading import files, tables
 
 pytestmark = pytest.mark.nightly
 
@@ -34,7 +34,7 @@ def repeated(value: str) -> pyarrow.Array:
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
-    monkeypatch.setattr(files, "ALWAYS_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr(tables, "ALWAYS_UNPACKED_BYTES", 2**20)
     monkeypatch.setattr(files, "MAX_BAD_ROWS", 1_000)
     monkeypatch.setattr("hacpo_mega.data.datasets.MAX_BAD_ROWS", 1_000)
 
@@ -49,7 +49,7 @@ def test_two_billion_rows_of_nothing_have_an_end(tmp_path):
 def test_two_billion_rows_of_one_text_have_an_end(tmp_path):
     folder = saved(tmp_path / "runs", repeated("1+1="), repeated("2"))
     found = read_dataset(folder)
-    assert len(found.problems) < 2**20 / files.ROW_BYTES
+    assert len(found.problems) < 2**20 / tables.ROW_BYTES
     assert "unpacks to more than 200 times its size" in found.defects[-1].what
     assert any("is the prompt of" in problem.what for problem in check_data([folder]))
 

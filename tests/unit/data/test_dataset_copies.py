@@ -1,18 +1,13 @@
 """Problems that are there twice, in a data set or in two, and an inspection of both in words."""
 
+from pathlib import Path
+
 import pytest
 from dataset_rows import problem, write_lines
 
 from hacpo_mega.commands.inspect_data import inspect_dataset, inspect_overlap
-from hacpo_mega.data.dataset_checks import (
-    deduplicated,
-    normalised,
-    overlap,
-    prompt_lengths,
-    repetitions,
-    without_overlap,
-)
-from hacpo_mega.data.datasets import read_dataset
+from hacpo_mega.data.dataset_checks import deduplicated, normalised, overlap, repetitions, without_overlap
+from hacpo_mega.data.datasets import Dataset, read_dataset
 
 
 @pytest.mark.parametrize(
@@ -112,10 +107,11 @@ def test_every_copy_is_left_out_and_the_strictest_is_named():
 
 
 def test_lengths_by_hand():
-    lengths = prompt_lengths([problem("a" * n) for n in range(1, 101)], Characters(), max_prompt_tokens=95)
-    assert (lengths.median, lengths.percentile_99, lengths.longest, lengths.num_over_limit) == (51, 100, 100, 5)
-    with pytest.raises(ValueError, match="no problems"):
-        prompt_lengths([], Characters(), 95)
+    problems = tuple(problem("a" * n) for n in range(1, 101))
+    lines = inspect_dataset(Dataset(Path("a.jsonl"), "plain", problems, ()), {"m": Characters()}, 95).lines
+    assert "  m: prompt tokens median 51, 99 % 100, longest 100; 5 over 95" in lines
+    none = inspect_dataset(Dataset(Path("a.jsonl"), "plain", (), ()), {"m": Characters()}, 95)
+    assert "  m: no prompts to measure" in none.lines
 
 
 class Characters:

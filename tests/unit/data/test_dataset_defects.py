@@ -14,8 +14,7 @@ from dataset_rows import VERL, problem, write_lines
 from hacpo_mega.data.dataset_checks import (
     repetitions,
 )
-from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.reading.containers import ABOUT_OTHERS
+from hacpo_mega.data.datasets import ABOUT_OTHERS, layouts_of, read_dataset
 from hacpo_mega.data.reading.row_values import quoted
 
 
@@ -89,7 +88,7 @@ def test_a_header_of_an_archive_that_fills_the_memory_is_not_read(tmp_path, kind
 
 
 def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("hacpo_mega.data.reading.files.ALWAYS_UNPACKED_BYTES", 100 * tarfile.BLOCKSIZE)
+    monkeypatch.setattr("hacpo_mega.data.reading.tables.ALWAYS_UNPACKED_BYTES", 100 * tarfile.BLOCKSIZE)
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         for _ in range(20_000):
             archive.addfile(tarfile.TarInfo("x.txt"))

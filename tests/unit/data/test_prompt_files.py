@@ -11,8 +11,7 @@ import pytest
 from dataset_rows import VERL, check_data, write_lines
 
 from hacpo_mega.data.datasets import layouts_of, read_dataset
-from hacpo_mega.data.reading.files import load_prompts, read_prompts
-from hacpo_mega.data.reading.repeated_rows import PromptsMet
+from hacpo_mega.data.reading.files import PromptsMet, load_prompts, read_prompts
 
 
 def test_json_lines_and_parquet_give_the_same_rows(tmp_path):

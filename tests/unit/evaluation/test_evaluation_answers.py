@@ -18,7 +18,7 @@ from hacpo_mega.evaluation.scores import (
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import judged, summarize, warnings_of
 from hacpo_mega.models.files.folder import check_positions
-from hacpo_mega.models.weight_files import weights_fingerprint
+from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 
 def answer(problem: str, rollout: int, verdict: str = "correct", **fields) -> Answer:

@@ -20,8 +20,8 @@ from tiny_models import LLAMA3_ROPE, make_model
 
 from hacpo_mega.config import load_config
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.weight_files import read_header, stored_tensors
 from hacpo_mega.models.sharding.segments import all_sources
-from hacpo_mega.models.weight_files import read_header, stored_tensors
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from hacpo_mega.config import Config, RewardConfig
 from hacpo_mega.config.tables.effects import effect_of, flat
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
-from hacpo_mega.data.reading.contents import data_digest, digest_of, file_digest
+from hacpo_mega.data.reading.files import data_digest, digest_of, file_digest
 
 
 class Identity(Section):
