@@ -8,7 +8,6 @@ nothing that is unpickled. The library is an extra and imported only here.
 import hashlib
 import importlib
 import importlib.util
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 
 from hacpo_mega.models.files.documents import one_line
+from hacpo_mega.models.files.replacing import replacing
 
 HUB = "hub:"
 SPELLING = "hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, or SPLIT[:ROWS] for its first rows"
@@ -112,7 +112,6 @@ class HubSplit:
                     break
             rows = pyarrow.concat_tables(tables, promote_options="permissive").slice(0, self.num_first)
             folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{os.getpid()}.part"
-            pyarrow.parquet.write_table(rows, part)
-            part.replace(file)
+            with replacing(file) as stream:
+                pyarrow.parquet.write_table(rows, stream)
         return file

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.clock import measure_offset
-from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup
+from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup, measure_offset
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, find_waits, write_trace
 
 
