@@ -28,9 +28,8 @@ from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.algorithm import GradientProducts, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
-from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.turns import agents_per_device, in_turn
+from hacpo_mega.cluster.turns import agents_per_device, in_turn, require_host_memory
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget

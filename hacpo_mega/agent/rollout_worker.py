@@ -12,10 +12,9 @@ from hacpo_mega.agent.devices import ApartDevices
 from hacpo_mega.agent.rollout_client import RolloutClient, load_engine
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.agent.weight_sync import WeightSync
-from hacpo_mega.cluster.host_memory import require_host_memory
 from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.turns import agents_per_device, in_turn
+from hacpo_mega.cluster.turns import agents_per_device, in_turn, require_host_memory
 from hacpo_mega.config import AgentConfig, Config
 
 

@@ -120,11 +120,15 @@ class Checkpoint:
             elif (size := file.stat().st_size) != expected.num_bytes:
                 yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
 
-    def altered(self, share: slice = slice(None)) -> Iterator[str]:
-        """A line for every file, of a share of them, with bytes other than those written; reads them all."""
-        for path, expected in list(self.files.items())[share]:
+    def altered(self, share: slice = slice(None), of: str = "") -> Iterator[str]:
+        """A line for every file with bytes other than those written; reads a share of all, or of an agent's."""
+        for path, expected in self.files_of(of)[share]:
             if file_sha256(self.folder / path) != expected.sha256:
                 yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+
+    def files_of(self, agent: str) -> list[tuple[str, FileState]]:
+        """The files of an agent, by their paths; of "" all."""
+        return [found for found in self.files.items() if not agent or found[0].startswith(f"{agent}/")]
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -309,12 +313,9 @@ def _digest_of(agent: AgentConfig) -> str:
 def commit(writing: Path, record: Checkpoint) -> None:
     """Makes a written step the newest committed one. Every file that it names must have been synced."""
     path = writing / RECORD
-    with path.open("w", encoding="utf-8") as file:
-        file.write(record.text())
-        file.flush()
-        os.fsync(file.fileno())
-    for folder in (*(writing / name for name in record.agents), writing):
-        sync(folder)
+    path.write_text(record.text(), encoding="utf-8")
+    for written in (path, *(writing / name for name in record.agents), writing):
+        sync(written)
     writing.rename(record.folder)
     sync(record.folder.parent)
 

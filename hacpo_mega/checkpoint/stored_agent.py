@@ -18,7 +18,6 @@ from hacpo_mega.checkpoint.files import (
     RECORD,
     Checkpoint,
     committed_steps,
-    file_sha256,
     folder_of,
     model_digests,
     read_checkpoint,
@@ -54,19 +53,14 @@ class StoredAgent:
     @property
     def fingerprint(self) -> str:
         """A hash of its state, from the step's record of its files."""
-        text = "".join(f"{path} {sha256}\n" for path, sha256 in self._digests())
+        files = self.checkpoint.files_of(self.agent.name)
+        text = "".join(f"{path} {file.sha256}\n" for path, file in files)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def require_unaltered(self, share: slice = slice(None)) -> None:
         """Reads a share of its files. ValueError for one with bytes other than those written."""
-        for path, sha256 in self._digests()[share]:
-            file = self.checkpoint.folder / path
-            if file_sha256(file) != sha256:
-                raise ValueError(f"{file} is damaged: it is not what was written (SHA-256 differs)")
-
-    def _digests(self) -> list[tuple[str, str]]:
-        files = self.checkpoint.files.items()
-        return [(path, file.sha256) for path, file in files if path.startswith(f"{self.agent.name}/")]
+        for problem in self.checkpoint.altered(share, self.agent.name):
+            raise ValueError(problem)
 
     def require_own_model(self) -> None:
         """ValueError where a link leads out of the model folder that the step names: its text would be shown, and go

@@ -33,8 +33,7 @@ from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
 from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
-from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
-from hacpo_mega.cluster.launcher_env import Unreachable
+from hacpo_mega.cluster.launcher_env import FAILED, RESUMABLE, Unreachable
 from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
     is_first_of_its_node,

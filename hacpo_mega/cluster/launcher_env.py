@@ -1,6 +1,8 @@
 """Launcher environment of this process: its rank, its node, and the address of the job's first process. No torch.
 
-Read from the environment once; torchrun's names come before Slurm's. Not here: the role of a rank (rank_map.py).
+Read from the environment once; torchrun's names come before Slurm's. The launcher learns the end of a rank, and with it
+of the job, by the exit statuses below: docs/reference/exit-codes.md has the table. Not here: the role of a rank
+(rank_map.py).
 """
 
 import itertools
@@ -18,6 +20,8 @@ from hacpo_mega.models.files.documents import short
 RANK_VARIABLES = (("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS"), ("LOCAL_RANK", "SLURM_LOCALID"))
 MOST_NODES = 2**20  # of one job: a longer list is a slip, or would fill the memory
 STORE_FILE = "HACPO_MEGA_STORE"  # where a launcher of ours on one machine has made the job's store
+FAILED, REFUSED, STOPPED, STALLED, SIGNALLED = 1, 2, 3, 4, 128  # SIGNALLED + n: ended by signal n
+RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: ended by a signal, the run is on disk; start it again to resume
 
 
 # srun sets one of these for its tasks; a batch script has none of them, though it has a SLURM_PROCID.

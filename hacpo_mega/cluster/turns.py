@@ -1,20 +1,23 @@
-"""Agents on one device: their number, and the turns in which they use it.
+"""Agents that share a device or a node: their number, the turns in which they use it, the memory that they pin there.
 
 vLLM measures free device memory while it starts, and counts memory that another process of the device allocates or
 frees meanwhile as its own. So agents that share a device start their engines one after another. With `placement =
-"shared"` they do everything on a device one after another. Not here: the device of a process (device.py), the work of
-an agent in its turn (agent/devices.py).
+"shared"` they do everything on a device one after another. Pinned memory is never swapped: a node that has too little
+of it kills processes long after the start, so it is checked before any process pins. Not here: the device of a process
+(device.py), the work of an agent in its turn (agent/devices.py), how many bytes are pinned (memory/budget.py).
 """
 
-from collections import Counter
+import json
+import socket
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from hacpo_mega.cluster.machine.device import device_identity
-from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.groups.job_groups import JobGroups, device_identity
+from hacpo_mega.cluster.machine.machine_limits import free_memory
 
 
-def agents_per_device(place: Place) -> int:
+def agents_per_device(place: JobGroups) -> int:
     """The most agents that one device of the job has, equal on every rank; 1 on the CPU. Collective over the job.
 
     Raises ValueError on every rank where two processes of one agent are on one device, which NCCL refuses.
@@ -33,7 +36,7 @@ def agents_per_device(place: Place) -> int:
 
 @contextmanager
 def in_turn(
-    place: Place,
+    place: JobGroups,
     takes_turns: bool,
     arrive: Callable[[], None] = lambda: None,
     leave: Callable[[], None] = lambda: None,
@@ -65,3 +68,29 @@ def in_turn(
         place.barrier()
     if refused is not None:
         raise refused
+
+
+def require_host_memory(place: JobGroups, num_bytes: int) -> None:
+    """ValueError, the same on every rank, if the ranks of a node want more memory than it has. Collective over the job.
+
+    num_bytes   what this rank is going to pin
+    """
+    mine = json.dumps([socket.gethostname(), num_bytes, free_memory()]).encode()
+    wanted, free = defaultdict[str, int](int), {}
+    for payload in place.gather_job(mine):
+        node, of_rank, free_there = json.loads(payload)
+        wanted[node] += of_rank
+        free[node] = min(free_there, free.get(node, free_there))
+    for node, size in wanted.items():
+        left, limit = free[node]
+        if size > left:
+            asked, instead = (
+                "agents.*.offload",
+                "Offload fewer agents (offload = 'none'), or spread them over more nodes",
+            )
+            if place.rank_map.shares_devices:
+                asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
+            raise ValueError(
+                f"{asked} wants {size >> 20} MiB of pinned memory on {node}, where {left >> 20} MiB are free"
+                f"{f' ({limit})' if limit else ''}. {instead}"
+            )

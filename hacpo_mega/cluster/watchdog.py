@@ -5,17 +5,19 @@ heartbeat thread, says whether a process lives: when it ends, however it ends, i
 and a host that loses power is missed by TCP keep-alive after 25 seconds. A process that is busy or stopped is not dead.
 But a thread of it says every few seconds that it runs, in long phases too; a process that says nothing for `stall_s`
 seconds is stopped or stuck, so its neighbour has it write its stack, lets it go on if it was stopped, and ends the job,
-every rank of which writes its stack too (status 4). A process that runs, but does not get on (progress.py), sees so
-itself and ends the job likewise.
+every rank of which writes its stack too (status 4). A process that runs, but does not get on, sees so itself and ends
+the job likewise: its main thread may be stuck (an endless loop, or a wait before a collective) while its threads still
+run. So phases of many small steps report every step (an engine's step, a micro-batch, a tensor), and a process that has
+reported none for `stall_s` seconds and waits for nobody hangs.
 Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
 What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
-a run that stops itself (RunStopped) likewise with status 3. After `defer_signals` a first SIGTERM or SIGUSR1 is only
-noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before that, by a second
-signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status that shells give to
-such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
+a run that stops itself (RunStopped) likewise with status 3. Where signals are deferred, a first SIGTERM or SIGUSR1 is
+only noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before that, by a
+second signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status that shells
+give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
@@ -29,17 +31,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
 
-from hacpo_mega.cluster.exit_status import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED
-from hacpo_mega.cluster.launcher_env import Unreachable
-from hacpo_mega.cluster.progress import Progress
+from hacpo_mega.cluster.launcher_env import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED, Unreachable
+from hacpo_mega.cluster.machine.environment import start_of
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
 from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, report_wrong_secret
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
@@ -58,16 +59,68 @@ LONGEST_BEAT_S = 10.0  # between two signs of life; of a short stall_s a tenth
 STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
 STACK_SIGNAL = signal.SIGUSR2
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+# The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
+MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
+# Factor on stall_s for a process inside a collective of its agent: one that has not entered it is named at 1.
+WAITING_GRACE = 1.3
+INNERMOST_CALLS = 4
+COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # of torch, vLLM and Megatron
 
 
 class RunStopped(Exception):
     """Raised by a run that ends itself, since it would train nothing. Its text is printed once in the job; status 3."""
 
 
+class Progress:
+    """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
+    one."""
+
+    def __init__(self) -> None:
+        self.waits_for: str | None = None
+        self._must_progress = False
+        self._num_idle_beats = 0
+
+    def enter(self, phase: str) -> None:
+        """A phase begins; its name alone decides whether it must tell its steps."""
+        self._must_progress = phase in MUST_PROGRESS
+        self._num_idle_beats = 0
+
+    def tick(self) -> None:
+        """Reports progress of the phase."""
+        self._num_idle_beats = 0
+
+    @contextmanager
+    def waiting_for(self, whom: str) -> Iterator[None]:
+        """Around a collective of the job: a process that waits for others does not hang, however long they need."""
+        self.waits_for = whom
+        yield
+        self.waits_for = None
+        self._num_idle_beats = 0
+
+    def beat(self, beat_s: float, stall_s: float) -> str | None:
+        """Counts a heartbeat, every `beat_s` seconds; returns where the main thread is stuck after `stall_s`, else
+        None.
+
+        Counted in beats, not by the clock: a process that was stopped has not stood still.
+        """
+        self._num_idle_beats += 1
+        if self.waits_for is not None or not self._must_progress:
+            return None
+        collective = _collective_of_main_thread()
+        idle_s = self._num_idle_beats * beat_s
+        if idle_s < stall_s * (1.0 if collective is None else WAITING_GRACE):
+            return None
+        where = "is in no collective" if collective is None else f"is inside {collective}"
+        return f"has made no progress for {idle_s:.0f} s and {where}"
+
+
 class Watchdog:
     """One process's link to its two neighbours in the ring. A process that ends without `close` counts as dead.
 
-    signal_number   the signal that tells this process to end, since `defer_signals`; 0 before there is one
+    defers_signals   whether the first SIGTERM or SIGUSR1 only sets `signal_number`; the caller checks it and leaves. A
+                     death is still named, whatever signal follows it: the ring says so, and ends this process
+    signal_number   the signal that tells this process to end, since signals are deferred; 0 before there is one
+    exit_message   the line about the next start that a process prints if a signal ends it
     is_leaving   whether the job has agreed to end by such a signal, whoever was told
     progress   what its main thread is at
     before_end, at_end   what is done before its last words, and last, where this process ends at once
@@ -89,8 +142,7 @@ class Watchdog:
         self._stack_file: Path | None = None
         self._watched_keeps_stack = False
         self._phase_of_watched = "start"
-        self._defers = False
-        self._outlook = ""
+        self.defers_signals, self.exit_message = False, ""
         self.signal_number, self.is_leaving = 0, False
         self.before_end: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
@@ -114,7 +166,7 @@ class Watchdog:
         # Beside the own call: every process calls its neighbour, who must answer while it calls its own.
         auth = AuthListener(server, secret, f"{watcher.global_rank} watches {rank}", partial(report_wrong_secret, me))
         admitted = auth.expect(timeout_s)
-        process = f"{os.getpid()} {_start_of(os.getpid())}"
+        process = f"{os.getpid()} {start_of(os.getpid())}"
         self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
         missed = self._watched
         try:
@@ -143,17 +195,6 @@ class Watchdog:
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self.progress.enter(phase)
         self._tell(f"phase {self._phase}")
-
-    def defer_signals(self) -> None:
-        """From here on the first SIGTERM or SIGUSR1 only sets `signal_number`; the caller checks it and leaves.
-
-        A death is still named, whatever signal follows it: the ring says so, and ends this process.
-        """
-        self._defers = True
-
-    def set_exit_message(self, outlook: str) -> None:
-        """Sets the line about the next start that a process prints if a signal ends it."""
-        self._outlook = f"; {outlook}"
 
     def keep_stack_in(self, folder: Path) -> None:
         """Says where this process writes its stack when the job hangs: a file rank_<r>.stack, empty until then.
@@ -243,7 +284,7 @@ class Watchdog:
         end."""
         _, hostname, _, process, start = self._address_of_watched.split()
         # A process of that number need not be the one: containers number their own. One that keeps no stack would die.
-        is_here = hostname == socket.gethostname() and start == _start_of(int(process))
+        is_here = hostname == socket.gethostname() and start == start_of(int(process))
         if self._watched_keeps_stack and is_here:
             with suppress(ProcessLookupError):  # it may end at this moment
                 os.kill(int(process), STACK_SIGNAL)
@@ -262,7 +303,7 @@ class Watchdog:
         self._go_down(cause, SIGNALLED + number)
 
     def _is_deferred(self, number: int) -> bool:
-        if not self._defers or number == signal.SIGINT:
+        if not self.defers_signals or number == signal.SIGINT:
             return False
         if not self.signal_number:
             self.signal_number, self._signalled_at = number, time.monotonic()
@@ -286,7 +327,7 @@ class Watchdog:
         if status == FAILED:
             _write(f"{self._me}, in phase {self._phase}, stops: {cause}\n")
         elif status > SIGNALLED and self._me.global_rank == 0:  # one line: the sender of the signal knows that it ends
-            _write(f"{cause}{self._outlook}\n")
+            _write(f"{cause}; {self.exit_message}\n" if self.exit_message else f"{cause}\n")
             with suppress(OSError):  # the disk may be full or unreachable
                 self.on_termination()
         # else the reason has been printed, and its finder does not matter
@@ -324,12 +365,17 @@ def _signals() -> socket.socket:
     return reader
 
 
-def _start_of(process: int) -> str:
-    """Start of a process of this machine, in clock ticks since the boot; "gone" if there is none."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "gone"
+def _collective_of_main_thread() -> str | None:
+    """The collective that the main thread is in, as far as its innermost calls show it; None outside."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    for _ in range(INNERMOST_CALLS):
+        if frame is None:
+            return None
+        file = Path(frame.f_code.co_filename)
+        if COLLECTIVE_FOLDERS & set(file.parts):
+            return f"{frame.f_code.co_name} ({file.name}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return None
 
 
 def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
@@ -341,21 +387,17 @@ def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> 
     errors = []
     for candidate in candidates:
         try:
-            connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
-        except OSError as error:
-            errors.append(f"{candidate}: {error}")
-            continue
-        try:
-            authenticate(connection, secret, purpose, timeout_s / len(candidates))
+            with ExitStack() as stack:
+                connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
+                stack.enter_context(connection)
+                authenticate(connection, secret, purpose, timeout_s / len(candidates))
+                stack.pop_all()  # it stays open
+            _keep_alive(connection)
+            return connection
         except WrongSecret:
-            connection.close()
             raise
         except OSError as error:
-            connection.close()
             errors.append(f"{candidate}: {error}")
-            continue
-        _keep_alive(connection)
-        return connection
     raise OSError(f"{purpose}, but cannot reach it on {hostname}, port {port} ({'; '.join(errors)})")
 
 

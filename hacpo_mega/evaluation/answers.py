@@ -16,6 +16,7 @@ from typing import Any
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, wrong_field
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
+from hacpo_mega.models.files.replacing import replace_file
 
 SETTINGS = "settings.json"
 CORRECT = "correct"  # the verdict on a success
@@ -103,9 +104,7 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     """Prepares the folder of this evaluation, by one process of the job. Its content has been checked."""
     folder.mkdir(parents=True, exist_ok=True)
-    fresh = (folder / SETTINGS).with_suffix(".tmp")
-    fresh.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(folder / SETTINGS)
+    replace_file(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def require_place(folder: Path) -> None:

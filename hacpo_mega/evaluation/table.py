@@ -29,6 +29,7 @@ from hacpo_mega.evaluation.scores import (
     pass_at,
 )
 from hacpo_mega.logbook.steps.held_out import score_name
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.models.files.visible import one_line
 
 RESULT = "evaluation.json"
@@ -154,10 +155,7 @@ def _mean(values: Any) -> float:
 
 def write_evaluation(evaluation: Evaluation, out: Path) -> None:
     """Writes `evaluation.json` atomically; NaN becomes null."""
-    path = out / RESULT
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(json.dumps(_finite(asdict(evaluation)), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    replace_file(out / RESULT, json.dumps(_finite(asdict(evaluation)), indent=2, ensure_ascii=False) + "\n")
 
 
 def _finite(content: Any) -> Any:

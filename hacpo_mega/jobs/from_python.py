@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
-from hacpo_mega.cluster.exit_status import REFUSED, RESUMABLE, SIGNALLED
+from hacpo_mega.cluster.launcher_env import REFUSED, RESUMABLE, SIGNALLED
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.security.private_folder import job_folder
 from hacpo_mega.config import Config, load_config

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hacpo_mega.cluster.exit_status import FAILED, SIGNALLED
-from hacpo_mega.cluster.launcher_env import STORE_FILE
+from hacpo_mega.cluster.launcher_env import FAILED, SIGNALLED, STORE_FILE
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID
 from hacpo_mega.cluster.machine.machine_limits import num_cores, num_memory_kills
 from hacpo_mega.cluster.security.private_folder import FOLDER, job_folder

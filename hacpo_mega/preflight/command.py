@@ -25,6 +25,7 @@ from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
 from hacpo_mega.cluster.security.secret import Secret
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.models.files.visible import say
 from hacpo_mega.preflight.meeting import (
     Door,
@@ -265,6 +266,4 @@ def _changed(logs: Path | None) -> int | None:
 
 def _write(logs: Path, content: Mapping[str, Any]) -> None:
     logs.mkdir(parents=True, exist_ok=True)
-    fresh = logs / f"preflight.{os.getpid()}.tmp"
-    fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(logs / FILE)
+    replace_file(logs / FILE, json.dumps(content, indent=1) + "\n")

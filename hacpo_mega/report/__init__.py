@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from hacpo_mega.logbook.console import in_step_order, phase_seconds
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.report.page import render_page
 from hacpo_mega.report.plots import draw_pictures
 from hacpo_mega.report.run import Run, accuracies, load_run, measure_of, phase_series
@@ -24,9 +25,7 @@ def write_report(run_dir: Path) -> Path:
     for picture in pictures:
         (folder / f"{picture.stem}.png").write_bytes(picture.png)
     path = run.folder / "report.html"
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(render_page(run, pictures), encoding="utf-8")
-    fresh.replace(path)
+    replace_file(path, render_page(run, pictures))
     return path
 
 

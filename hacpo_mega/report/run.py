@@ -19,9 +19,8 @@ from hacpo_mega.logbook.steps.sharing import Fates, fates_of
 from hacpo_mega.models.files.documents import toml_file
 from hacpo_mega.models.files.links import require_inside
 
-# What a report reads of a run, and writes into it.
-READ = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations")
-WRITTEN = ("report", "report.tmp")
+# What a report reads of a run, and the folder that it writes into it.
+USED = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations", "report")
 AGENT = {"name": TEXT.if_given, **dict.fromkeys(("tp", "cp", "pp"), COUNT.if_given)}
 Z = 1.959963984540054  # of 95 %
 
@@ -86,7 +85,7 @@ class Run:
 def load_run(folder: Path) -> Run:
     """Reads a run folder. Raises ValueError for one that is none, or whose files are broken."""
     path = folder / "metrics.jsonl"
-    require_inside(folder, *(folder / name for name in (*READ, *WRITTEN)))
+    require_inside(folder, *(folder / name for name in USED))
     if not path.is_file():
         what = "has no metrics.jsonl" if folder.is_dir() else "is no folder"
         raise ValueError(f"{folder} {what}: give the run_dir of a run that has finished at least one step")

@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.cluster.machine.device import device_identity
+from hacpo_mega.cluster.groups.job_groups import device_identity
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of

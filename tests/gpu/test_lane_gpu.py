@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.groups.tree import gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.security.secret import Secret
 

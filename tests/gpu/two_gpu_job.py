@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.groups.tree import gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import agents_per_device, in_turn
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec

@@ -13,10 +13,11 @@ from hostile_pickles import Calls
 from job import TIMEOUT_S, free_port, new_job, run_job, run_ranks, start_ranks
 from megatron.core import parallel_state
 
-import hacpo_mega.cluster.place
+import hacpo_mega.cluster.groups.job_groups
 from hacpo_mega.cluster.groups.spans import WatchedGroup
+from hacpo_mega.cluster.groups.tree import gather_bytes
 from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
 from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
@@ -314,7 +315,7 @@ def end_a_preflight(rank_map: RankMap) -> list[str]:
             shut.append(self._name)
             self._group.shutdown()
 
-    hacpo_mega.cluster.place.WatchedGroup = Recorder
+    hacpo_mega.cluster.groups.job_groups.WatchedGroup = Recorder
     env = LauncherEnv.find()
     test = GroupTest()
     test.run(rank_map, open_store(env, Secret.of_job(env), TIMEOUT_S), TIMEOUT_S)

@@ -45,4 +45,4 @@ def test_a_process_has_its_share_of_a_whole_node(tmp_path):
         assert slurm.wait_for_end(number, log) == "COMPLETED", log.read_text()
     found = [(run_dir / f"found.{rank}").read_text().split() for rank in range(2)]
     assert [(cores, threads) for cores, threads, _ in found] == [("2", "2")] * 2
-    assert all(int(masks.split(",")[-1], 16) == 3 for *_, masks in found), "what processors.py reads of the others"
+    assert all(int(masks.split(",")[-1], 16) == 3 for *_, masks in found), "what machine_limits.py reads of the others"

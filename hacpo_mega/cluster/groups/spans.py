@@ -2,10 +2,15 @@
 
 Spans are recorded only while a step is traced. Bytes are always counted where they are sent, from tensor sizes, without
 asking a device. A collective knows its group and its number in it, so that the spans of all members can be aligned to
-show who came last and who waited (logbook/files/trace.py). clock.py measures the offset of a process's clock to that of
-rank 0.
+show who came last and who waited (logbook/files/trace.py).
+
+The offset of this process's clock to that of the job's rank 0 is measured through the job's store by Cristian's method:
+a rank asks rank 0 what time it is, and knows that the answer was written between question and arrival. The middle of
+the fastest round is the estimate, and half of that round bounds its error, whatever the way to and fro took. Rank 0
+answers one rank after the other: rounds x ranks small messages.
 """
 
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +22,7 @@ import torch.distributed as dist
 
 WATCHED = ("allgather", "allreduce", "barrier", "broadcast", "gather")
 SENDING = ("allgather", "broadcast", "gather", "send")
+ROUNDS = 8  # the fastest counts; the first one also waits until rank 0 serves this rank
 
 
 class Span(NamedTuple):
@@ -120,3 +126,33 @@ class WatchedGroup:
         others, is_root = self._group.size() - 1, self._group.rank() == 0
         copies = {"allgather": others, "broadcast": others * is_root, "gather": not is_root, "send": 1}
         return copies[operation] * tensor.nbytes
+
+
+class ClockOffset(NamedTuple):
+    """Rank 0's clock is this process's plus `offset_s`, to `accuracy_s` seconds; both 0 on rank 0."""
+
+    offset_s: float
+    accuracy_s: float
+
+
+def measure_offset(
+    store: dist.Store, rank: int, world_size: int, clock: Callable[[], float] = time.perf_counter
+) -> ClockOffset:
+    """This rank's offset; a collective over all ranks that share `store`; it leaves no key there."""
+    if rank == 0:
+        for other in range(1, world_size):
+            for turn in range(ROUNDS):
+                store.get(f"{other}/{turn}/asked")
+                store.set(f"{other}/{turn}/time", struct.pack("<d", clock()))
+        return ClockOffset(0.0, 0.0)
+    rounds = []
+    for turn in range(ROUNDS):
+        asked = clock()
+        store.set(f"{rank}/{turn}/asked", b"")
+        (answer,) = struct.unpack("<d", store.get(f"{rank}/{turn}/time"))
+        arrived = clock()
+        rounds.append((arrived - asked, answer - (asked + arrived) / 2))
+        for key in ("asked", "time"):
+            store.delete_key(f"{rank}/{turn}/{key}")
+    took, offset = min(rounds)
+    return ClockOffset(offset, took / 2)

@@ -56,14 +56,6 @@ def require_fitting_environment() -> None:
         )
 
 
-def device_identity(device: torch.device) -> str:
-    """A GPU's identity in the whole job; empty for the CPU, which nobody counts.
-
-    By UUID, since every task may call its own GPU number 0.
-    """
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
 def _why_no_gpu() -> str:
     """torch's own message: no driver, one that is too old, none visible."""
     try:

@@ -27,15 +27,15 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hacpo_mega.cluster.launcher_env import (
+    RANK_VARIABLES,
     expand_nodes,
+    from_launcher,
     is_on_one_machine,
     node_list,
     number_of,
-    size_variable,
     tasks_of_nodes,
 )
-from hacpo_mega.cluster.machine.machine_limits import num_cores
-from hacpo_mega.cluster.machine.processors import num_threads, stay_near_gpu
+from hacpo_mega.cluster.machine.machine_limits import num_cores, num_threads, stay_near_gpu
 from hacpo_mega.cluster.security.private_folder import folder_on_node, own_folder
 from hacpo_mega.models.files.documents import short
 
@@ -351,10 +351,23 @@ class Used(NamedTuple):
 def used_since_begin() -> Used:
     """Seconds since this process's command began, and processor seconds that it and its local launcher have used."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
-    fields = Path(f"/proc/{launcher}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    fields = _process_stat(launcher)
     user, system, began = (int(fields[place]) / os.sysconf("SC_CLK_TCK") for place in (11, 12, 19))
     own = 0.0 if launcher == os.getpid() else time.process_time()
     return Used(time.clock_gettime(time.CLOCK_BOOTTIME) - began, user + system + own)
+
+
+def start_of(process: int) -> str | None:
+    """Start of a process, in ticks since the boot; None for one that is gone, or dead and not yet buried."""
+    with suppress(OSError):
+        fields = _process_stat(process)
+        return None if fields[0] in "ZX" else fields[19]
+    return None
+
+
+def _process_stat(process: int) -> list[str]:
+    """The kernel's line on a process (proc(5)) after its name, from its state on. OSError for one that is gone."""
+    return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _is_slurm_task() -> bool:
@@ -390,10 +403,4 @@ def reads_first() -> bool:
 
 def job_size() -> int:
     """Number of processes of this process's job, by its launcher; ValueError if the launcher does not say."""
-    value = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
-    if value is None:
-        raise ValueError(
-            "neither WORLD_SIZE nor SLURM_NTASKS is set: start with launch/local.sh, torchrun or srun, or let "
-            "hacpo_mega.train start the ranks of a script or notebook"
-        )
-    return number_of(size_variable(), value)
+    return from_launcher(*RANK_VARIABLES[1])

@@ -6,7 +6,7 @@ bytes, lists, tuples and dictionaries; what it would have called becomes a `Reco
 state, if the caller has listed that name. What a Record means is its reader's to say, key by key.
 
 A list of harmless classes given to Python's own unpickler would not do: a pickle can set attributes of classes, too.
-Not here: what the files and the peers say (stored_index.py in megatron/, peer_objects.py).
+Not here: what the files and the peers say (stored_index.py in megatron/, patches.py).
 """
 
 import pickletools

@@ -19,9 +19,9 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -103,7 +103,8 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
         secret = new_secret()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_private(path, secret)
+            with _private_draft(path, secret) as draft:
+                draft.replace(path)  # over a leftover of a killed process
         except OSError as error:
             raise ValueError(f"{path}, by which the nodes of this job agree: {error.strerror}; {advice}") from error
         os.environ[SECRET_FILE] = str(path)
@@ -113,14 +114,15 @@ def share_secret(run_dir: Path, patience_s: float) -> None:
     os.environ[SECRET] = secret
 
 
-def _write_private(path: Path, text: str) -> None:
-    """Writes atomically, over a leftover of a killed process."""
-    draft = path.with_name(f"{path.name}.{new_secret()[:16]}")
+@contextmanager
+def _private_draft(path: Path, text: str) -> Iterator[Path]:
+    """A file with a text beside `path`, of this user alone, until the block ends, which may give it that name."""
+    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(text)
-        draft.replace(path)
+        yield draft
     finally:
         draft.unlink(missing_ok=True)
 
@@ -158,16 +160,9 @@ def _decoded(value: str) -> bytes:
 def _of_this_machine() -> bytes:
     """The secret of all jobs that this user starts by hand on this machine; the first process makes it."""
     path = own_folder() / f"secret-{socket.gethostname()}"  # homes are shared by machines
-    draft = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-    with suppress(FileExistsError):
-        if not path.exists():
-            try:
-                descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(descriptor, "w", encoding="ascii") as file:
-                    file.write(new_secret())
-                os.link(draft, path)  # whole or not at all; the first one stays
-            finally:
-                draft.unlink(missing_ok=True)
+    if not path.exists():
+        with suppress(FileExistsError), _private_draft(path, new_secret()) as draft:
+            os.link(draft, path)  # whole or not at all; the first one stays
     return _decoded(path.read_text(encoding="ascii"))
 
 

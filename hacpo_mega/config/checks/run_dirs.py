@@ -28,7 +28,7 @@ OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes a blank in a list
 FIRST_BYTES = 4 << 20
 NAMES_SHOWN = 3
 TOKEN = 32  # characters after a lock's name while it is taken over
-RANK_DIGITS, TIME_DIGITS = 6, 19
+RANK_DIGITS, TIME_DIGITS, PID_DIGITS = 6, 19, 7
 MODEL_FILE = 64  # characters of a file of a model folder, which may not be on this machine
 
 
@@ -117,7 +117,7 @@ def long_names(config: Config) -> Iterator[str]:
                 f"takes {most_name}. Nearest: at most {most} bytes"
             )
     step, rank = f"step_{config.num_steps:06d}", "9" * RANK_DIGITS
-    below = [f"rollouts/{step}.lane_{config.lanes:04d}.jsonl.tmp"]
+    below = [f"rollouts/.{step}.lane_{config.lanes:04d}.jsonl.{'9' * PID_DIGITS}.tmp"]
     below.append(f"tensorboard/events.out.tfevents.{'9' * TIME_DIGITS}.{socket.gethostname()}")
     for agent in config.agents:
         below.append(f"checkpoints/{step}.removing/{agent.name}/__{rank}_answers")

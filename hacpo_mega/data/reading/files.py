@@ -11,9 +11,9 @@ once.
 import functools
 import gzip
 import hashlib
+import io
 import json
 import math
-import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +35,7 @@ from hacpo_mega.data.reading.row_values import (
 )
 from hacpo_mega.data.reading.tables import HUB, TOO_LARGE, HubSplit, data_files, is_saved, most_unpacked, stored_batches
 from hacpo_mega.models.files.documents import parse_json
+from hacpo_mega.models.files.replacing import replacing as replacing_bytes
 
 NUM_PROBLEMS_SHOWN = 20
 NUM_NAMES_SHOWN = 20
@@ -402,13 +403,9 @@ def replacing(file: Path) -> Iterator[TextIO]:
         other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"
         found = other if is_other else f"cannot be written: the folder {target.parent} does not exist"
         raise ValueError(f"{file}: {found}")
-    draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
-    try:
-        with draft.open("w", encoding="utf-8") as stream:
-            yield stream
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing_bytes(target) as file:
+        yield (stream := io.TextIOWrapper(file, encoding="utf-8"))
+        stream.detach()  # writes what it holds
 
 
 def data_digest(path: Path) -> str:

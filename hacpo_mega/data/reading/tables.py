@@ -11,7 +11,6 @@ script, no image, nothing that is unpickled. Not here: what a row means (files.p
 import hashlib
 import importlib
 import importlib.util
-import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -121,9 +120,8 @@ class HubSplit:
                     break
             rows = pyarrow.concat_tables(tables, promote_options="permissive").slice(0, self.num_first)
             folder.mkdir(parents=True, exist_ok=True)
-            part = folder / f"{os.getpid()}.part"
-            pyarrow.parquet.write_table(rows, part)
-            part.replace(file)
+            with replacing(file) as stream:
+                pyarrow.parquet.write_table(rows, stream)
         return file
 
 

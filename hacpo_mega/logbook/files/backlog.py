@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hacpo_mega.models.files.replacing import replace_file
+
 # Of text that waits; a step's answers are some megabytes. Whoever reaches it has written nothing for hundreds of steps.
 MAX_BYTES = 256 << 20
 
@@ -82,12 +84,7 @@ class Backlog:
 
     def _write(self, write: _Write) -> None:
         if write.is_whole:
-            fresh = write.path.with_suffix(".tmp")
-            with fresh.open("wb") as file:
-                file.write(write.content)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(write.path)
+            replace_file(write.path, write.content, synced=True)
             return
         length = self._lengths[write.path]
         with write.path.open("r+b" if length or write.path.exists() else "xb", buffering=0) as file:

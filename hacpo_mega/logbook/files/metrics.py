@@ -47,7 +47,6 @@ rank its own phase seconds. A value that is equal everywhere is a gauge, taken f
 import io
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,6 +62,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from hacpo_mega.logbook.files.backlog import Backlog
 from hacpo_mega.logbook.files.json_lines import COUNT, LARGEST, TABLE, bad_line, json_lines, wrong_field
 from hacpo_mega.models.files.documents import short
+from hacpo_mega.models.files.replacing import replace_file
 
 Parts = list[list[float]]
 METRICS_LINE = "a line of metrics"
@@ -360,9 +360,4 @@ def _drop_lines_after(path: Path, steps_done: int) -> None:
         return
     with path.with_name("metrics.dropped.jsonl").open("ab") as file:
         file.writelines(dropped)
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    replace_file(path, b"".join(kept), synced=True)

@@ -2,8 +2,8 @@
 
 A track shows the phases, inside them the parts of an update and the collectives, and inside a collective its wait: from
 this rank's arrival until the arrival of the last rank it needs. That needs one clock: every rank's is measured against
-rank 0's at the end of the step (cluster/clock.py), and a wait shorter than the clocks' uncertainty is left out. The
-file's `otherData` gives that uncertainty. Not here: the recording (cluster/groups/spans.py) and the picture
+rank 0's at the end of the step, and a wait shorter than the clocks' uncertainty is left out. The file's `otherData`
+gives that uncertainty. Not here: the recording and the clocks (cluster/groups/spans.py) and the picture
 (report/timeline.py).
 """
 
@@ -11,7 +11,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from typing import Any, Self
 from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config.checks.run_dirs import TRACES
+from hacpo_mega.models.files.replacing import replace_file
 
 MICROSECONDS = 1e6
 
@@ -99,14 +100,11 @@ class StepTrace:
 def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
     """Writes a trace atomically; returns the error if it could not."""
     path = run_dir / TRACES / f"step_{step:06d}.json.gz"
-    content, fresh = gzip.compress(json.dumps(table).encode(), mtime=0), path.with_suffix(".tmp")
+    content = gzip.compress(json.dumps(table).encode(), mtime=0)
     try:
         path.parent.mkdir(exist_ok=True)
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        replace_file(path, content)
     except OSError as error:
-        with suppress(OSError):
-            fresh.unlink()
         free = shutil.disk_usage(run_dir).free
         return (
             f"step {step} leaves no trace ({error.strerror}): {path} needs {len(content):,} bytes, the file system has "

@@ -182,7 +182,7 @@ class Exchange:
 def send_and_receive(
     group: WatchedGroup, messages: Mapping[int, torch.Tensor], room: Mapping[int, torch.Tensor]
 ) -> list[dist.Work]:
-    """`dist.batch_isend_irecv` of flat tensors [N] by peer, in a group that was made directly (cluster/place.py).
+    """`dist.batch_isend_irecv` of flat tensors [N] by peer, in a group that was made directly (job_groups.py).
 
     One after the other, NCCL's would wait for each other.
     """

@@ -102,7 +102,7 @@ def require_process(tensor_parallel_size: int) -> None:
             f"{os.environ.get('VLLM_ENABLE_V1_MULTIPROCESSING', 'not set')}; the engine must live in the trainer's "
             "process: set it to 0 before Python starts, or start with hacpo-mega, which does"
         )
-    assert dist.is_initialized(), "the agent's default process group is made before its engine (place.py)"
+    assert dist.is_initialized(), "the agent's default process group is made before its engine (job_groups.py)"
     if dist.get_world_size() % tensor_parallel_size:
         raise ValueError(f"engine_tp ({tensor_parallel_size}) must divide the agent's {dist.get_world_size()} ranks")
 
@@ -168,7 +168,7 @@ def without_message_queue(make_group: Callable[..., Any]) -> Callable[..., Any]:
 
     The queue unpickles whatever its sockets bring: files under the temporary folder on one node, TCP on all interfaces
     over several. Where every rank drives its own worker it carries nothing; the few objects that vLLM shares then go by
-    torch's collectives, which take plain values alone (cluster/security/peer_objects.py).
+    torch's collectives, which take plain values alone (cluster/patches.py).
     """
 
     def make(*arguments: Any, **options: Any) -> Any:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from job import TIMEOUT_S, run_ranks
 from scale_model import CountingStore
 
-import hacpo_mega.cluster.place
+import hacpo_mega.cluster.groups.job_groups
 from hacpo_lab.planning.store_cost import cost, groups_of, peers
-from hacpo_mega.cluster.groups.tree import Tree
+from hacpo_mega.cluster.groups.tree import Tree, gather_bytes
 from hacpo_mega.cluster.launcher_env import LauncherEnv
-from hacpo_mega.cluster.place import Place, gather_bytes
+from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.preflight.meeting import Meeting
 
@@ -34,7 +34,7 @@ def num_sockets() -> int:
 
 def count(rank_map: RankMap, fanout: int) -> dict[str, int]:
     """Joins, and uses every group in the way of a step; what this rank has asked and connected by then."""
-    hacpo_mega.cluster.place.Tree = partial(Tree, fanout=fanout)
+    hacpo_mega.cluster.groups.job_groups.Tree = partial(Tree, fanout=fanout)
     rank = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = CountingStore(dist.TCPStore(address, port, None, rank == 0, timedelta(seconds=TIMEOUT_S)))

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 from repository import ROOT
 
-from hacpo_mega.cluster import host_memory
-from hacpo_mega.cluster.host_memory import require_host_memory
+from hacpo_mega.cluster import turns
 from hacpo_mega.cluster.machine.machine_limits import free_memory, num_memory_kills
+from hacpo_mega.cluster.turns import require_host_memory
 
 MIB = 1 << 20
 V1 = "12:devices:/a\n4:cpu,memory:/slurm/uid_0/job_5/step_0\n0::/\n"
@@ -34,7 +34,7 @@ def refusal(monkeypatch, *ranks: tuple[str, int, int], shares_devices: bool = Fa
     place = SimpleNamespace(rank_map=rank_map, gather_job=lambda payload: payloads.append(payload) or payloads)
     for node, size, free in ranks:
         monkeypatch.setattr(socket, "gethostname", lambda node=node: node)
-        monkeypatch.setattr(host_memory, "free_memory", lambda free=free: (free * MIB, limit))
+        monkeypatch.setattr(turns, "free_memory", lambda free=free: (free * MIB, limit))
         try:
             require_host_memory(place, size * MIB)
             said = None

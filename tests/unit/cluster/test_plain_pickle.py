@@ -16,7 +16,7 @@ from hostile_pickles import METADATA, Calls, broken, touching
 from hypothesis import strategies
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from hacpo_mega.cluster.security.peer_objects import PlainUnpickler
+from hacpo_mega.cluster.patches import PlainUnpickler
 from hacpo_mega.cluster.security.plain_pickle import Record, read_plain
 from hacpo_mega.megatron.checkpoint.stored_index import NAMES
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.cluster.machine.processors import listed, near_shares
+from hacpo_mega.cluster.machine import machine_limits
+from hacpo_mega.cluster.machine.machine_limits import listed, near_shares
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
 from hacpo_mega.preflight.node_comparison import report_findings, warnings
 from hacpo_mega.preflight.node_report import NodeReport
@@ -87,7 +88,6 @@ def test_packages_that_differ_are_named():
 
 def test_a_process_moves_near_its_gpu(tmp_path, monkeypatch):
     """A node as the kernel shows it: two GPUs of the second socket, given to this job as numbers 2 and 3."""
-    from hacpo_mega.cluster.machine import processors
 
     for index in range(4):
         (tmp_path / f"proc/driver/nvidia/gpus/0000:{index}8:00.0").mkdir(parents=True)
@@ -98,8 +98,8 @@ def test_a_process_moves_near_its_gpu(tmp_path, monkeypatch):
         (place / "cpulist").write_text(text)
     task = {"SLURM_LOCALID": "1", "SLURM_STEP_GPUS": "2,3", "SLURM_CPU_BIND_LIST": "0x30,0xC0"}
     moved: list[set[int]] = []
-    monkeypatch.setattr(processors.os, "sched_setaffinity", lambda pid, where: moved.append(where))
-    processors.stay_near_gpu(task, Path(tmp_path))
-    processors.stay_near_gpu(task | {"SLURM_CPU_BIND_LIST": "0x3,0xC0"}, Path(tmp_path))  # one would lose two
-    processors.stay_near_gpu(task | {"SLURM_STEP_GPUS": "GPU-aa,GPU-bb"}, Path(tmp_path))
+    monkeypatch.setattr(machine_limits.os, "sched_setaffinity", lambda pid, where: moved.append(where))
+    machine_limits.stay_near_gpu(task, Path(tmp_path))
+    machine_limits.stay_near_gpu(task | {"SLURM_CPU_BIND_LIST": "0x3,0xC0"}, Path(tmp_path))  # one would lose two
+    machine_limits.stay_near_gpu(task | {"SLURM_STEP_GPUS": "GPU-aa,GPU-bb"}, Path(tmp_path))
     assert moved == [{6, 7}]

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hacpo_mega.cluster.progress import Progress
+from hacpo_mega.cluster.watchdog import Progress
 
 
 def beats_until_stuck(progress: Progress, most: int = 40) -> tuple[int, str] | None:

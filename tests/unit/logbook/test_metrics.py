@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from run_cases import CHARACTERS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hacpo_mega.cluster.place import gather_bytes
+from hacpo_mega.cluster.groups.tree import gather_bytes
 from hacpo_mega.config import load_config
 from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.jobs import from_python

@@ -1,5 +1,6 @@
 """The trace of a step: what is recorded, whose clock it is on, who waited for whom, and a disk that takes nothing."""
 
+import resource
 import threading
 import time
 from pathlib import Path
@@ -8,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hacpo_mega.cluster.clock import measure_offset
-from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup
+from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup, measure_offset
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, find_waits, write_trace
 
 
@@ -196,9 +196,13 @@ def test_the_offset_of_a_clock_is_as_accurate_as_it_says() -> None:
 def test_a_disk_that_takes_nothing_is_one_line_with_the_arithmetic(tmp_path: Path) -> None:
     table = chrome_trace(7, [track(0, Span("learn", "phase", 0.0, 1.0))])
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "step_000007.json.tmp").symlink_to("/dev/full")
-    problem = write_trace(tmp_path, 7, table)
-    assert problem.startswith("step 7 leaves no trace (No space left on device): ")
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most))
+    try:
+        problem = write_trace(tmp_path, 7, table)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert problem.startswith("step 7 leaves no trace (File too large): ")
     assert " bytes, the file system has " in problem and "\n" not in problem
     assert list((tmp_path / "trace").iterdir()) == []
     assert write_trace(tmp_path, 7, table) is None

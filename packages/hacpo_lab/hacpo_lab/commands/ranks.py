@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def train_rank(config_file: str) -> None:
     """Runs one rank of a run, in a process forked from the server: the same as `hacpo-mega train`."""
-    from hacpo_mega.cluster.exit_status import RESUMABLE
+    from hacpo_mega.cluster.launcher_env import RESUMABLE
     from hacpo_mega.config import load_config
     from hacpo_mega.trainer.trainer import Trainer
 

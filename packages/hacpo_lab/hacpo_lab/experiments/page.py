@@ -10,6 +10,7 @@ from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import num_cells, num_done
 from hacpo_lab.experiments.result import Result
 from hacpo_lab.experiments.table import Table, facts_of, summary_line, tables_of, to_markdown
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture
 from hacpo_mega.report.style import STYLE
@@ -31,9 +32,7 @@ def write_evidence(grid: Grid, results: Mapping[Cell, Result]) -> list[Path]:
     for name, content in files.items():
         path = grid.work_dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.tmp")
-        fresh.write_bytes(content)
-        fresh.replace(path)
+        replace_file(path, content)
     return [grid.work_dir / name for name in files]
 
 

@@ -23,6 +23,7 @@ from hacpo_mega.config.tables.section import Section
 from hacpo_mega.logbook.console import phase_seconds
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
+from hacpo_mega.models.files.replacing import replace_file
 
 # What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
 NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")
@@ -162,8 +163,10 @@ def write_result(folder: Path, result: Result) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result.cell.name}.json"
     table = result.model_dump(mode="json")
-    _write(
-        path, "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n"
+    replace_file(
+        path,
+        "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()) + "\n}\n",
+        synced=True,
     )
     return path
 
@@ -172,19 +175,11 @@ def pack_results(folder: Path, results: Iterable[Result]) -> Path:
     """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each."""
     ordered = sorted(results, key=lambda result: result.cell.name)
     packed = folder / PACKED
-    _write(packed, "".join(f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered))
+    lines = (f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered)
+    replace_file(packed, "".join(lines), synced=True)
     for result in ordered:
         (folder / f"{result.cell.name}.json").unlink(missing_ok=True)
     return packed
-
-
-def _write(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
 
 
 def read_packed(folder: Path) -> Iterator[Result | ValueError]:
