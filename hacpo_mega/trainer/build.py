@@ -88,23 +88,26 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
-    lock = _lock(config, place, stack) if is_first else None
-    config, start = _agreed(place, config, how)
+    lock = None
+    if is_first:  # it releases the lock even if a signal kills it, after it has recorded that
+        lock = stack.enter_context(RunLock(config.run_dir))
+        place.on_termination(partial(record_termination, config.run_dir))
+        place.at_end(lock.leave)
+    start = agree_on_start(place, config, **how)
+    if start is not None:
+        config = with_times_of(config, start.config)
+    # The time of chat templates' clocks is the resumed run's, else rank 0's current time.
+    now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
+    config = with_times(config, now) if now else config
     require_same_models(place, [agent.model for agent in config.agents])
     names, steps_done = tuple(agent.name for agent in config.agents), 0 if start is None else start.step
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
-    _require_named_code(config, place)
+    if problem := place.first_message(unfinished_import(config) if is_first else None):
+        raise ValueError(problem)
+    require_named_functions(config)  # the user's own code, once rank 0 has seen that its import ends
     return JoinedJob(config, place, lock, start, console)
-
-
-def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """Takes the run's lock. Rank 0 releases it even if a signal kills it, after it has recorded that."""
-    lock = stack.enter_context(RunLock(config.run_dir))
-    place.on_termination(partial(record_termination, config.run_dir))
-    place.at_end(lock.leave)
-    return lock
 
 
 @dataclass(frozen=True)
@@ -165,19 +168,6 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
             console.say(f"changed since: {change}")
 
 
-def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
-    """The checkpoint to start from, and the configuration with the time of its chat templates' clocks.
-
-    That time is the resumed run's, else rank 0's current time. Collective over the job.
-    """
-    start = agree_on_start(place, config, **how)
-    if start is not None:
-        config = with_times_of(config, start.config)
-    is_first = place.coordinate.global_rank == 0
-    now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
-    return with_times(config, now) if now else config, start
-
-
 def require_same_models(place: Place, models: Sequence[Path]) -> None:
     """ValueError on every rank when a node's cache has another commit of a model than rank 0's. Collective.
 
@@ -189,13 +179,6 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
     if problem := place.first_message(found if apart else None):
         raise ValueError(problem)
-
-
-def _require_named_code(config: Config, place: Place) -> None:
-    """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
-    if problem := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
-        raise ValueError(problem)
-    require_named_functions(config)
 
 
 def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData, stack: ExitStack) -> RolloutJudge:
