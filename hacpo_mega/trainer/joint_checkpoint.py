@@ -153,11 +153,6 @@ class JointCheckpoint:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
 
-    @property
-    def is_on(self) -> bool:
-        """True if the run writes checkpoints at all."""
-        return self._config.checkpoint.is_on
-
     def settle(self, state: RunState) -> None:
         """Registers the state after a finished step; later checkpoints save it, however far the next step has come."""
         self._state = state
@@ -193,7 +188,7 @@ class JointCheckpoint:
     def _falls_due(self) -> bool:
         when, steps_done = self._config.checkpoint, self._state.steps_done
         if steps_done == self._config.num_steps:
-            return self.is_on
+            return when.is_on
         if when.every_steps and steps_done % when.every_steps == 0:
             return True
         if not when.every_minutes:
@@ -338,7 +333,7 @@ class JointCheckpoint:
 
     def _set_safe(self, step: int) -> None:
         self.safe_step = step
-        if self.is_on:
+        if self._config.checkpoint.is_on:
             self._place.set_exit_message(self.outlook)
 
     def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:

@@ -205,7 +205,7 @@ class Trainer:
 
         Returns False when a signal has ended it early, with its last step on disk (docs/guide/troubleshooting.md).
         """
-        if self.checkpoint.is_on:
+        if self.config.checkpoint.is_on:
             self.place.defer_signals()
         try:
             self.observers.before_training(self.steps_done + 1)
@@ -317,13 +317,13 @@ class Trainer:
 
     def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
-        if self.checkpoint.is_on and (number := self.place.agreed_signal()):
+        if self.config.checkpoint.is_on and (number := self.place.agreed_signal()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()
             raise TerminationRequested(number)
 
     def _show(self, reduced: StepMetrics) -> None:
-        self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.checkpoint.is_on else None)
+        self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.config.checkpoint.is_on else None)
 
     def __enter__(self) -> Self:
         return self

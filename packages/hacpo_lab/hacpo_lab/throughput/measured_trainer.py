@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from hacpo_grading.judge import is_success
 from hacpo_lab.throughput.memory_peak import take_peak
 from hacpo_lab.throughput.workload import Workload
 from hacpo_mega.agent.rollout_client import RolloutClient
-from hacpo_mega.agent.sampler import AnswerPlace, Sampler
+from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepResult
@@ -33,9 +34,11 @@ class WorkloadSampler(Sampler):
         super().__init__(codec, agent, share, config)
         self._workload, self._name = workload, config.agents[agent].name
 
-    def lengths(self, places: Sequence[AnswerPlace], step: int) -> list[int]:
-        """Tokens of each answer."""
-        return [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in places]
+    def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
+        """The requests of a run, with the tokens of each answer."""
+        asked = super().sampled(prompts, step)
+        lengths = [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in asked.mine]
+        return replace(asked, how=asked.how | {"lengths": lengths})
 
 
 class Measurement(Observer):
@@ -94,8 +97,7 @@ class Measurement(Observer):
         asked = {rollout.prompt_index: prompts[rollout.prompt_index].text for rollout in found.rollouts}
         lengths = [len(self.rollout.codec.encode_prompt(text)) for text in asked.values()]
         self._metrics.add(f"{prefix}/prompt_tokens_mean", sum(lengths), len(lengths))
-        num_scored = sum(score is not None for score in found.scores) * self._counts_scores
-        self._metrics.count(f"{prefix}/num_scored", num_scored)
+        self._metrics.count(f"{prefix}/num_scored", self._counts_scores * sum(s is not None for s in found.scores))
 
 
 class WorkloadJudge(RolloutJudge):
@@ -107,8 +109,7 @@ class WorkloadJudge(RolloutJudge):
 
     def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
         """One judgement per rollout."""
-        judged = super().judge(prompts, rollouts)
-        return [self._as_recorded(rollout) for rollout, _ in zip(rollouts, judged)]
+        return [self._as_recorded(rollout) for rollout, _ in zip(rollouts, super().judge(prompts, rollouts))]
 
     def _as_recorded(self, rollout: Rollout) -> Judgement:
         place = (self._seen.rollout.name, self._seen.num_written, rollout.prompt_index, rollout.rollout_index)
