@@ -54,7 +54,7 @@ class RolloutClient:
         agents_on_device: int,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
-        """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the agent.
+        """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the job.
 
         `actor` is this rank's, None on a rank that only generates. `agents_on_device` is from `require_fit`: so many
         start their engines one after another. `sampler` makes the generation requests.

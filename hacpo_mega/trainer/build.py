@@ -1,7 +1,6 @@
-"""Parts of a start, before step 1: the job joined, prompts read, the judge tried, observers made. trainer.py puts them
-together.
+"""Parts of a start, before step 1: the job joined, prompts read, the judge tried, agents loaded, observers made.
 
-All errors that a user may have to fix are raised before an older run is moved aside.
+`Trainer` puts them together. All errors that a user may have to fix are raised before an older run is moved aside.
 """
 
 import json
