@@ -175,7 +175,7 @@ class Sample(TokenSequence):
 
     advantage         omega already applied (HACPO, eq. 10 and 50)
     source_logprob    the source's mean log-prob (nats), constant in the loss; None for own answers that the first
-                      update scores (scoring.py)
+                      update scores (agent.py)
     length            token count that divides the learner's log-prob sum (`ratio_length`)
     token_weights     own answers, with engine correction by token: factor of each trained token's gradient, float32
                       [num_trained]; None scales none

@@ -1,10 +1,18 @@
 """One agent on this rank: tokenizer, Megatron actor, live vLLM engine.
 
-The agent learns here; its rollout side is in rollout_client.py. All ranks of a cell call every method with equal
-arguments and get equal results.
+The agent scores its answers and learns here; its rollout side is in rollout_client.py. All ranks of a cell call every
+method with equal arguments and get equal results.
 
-Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), scores (scoring.py),
-advantages (algorithm/).
+Scores are the actor's log-probs of the agent's own answers before it learns (log-prob recompute). Answers are scored
+before the step's first update: first those of that update, packed as it will pack them, then the rest together. With
+`training.score_in_first_update` the former are skipped: that update computes the same log-probs, from the same weights
+in the same micro-batches, and its report has them bit for bit. This works only where nothing else needs the scores
+first: another agent needs them before it learns, engine_correction before it makes an advantage. With
+`rollout.one_step_off` the actor scores nothing: an older policy wrote the answers, and the engine returned its
+log-probs with them.
+
+Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), advantages (algorithm/), the
+ratios that use the scores (policy_loss.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from hacpo_mega.agent.devices import ApartDevices, OwnDevices, SharedDevices
+from hacpo_mega.agent.devices import device_policy
 from hacpo_mega.agent.policy_loss import (
     REPORTS,
     PolicyLoss,
@@ -23,21 +33,18 @@ from hacpo_mega.agent.policy_loss import (
     ratios_by_key,
     scores_of_update,
 )
-from hacpo_mega.agent.rollout_client import RolloutClient, load_engine
+from hacpo_mega.agent.rollout_client import RolloutClient, require_fit
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.agent.weight_sync import WeightSync
-from hacpo_mega.algorithm import GradientProducts, sample_weight
+from hacpo_mega.algorithm import GradientProducts, engine_weights, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
 from hacpo_mega.cluster.place import Place
-from hacpo_mega.cluster.turns import agents_per_device, in_turn, require_host_memory
+from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
-from hacpo_mega.megatron.train.optimizer import OffloadMode
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Prompt,
@@ -45,13 +52,20 @@ from hacpo_mega.records import (
     Rollout,
     Sample,
     Score,
+    Stop,
+    TokenSequence,
     UpdateStats,
 )
+from hacpo_mega.samples.learner_view import trained_tokens
 from hacpo_mega.samples.packing import plan_updates
 
 
-class Agent(RolloutClient):
-    """The agent that this training rank belongs to."""
+class Agent:
+    """The agent that this training rank belongs to.
+
+    rollout   generates its answers; the engine is on this rank, or on ranks of the cell that only generate
+    actor     its model, which learns
+    """
 
     def __init__(
         self,
@@ -60,51 +74,33 @@ class Agent(RolloutClient):
         config: Config,
         start: Checkpoint | None = None,
         *,
-        split_devices: type[OwnDevices] = OwnDevices,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
-        """Loads the model into Megatron, and from Megatron into vLLM. Collective over the agent's ranks.
+        """Loads the model into Megatron, and from Megatron into vLLM. Collective over the job.
 
-        The engine is on this rank, or on ranks of the cell that only generate (rollout_worker.py).
-        `start` is the checkpoint to resume from; the reference policy of a KL is always the model folder.
-        `split_devices` is the device policy where no other agent shares the devices. `sampler` makes the generation
-        requests.
+        `start` is the checkpoint to resume from; the reference policy of a KL is always the model folder. `sampler`
+        makes the generation requests.
         """
-        super().__init__(spec, place, config, sampler)
+        self.name, self.index = spec.name, place.agent
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
         self._num_agents, self._replays = len(config.agents), spec.router_replay
-        self._prompts_per_update = config.prompts_per_update
+        self._sampling, self._is_ahead = config.rollout, config.mode.one_step_off
+        self._in_first_update = config.scores_in_first_update
+        self._answers_per_prompt = config.answers_per_prompt
+        self._prompts_per_update = config.prompts_per_update // (config.lanes * spec.cells_per_lane)  # of this cell
         budget = agent_budget(config, spec, architecture_of(spec))
-        require_host_memory(place, budget.parts["on the host"])
+        agents_on_device = require_fit(spec, place, config, budget.parts["on the host"])
         step = 0 if start is None else start.step
-        agents_on_device, shares = agents_per_device(place), config.placement == "shared"
-        with in_turn(place, shares):
+        with in_turn(place, device_policy(config.mode).takes_turns):
             with place.spans.span("actor"):
                 self.actor = _actor(spec, place, config, start, budget.actor.recompute)
-            self.dtype = self.actor.model.config.params_dtype
-            self.offload = self.actor.optimizer.offload
-            if shares:
-                actor_offload = ActorOffload(self.actor.model, self.actor.optimizer)
-                actor_offload.offload()
-                self.engine = load_engine(spec, place, config, self.dtype, self.codec.ends)
-                with place.spans.span("weights"):
-                    self.weight_sync = WeightSync(place, self.actor, self.engine)
-                self.devices = SharedDevices(place, self.actor, actor_offload, self.engine, self.weight_sync)
-                self.publish_weights(step)
-        if not shares:
-            with in_turn(place, agents_on_device > 1):
-                answers = place.coordinate.answers
-                ends = self.codec.ends
-                self.engine = load_engine(spec, place, config, self.dtype, ends, agents_on_device) if answers else None
-                with place.spans.span("weights"):
-                    self.weight_sync = WeightSync(place, self.actor, self.engine)
-                    self.devices = (split_devices if answers else ApartDevices)(
-                        place, self.actor, self.engine, self.weight_sync
-                    )
-                    self.publish_weights(step)
+            self.rollout = RolloutClient(
+                spec, place, config, self.actor, step=step, agents_on_device=agents_on_device, sampler=sampler
+            )
+        self.codec, self._devices = self.rollout.codec, self.rollout.devices
         self._weight = sample_weight(
-            self._prompts_per_update, self._answers_per_prompt, len(config.agents), config.algorithm
+            config.prompts_per_update, config.answers_per_prompt, len(config.agents), config.algorithm
         )
 
     @property
@@ -113,9 +109,66 @@ class Agent(RolloutClient):
         layers = VERSIONS["te"] if self.actor.transformer == "te" else "local"
         return f"{self.name} {layers}, {self.actor.optimizer.summary}"
 
+    def score(
+        self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
+    ) -> list[Score | None]:
+        """Log-probs of this cell's answers before any update of this step; None for answers that need none now.
+
+        rollouts    this cell's answers to `prompts`, by prompt, then by rollout
+        own_P       bool [P], prompts whose own answers this agent trains on: all of these are scored
+        wanted_PG   bool [P, G], answers that others train on
+
+        The answers of the first update are scored as it will pack them, so that it repeats these forwards bit by bit.
+        The rest, and what only others want, follow together.
+        """
+        own_B = own_P.repeat_interleave(self._answers_per_prompt)
+        own, asked = own_B.tolist(), (own_B | wanted_PG.flatten()).tolist()
+        if self._is_ahead:
+            return [self._engine_score(rollout) if b else None for rollout, b in zip(rollouts, asked, strict=True)]
+        texts = {prompt.index: prompt.text for prompt in prompts}
+        scores: list[Score | None] = [None] * len(rollouts)
+        num_first = self._prompts_per_update * self._answers_per_prompt
+        of_first = [b for b in range(num_first) if own[b]]
+        batches = [of_first, [b for b in range(len(rollouts)) if asked[b] and not (b < num_first and own[b])]]
+        if self._in_first_update:
+            for b in batches.pop(0):
+                if self._num_trained(rollouts[b]) == 0:  # the update computes nothing for it either
+                    scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
+            if len(rollouts) == num_first:  # nobody else wants any (config/checks/checks.py)
+                return scores  # so nobody needs the device for it
+        with self._devices.scoring():
+            for batch in batches:
+                sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
+                for b, score in zip(batch, self.actor.score(sequences), strict=True):
+                    scores[b] = self._weighted(score, rollouts[b])
+        return scores
+
+    def _engine_score(self, rollout: Rollout) -> Score:
+        """Log-probs of the policy that wrote the answer, as its engine returned them."""
+        logprobs = rollout.logprobs[: self._num_trained(rollout)]
+        mean = np.float32(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
+        return Score(float(mean), logprobs)
+
+    def _weighted(self, score: Score, rollout: Rollout) -> Score:
+        """The score with weights for engine-trainer mismatch, as rollout.engine_correction asks."""
+        of_answer, of_tokens = engine_weights(
+            trainer_T=torch.from_numpy(score.token_logprobs),
+            engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
+            correction=self._sampling.engine_correction,
+            cap=self._sampling.engine_correction_cap,
+        )
+        return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
+
+    def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
+        prompt_ids = np.array(self.codec.encode_prompt(prompt_text), dtype=np.int32)
+        return TokenSequence(prompt_ids, rollout.token_ids, self._num_trained(rollout), routing=rollout.routing)
+
+    def _num_trained(self, rollout: Rollout) -> int:
+        return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
+
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """Splits this cell's samples into the step's optimizer updates."""
-        return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update // self.num_cells)
+        return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update)
 
     def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
         """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
@@ -187,7 +240,7 @@ class Agent(RolloutClient):
         See Actor.save. Collective as `learn`.
         """
         counts, write = self.actor.save(folder, copies=copies)
-        return {**counts, "dtype": str(self.dtype).removeprefix("torch.")}, write
+        return {**counts, "dtype": str(self.rollout.dtype).removeprefix("torch.")}, write
 
     def not_finite(self) -> str | None:
         """Name of this rank's first weight or optimizer tensor that holds NaN or infinity; None if all are finite."""
@@ -196,7 +249,7 @@ class Agent(RolloutClient):
 
     def export(self, folder: Path) -> None:
         """Writes the agent as a stand-alone Hugging Face folder."""
-        with self.devices.scoring():
+        with self._devices.scoring():
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
@@ -212,7 +265,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         temperature=config.rollout.temperature,
         seed=config.seed,
         recompute=recompute,
-        offload_mode=_offload_mode(spec, config),
+        offload_mode="everything" if config.mode.takes_turns else "state" if spec.offload == "optimizer" else "nothing",
         lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
@@ -228,9 +281,3 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     actor.optimizer.offload.begin_offload()
     actor.optimizer.offload.finish_offload()
     return actor
-
-
-def _offload_mode(spec: AgentConfig, config: Config) -> OffloadMode:
-    if config.placement == "shared":
-        return "everything"
-    return "state" if spec.offload == "optimizer" else "nothing"

@@ -1,140 +1,136 @@
 """Device residency: which of actor, engine and other agents occupies the device in each phase.
 
-    placement   the actor                              the engine                       weights reach the engine
-    split       always on the device; its optimizer    awake except between roll-out    when they are published
-                state is offloaded while the engine    and publishing
-                is awake
-    the same,   always on the device                   always awake                     when they are published
-    one step off
-    apart       always on the device, beside ranks that only generate, whose engine is always awake
-    shared      on the device in its agent's turns:    awake in its agent's turns,      when it wakes
-                to score, learn, hand out weights      after the actor is offloaded
+    mode             the actor                             the engine                       weights reach the engine
+    split            on the device; its optimizer state    awake except between roll-out    when they are published
+                     is offloaded while the engine is      and publishing
+                     awake
+    one step off     on the device                         always awake                     when they are published
+    apart            on a device of its own                always awake, on another         when they are published
+    shared           on the device in its agent's turns:   awake in its agent's turns,      when it wakes
+                     to score, learn, hand out weights     after the actor is offloaded
 
-The same numbers meet the same kernels under every placement, so no bit depends on it.
+The same numbers meet the same kernels in every mode, so no bit depends on it.
 
 Not here: how a tensor is offloaded (megatron/train/offload.py), what is computed in a turn (agent.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
+from hacpo_mega.config.tables.schema import Mode
 from hacpo_mega.logbook.steps.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.offload import Offload
 from hacpo_mega.rollout.engine import Engine
 
 
-class OwnDevices:
-    """Devices of an agent that shares them with no other. Every rank of a cell calls every method.
+@dataclass(frozen=True)
+class DevicePolicy:
+    """A row of the table above.
+
+    offloads_state   the optimizer state leaves the device while the engine is awake, as far as the actor offloads it
+    engine_sleeps    the engine sleeps while the actor learns
+    takes_turns      the job's agents take turns on the device; actor and engine are off it between them
+    """
+
+    offloads_state: bool = False
+    engine_sleeps: bool = False
+    takes_turns: bool = False
+
+
+POLICIES = {
+    "split": DevicePolicy(offloads_state=True, engine_sleeps=True),
+    "one step off": DevicePolicy(),
+    "apart": DevicePolicy(),
+    "shared": DevicePolicy(offloads_state=True, engine_sleeps=True, takes_turns=True),
+}
+
+
+def device_policy(mode: Mode) -> DevicePolicy:
+    """The row of `mode`; one step off changes nothing where engines have devices of their own."""
+    return POLICIES["one step off" if mode.one_step_off and mode.placement == "split" else mode.placement]
+
+
+class Devices:
+    """Devices of one agent. Every rank of a cell calls every method.
+
+    Where agents take turns every method but `publish` is collective over the job. Outside its turns an agent keeps
+    nothing on the device but what a process cannot free (memory/budget.py). After an error in a turn this holds too,
+    unless offloading also fails: then at most one of actor and engine stays.
 
     asleep_bytes   bytes in use on this rank's device after the engine's last sleep; None before the first sleep
     """
 
-    def __init__(self, place: Place, actor: Actor, engine: Engine, weight_sync: WeightSync) -> None:
-        """`engine` has just started with random weights; `actor` is in the state in which it was then."""
-        self._place, self._engine, self._weight_sync = place, engine, weight_sync
-        self._state = actor.optimizer.offload
-        self._engine_sleeps = False
+    def __init__(
+        self,
+        policy: DevicePolicy,
+        place: Place,
+        actor: Actor | None,
+        actor_offload: ActorOffload | None,
+        engine: Engine | None,
+        weight_sync: WeightSync,
+    ) -> None:
+        """`engine` has just started with random weights; `actor` is in the state in which it was then.
+
+        `actor_offload` has offloaded the actor where agents take turns; the engine is asleep there afterwards, too.
+        """
+        self._policy, self._place, self._engine, self._weight_sync = policy, place, engine, weight_sync
+        self._state = actor.optimizer.offload if policy.offloads_state else Offload(())
+        self._offload, self._step = actor_offload, 0
         self.asleep_bytes: int | None = None
+        if policy.takes_turns:
+            engine.sleep()
 
     def publish(self, step: int) -> None:
         """Syncs the actor's weights after `step` to the engine, which is awake afterwards.
 
-        The optimizer state is offloaded meanwhile, before the KV cache takes its place.
+        The optimizer state is offloaded meanwhile, before the KV cache takes its place. Where agents take turns the
+        step is noted: the engine takes the weights when it next wakes, in a turn with the actor onloaded.
         """
+        if self._policy.takes_turns:
+            self._step = step
+            return
+        is_asleep = self._policy.engine_sleeps and self._engine.is_asleep
         self._state.begin_offload()
-        if self._engine_sleeps:
+        if is_asleep:
             self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
         self._weight_sync.publish(step)
         self._state.finish_offload()
-        if self._engine_sleeps:
+        if is_asleep:
             self._engine.wake()
-        self._engine_sleeps = False
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Context of a generation call: the engine is awake with the published weights."""
+    def answering(self, *, then_learns: bool = False) -> Iterator[None]:
+        """Context of a generation call: the engine is awake with the published weights.
+
+        `then_learns`: it is the last one before the actor learns; the optimizer state is onloaded after it.
+        """
+        if self._policy.takes_turns:
+            with self.scoring():
+                with self._handed_over():
+                    self._offload.offload()  # before the cache takes its place
+                    self._engine.wake()
+                    yield
+                self.asleep_bytes = held_bytes()
+            return
         yield
-
-    @contextmanager
-    def rolling_out(self) -> Iterator[None]:
-        """Context of the last generation call before the actor learns; the optimizer state is onloaded after it."""
-        yield
-        self._engine.sleep()
-        self._engine_sleeps = True
-        self.asleep_bytes = held_bytes()
-        self._state.begin_onload()
-
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Context in which the actor computes without learning, or hands out its weights."""
-        yield
-
-    @contextmanager
-    def learning(self, _phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-        """Context of the updates of a step. A wait for this is counted under the trainer's `_phase`."""
-        yield
-
-    def differences(self) -> list[str]:
-        """Forwards `WeightSync.differences`."""
-        return self._weight_sync.differences()
-
-
-class BusyDevices(OwnDevices):
-    """Devices of an agent whose engine generates while the actor learns: it never sleeps."""
-
-    rolling_out = OwnDevices.answering
-
-
-class ApartDevices(BusyDevices):
-    """Devices of a rank that either trains or generates: nothing is offloaded."""
-
-    def __init__(self, _place: Place, _actor: Actor | None, _engine: Engine | None, weight_sync: WeightSync) -> None:
-        self._weight_sync, self.asleep_bytes = weight_sync, None
-
-    def publish(self, step: int) -> None:
-        """Sends or receives the weights after `step`."""
-        self._weight_sync.publish(step)
-
-
-class SharedDevices(OwnDevices):
-    """Devices that the job's agents take turns on; every method but `publish` is collective over the job.
-
-    Outside its turns an agent keeps nothing on the device but what a process cannot free (memory/budget.py). After an
-    error in a turn this holds too, unless offloading also fails: then at most one of actor and engine stays.
-    """
-
-    def __init__(
-        self, place: Place, actor: Actor, actor_offload: ActorOffload, engine: Engine, weight_sync: WeightSync
-    ) -> None:
-        """Takes over in the agent's turn, with `actor` offloaded; afterwards the engine is asleep, too."""
-        super().__init__(place, actor, engine, weight_sync)
-        self._offload, self._step = actor_offload, 0
-        engine.sleep()
-
-    def publish(self, step: int) -> None:
-        """Notes the step: the engine takes the weights when it next wakes, in a turn with the actor onloaded."""
-        self._step = step
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Context of a generation call in a turn: the engine is awake with the actor's weights."""
-        with self.scoring():
-            with self._handed_over():
-                self._offload.offload()  # before the cache takes its place
-                self._engine.wake()
-                yield
+        if then_learns and self._policy.engine_sleeps:
+            self._engine.sleep()
             self.asleep_bytes = held_bytes()
-
-    rolling_out = answering
+            self._state.begin_onload()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Context, in a turn, in which the actor computes without learning."""
+        """Context, in a turn, in which the actor computes without learning, or hands out its weights."""
+        if not self._policy.takes_turns:
+            yield
+            return
         with self._turn(to_learn=False), self._place.spans.span("turn"):
             yield
 
@@ -142,8 +138,11 @@ class SharedDevices(OwnDevices):
     def learning(self, phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
         """Context of the updates of a step, in one turn.
 
-        Waits for this turn and later ones count in the phase learn.
+        Waits for this turn and later ones count in the trainer's phase learn.
         """
+        if not self._policy.takes_turns:
+            yield
+            return
         with ExitStack() as turn:
             with phase("learn"):
                 turn.enter_context(self._turn(to_learn=True))
@@ -153,9 +152,11 @@ class SharedDevices(OwnDevices):
                 turn.close()
 
     def differences(self) -> list[str]:
-        """`WeightSync.differences` in a turn: the weights just synced, against the actor's."""
+        """`WeightSync.differences`; where agents take turns, in one: the weights just synced, against the actor's."""
+        if not self._policy.takes_turns:
+            return self._weight_sync.differences()
         with self.scoring(), self._handed_over():
-            return super().differences()
+            return self._weight_sync.differences()
 
     def _turn(self, *, to_learn: bool) -> AbstractContextManager[None]:
         return in_turn(self._place, True, partial(self._offload.onload, to_learn=to_learn), self._offload.offload)

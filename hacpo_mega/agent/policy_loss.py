@@ -23,7 +23,7 @@ from hacpo_mega.algorithm import (
     token_objective,
 )
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.records import MicroBatch, Sample, Score, UpdateStats
+from hacpo_mega.records import MicroBatch, Rollout, Sample, Score, UpdateStats
 
 SampleKey = tuple[int, int, int]  # prompt index, source agent, rollout index
 
@@ -80,7 +80,23 @@ class PolicyLoss:
         mean_B = self._score(token_logprob_R, batch)
         if mean_B is not None:
             samples = samples._replace(source_logprob_B=mean_B)
-        loss_B, terms = self._objective(weighted_by_token(token_logprob_R, batch.sequences), batch, samples)
+        weighted_R, cu_seqlens = weighted_by_token(token_logprob_R, batch.sequences), batch.row_cu_seqlens_B
+        if self.config.is_token_level:
+            old_R = self._old(token_logprob_R, batch.sequences)
+            loss_B, terms = token_objective(weighted_R, old_R, samples.advantage_B, cu_seqlens, self.config)
+        elif self.config.objective is not None:
+            loss_B, terms = named_objective(weighted_R, cu_seqlens, *samples, self.update_index, self.config)
+        else:
+            loss_B, _, terms = packed_objective(
+                weighted_R,
+                cu_seqlens,
+                samples.source_logprob_B,
+                samples.advantage_B,
+                samples.is_self_B,
+                update_index=self.update_index,
+                bounds=objective_bounds(self.config),
+                length=samples.length_B,
+            )
         loss = loss_B.sum() * self.weight
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in batch.sequences]
         kl = torch.zeros(2, dtype=torch.float64)
@@ -90,12 +106,12 @@ class PolicyLoss:
                 self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.sequences)
             ]
             reference_R = torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device)
-            rows = (batch.row_cu_seqlens_B, samples.is_self_B)
+            rows = (cu_seqlens, samples.is_self_B)
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
         report = BatchReport(torch.tensor(keys), terms, kl, mean_logprob_B=mean_B)
         if self.keeps_tokens or mean_B is not None:
-            tokens_R, num_rows_B = token_logprob_R.detach(), batch.row_cu_seqlens_B.diff()
+            tokens_R, num_rows_B = token_logprob_R.detach(), cu_seqlens.diff()
             report = report._replace(token_logprob_R=tokens_R, num_rows_B=num_rows_B)
         return loss, report
 
@@ -110,27 +126,6 @@ class PolicyLoss:
         # Own answers are packed by themselves, and a later update is not the policy that they were sampled by.
         assert is_scored == {False} and self.update_index == 0, (is_scored, self.update_index)
         return mean_logprobs(token_logprob_R.detach(), batch.row_cu_seqlens_B)
-
-    def _objective(
-        self, token_logprob_R: Tensor, batch: MicroBatch, samples: SampleColumns
-    ) -> tuple[Tensor, SequenceTerms]:
-        if self.config.is_token_level:
-            old_R = self._old(token_logprob_R, batch.sequences)
-            return token_objective(token_logprob_R, old_R, samples.advantage_B, batch.row_cu_seqlens_B, self.config)
-        if self.config.objective is not None:
-            rows = token_logprob_R, batch.row_cu_seqlens_B
-            return named_objective(*rows, *samples, self.update_index, self.config)
-        loss_B, _, terms = packed_objective(
-            token_logprob_R,
-            batch.row_cu_seqlens_B,
-            samples.source_logprob_B,
-            samples.advantage_B,
-            samples.is_self_B,
-            update_index=self.update_index,
-            bounds=objective_bounds(self.config),
-            length=samples.length_B,
-        )
-        return loss_B, terms
 
     def _old(self, token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
         """Log-prob of each trained token before the step's first update, [R]; in that update, the current one."""
@@ -207,3 +202,14 @@ def scores_of_update(update: UpdateStats) -> dict[tuple[int, int], Score]:
         for (prompt, _, rollout), mean, part in zip(report.key_B3.tolist(), report.mean_logprob_B.tolist(), parts):
             found[prompt, rollout] = Score(mean, part.numpy())
     return found
+
+
+def complete_scores(
+    rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
+) -> list[Score | None]:
+    """Completes a cell's `scores` with those that the step's first update has computed."""
+    found = scores_of_update(updates[0])
+    return [
+        found.get((rollout.prompt_index, rollout.rollout_index)) if score is None else score
+        for rollout, score in zip(rollouts, scores, strict=True)
+    ]

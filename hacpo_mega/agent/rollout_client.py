@@ -11,15 +11,18 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hacpo_mega.agent.devices import OwnDevices
+from hacpo_mega.agent.devices import Devices, device_policy
 from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.agent.weight_sync import WeightSync
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.turns import agents_per_device, in_turn, require_host_memory
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
-from hacpo_mega.models.files.answer_ends import AnswerEnds
+from hacpo_mega.megatron.actor import Actor
+from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions
@@ -31,46 +34,61 @@ from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 class RolloutClient:
     """Rollout side of an agent: generates answers and syncs weights to its vLLM engines.
 
-    engine   this rank's engine; None on a rank that only trains
+    An agent owns one; a rank that only generates has one alone. Its answers depend on the run's seed and the weights.
+
+    codec                  the agent's tokenizer
+    engine                 this rank's engine; None on a rank that only trains
+    ahead                  thread in which the engine answers for a later step
+    dtype                  of the actor's parameters
+    devices, weight_sync   as this rank has them; start-up leaves the engine ready to answer
     """
 
-    engine: Engine | None
-    weight_sync: WeightSync
-    devices: OwnDevices
+    def __init__(
+        self,
+        spec: AgentConfig,
+        place: Place,
+        config: Config,
+        actor: Actor | None,
+        *,
+        step: int,
+        agents_on_device: int,
+        sampler: Callable[..., Sampler] = Sampler,
+    ) -> None:
+        """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the job.
 
-    def __init__(self, spec: AgentConfig, place: Place, config: Config, sampler: Callable[..., Sampler]) -> None:
-        """`sampler` makes the generation requests. Whoever loads engine, weight sync and devices sets them."""
-        require_options(spec.vllm, f"agents.{spec.name}.")
+        `actor` is this rank's, None on a rank that only generates. `agents_on_device` is from `require_fit`: so many
+        start their engines one after another. `sampler` makes the generation requests.
+        """
         self.name, self.index, self.place = spec.name, place.agent, place
         self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
         self._answers_per_prompt = config.answers_per_prompt
-        self.num_cells = config.lanes * spec.cells_per_lane
+        answers, policy = place.coordinate.answers, device_policy(config.mode)
         # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
-        self.sampler = sampler(self.codec, self.index, share if place.coordinate.answers else slice(0), config)
+        self.sampler = sampler(self.codec, self.index, share if answers else slice(0), config)
         self.ahead = EngineThread()
+        self.dtype = actor_dtype(place.device) if actor is None else actor.model.config.params_dtype
+        actor_offload = ActorOffload(actor.model, actor.optimizer) if policy.takes_turns else None
+        if actor_offload is not None:
+            actor_offload.offload()
+        with in_turn(place, agents_on_device > 1):
+            self.engine = self._load_engine(spec, config, agents_on_device) if answers else None
+            with place.spans.span("weights"):
+                self.weight_sync = WeightSync(place, actor, self.engine)
+                self.devices = Devices(policy, place, actor, actor_offload, self.engine, self.weight_sync)
+                self.publish_weights(step)
 
     @property
-    def weight_sync_summary(self) -> str:
-        """Line for the startup log on tensors that are synced whole, not shard by shard; empty if there are none."""
-        return f"{self.name}: {self.weight_sync.summary}" if self.weight_sync.summary else ""
+    def summaries(self) -> tuple[str, str, str]:
+        """Lines for the startup log; an empty one says nothing.
 
-    @property
-    def routing_summary(self) -> str:
-        """Line for the startup log on the source of the replayed routing; empty without router replay."""
+        They are on end tokens that the chat template adds, on tensors that are synced whole and not shard by shard, and
+        on the source of the replayed routing.
+        """
         routing = None if self.engine is None else self.engine.routing
-        return "" if routing is None else f"{self.name}: router replay, by {routing.summary}"
-
-    @property
-    def ends_summary(self) -> str:
-        """Line for the startup log on the end tokens that the chat template adds; empty if it adds none."""
-        line = self.codec.added_end_line
-        return f"{self.name}: {line}" if line else ""
-
-    @property
-    def asleep_bytes(self) -> int | None:
-        """Bytes in use on this rank's device after the engine's last sleep; None before the first sleep."""
-        return self.devices.asleep_bytes
+        replay = "" if routing is None else f"router replay, by {routing.summary}"
+        lines = self.codec.added_end_line or "", self.weight_sync.summary, replay
+        return tuple(line and f"{self.name}: {line}" for line in lines)
 
     def roll_out(
         self, prompts: Sequence[Prompt], step: int, on_answer: Callable[[Prompt, Rollout], None] | None = None
@@ -87,7 +105,7 @@ class RolloutClient:
             prompt = asked.mine[place][0]
             on_answer(prompt, self.sampler.rollout(asked.mine[place], completion))
 
-        with self.devices.rolling_out():
+        with self.devices.answering(then_learns=True):
             return self._answered(asked, step, on_answer=None if on_answer is None else told)
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int, step: int) -> list[Rollout]:
@@ -113,14 +131,10 @@ class RolloutClient:
         self.ahead.begin(self._call(self.sampler.sampled(prompts, step), step - 1))
 
     def finish_ahead(self, prompts: Sequence[Prompt]) -> list[Completion]:
-        """Waits for the prefetched answers; `rollouts_of` turns them into records. Collective over the cell."""
+        """Waits for the prefetched answers; `sampler` turns them into records. Collective over the cell."""
         if self.place.weights_group is not None:
             self.place.gather_cell(b"")  # barrier with the training ranks, so that `roll_out_hidden_s` ends here
         return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
-
-    def rollouts_of(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
-        """Records with text of the cell's answers to `prompts`, by prompt, then by rollout."""
-        return self.sampler.rollouts(self.sampler.places(prompts), completions)
 
     def publish_weights(self, step: int) -> None:
         """Syncs the actor's weights after `step` into the live vLLM engine, and clears its prefix cache.
@@ -148,28 +162,37 @@ class RolloutClient:
         if self.engine is not None:
             self.engine.close()
 
-
-def _no_answers(**_how: Any) -> list[Completion]:
-    return []
-
-
-def load_engine(
-    spec: AgentConfig, place: Place, config: Config, dtype: Any, ends: AnswerEnds, agents_on_device: int = 1
-) -> Engine:
-    """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
-    with place.spans.span("engine"):
+    def _load_engine(self, spec: AgentConfig, config: Config, agents_on_device: int) -> Engine:
+        """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
         settings = EngineSpec(
             spec.model,
             max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
-            dtype=dtype,
+            dtype=self.dtype,
             tensor_parallel_size=spec.engine_tensor_parallel,
             seed=config.seed,
             trust_remote_code=spec.trust_remote_code,
-            eos_ids=ends.ids,
+            eos_ids=self.codec.ends.ids,
             random_weights=True,
-            can_sleep=not (config.rollout.one_step_off or config.placement == "apart"),
+            can_sleep=device_policy(config.mode).engine_sleeps,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
             options=engine_options(config, spec) | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
         )
-        return Engine(settings, on_progress=place.progress)
+        with self.place.spans.span("engine"):
+            return Engine(settings, on_progress=self.place.progress)
+
+
+def require_fit(spec: AgentConfig, place: Place, config: Config, pinned_bytes: int = 0) -> int:
+    """ValueError if this rank's options, host memory or device do not fit, before anything is loaded.
+
+    Returns how many agents start an engine on one device one after another; 1 where they take turns on it anyway.
+    Collective over the job.
+    """
+    require_options(spec.vllm, f"agents.{spec.name}.")
+    require_host_memory(place, pinned_bytes)
+    agents_on_device = agents_per_device(place)
+    return 1 if config.mode.takes_turns else agents_on_device
+
+
+def _no_answers(**_how: Any) -> list[Completion]:
+    return []

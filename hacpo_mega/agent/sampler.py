@@ -60,17 +60,12 @@ class Sampler:
             temperature=self._rollout.temperature,
             # They cost nothing: the trainer's log-probs are compared with them, or they are the scores.
             return_logprobs=True,
-            lengths=self.lengths(places[self._share], step),
         )
 
     def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> Requests:
         """Requests for one greedy answer to each prompt."""
         places = [(prompt, 0) for prompt in prompts]
         return self._requests(places, [0] * len(places), max_tokens=max_tokens, temperature=0.0)
-
-    def lengths(self, _places: Sequence[AnswerPlace], _step: int) -> list[int] | None:
-        """Forced answer lengths in tokens, for benchmarks; None, as in every run: answers end by themselves."""
-        return None
 
     def places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
         """Places of all answers to `prompts`, by prompt, then by rollout."""

@@ -13,7 +13,7 @@ Not here: when weights are synced, and what is on the devices then (devices.py).
 """
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -108,27 +108,21 @@ class WeightSync:
                 spans.sent("engine", piece.what.size * own.dtype.itemsize)
                 receiver.wrote(piece.written, piece.what.size)
 
+            def settled(bucket: int) -> None:
+                if receiver is not None:
+                    receiver.settled(self.plan.last_of_bucket[bucket])
+
             self._exchange.run(
                 lambda piece: own.view(piece.read, piece.what),
                 lambda piece: receiver.view(piece.written, piece.what, own.dtype),
                 wrote,
                 spans.sent,
-                self._settled(receiver),
+                settled,
             )
-            if self.fallback and receiver is not None:
-                receiver.load(self._whole(self.fallback))
-            elif self.fallback:
-                for _ in self._whole(self.fallback):
-                    pass
+            if self.fallback:
+                self._send_whole(self.fallback, receiver)
             self._require_all_done(step)
         self.step = step
-
-    def _settled(self, receiver: Receiver | None) -> Callable[[int], None]:
-        def settled(bucket: int) -> None:
-            if receiver is not None:
-                receiver.settled(self.plan.last_of_bucket[bucket])
-
-        return settled
 
     def _require_all_done(self, step: int) -> None:
         """RuntimeError, on all ranks, unless all have reached `step`; no check where engines share the ranks."""
@@ -137,6 +131,14 @@ class WeightSync:
         steps = [int(payload) for payload in self._place.gather_block(str(step).encode())]
         if len(set(steps)) > 1:
             raise RuntimeError(f"the ranks of a cell publish the weights of different steps: {steps}")
+
+    def _send_whole(self, wanted: Container[str], receiver: Receiver | Engine | None) -> None:
+        """Loads full tensors into this rank's `receiver`; without one the rank takes part in their broadcasts."""
+        whole = self._whole(wanted)
+        if receiver is not None:
+            receiver.load(whole)
+        for _ in whole:
+            pass
 
     def _whole(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
         """Full tensors, on every rank of the cell; the leader broadcasts them to engine ranks."""
@@ -179,12 +181,8 @@ class WeightSync:
 
     def _loaded_afresh(self) -> list[str]:
         """Converted tensors (numbers, scales and others of a layer) whose bytes change in a fresh load."""
-        before, whole = self._converted_sums(), self._whole(self._own.published)
-        if self._engine is not None:
-            self._engine.load(whole)
-        else:
-            for _ in whole:
-                pass
+        before = self._converted_sums()
+        self._send_whole(self._own.published, self._engine)
         after = self._converted_sums()
         return [
             f"{name}: not what a fresh load of the actor's weights makes"

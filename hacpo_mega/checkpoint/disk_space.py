@@ -46,7 +46,7 @@ def checkpoint_bytes(config: Config) -> int:
         newest = folder_of(config.run_dir, steps[-1])
         return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ready = 0
-    if config.rollout.one_step_off:
+    if config.mode.one_step_off:
         answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
         ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
     return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_trained, config.agents))

@@ -178,7 +178,7 @@ class RankMap:
             )
             for agent in config.agents
         )
-        return cls(config.lanes, tuple(shapes), config.placement == "shared")
+        return cls(config.lanes, tuple(shapes), config.mode.takes_turns)
 
     def require_world_size(self, found: int) -> None:
         """Raises ValueError, with the arithmetic, if a job was started with another number of processes."""

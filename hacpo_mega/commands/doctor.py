@@ -66,16 +66,16 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
         difference_T = np.abs(np.concatenate(ours) - np.concatenate(other))
         return finding_of(spec.name, what, dtype, difference_T, bound, must_differ)
 
-    with agent.devices.answering():
+    with agent.rollout.devices.answering():
         sequences, num_prompt, sampled = _sequences(agent, config)
-        of_engine = agent.engine.logprobs(sequences)
+        of_engine = agent.rollout.engine.logprobs(sequences)
     scored = [_scored_whole(tokens) for tokens in sequences]
-    with agent.devices.learning(lambda _: nullcontext()):
+    with agent.rollout.devices.learning(lambda _: nullcontext()):
         before = agent.actor.token_logprobs(scored)
-        agent.offload.begin_onload()  # as when the engine falls asleep, which it need not here
+        agent.actor.optimizer.offload.begin_onload()  # as when the engine falls asleep, which it need not here
         agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
         after = agent.actor.token_logprobs(scored)
-    agent.publish_weights(1)
+    agent.rollout.publish_weights(1)
     findings = [
         compare("Megatron - vLLM", before, of_engine),
         compare("Megatron - vLLM, as it sampled", [row[num_prompt - 1 :] for row in before[: len(sampled)]], sampled),
@@ -83,9 +83,9 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
     if place.coordinate.agent_rank == 0:
         findings.append(compare("Megatron - Hugging Face", before, _hugging_face(spec, sequences, dtype)))
     findings.append(compare("moved by one update", after, before, must_differ=True))
-    with agent.devices.answering():
-        findings.append(compare("Megatron - vLLM after it", after, agent.engine.logprobs(sequences)))
-    agent.close()
+    with agent.rollout.devices.answering():
+        findings.append(compare("Megatron - vLLM after it", after, agent.rollout.engine.logprobs(sequences)))
+    agent.rollout.close()
     return findings
 
 
@@ -97,10 +97,10 @@ def _sequences(agent: Agent, config: Config) -> tuple[list[list[int]], int, list
     prompts = rng.integers(0, vocabulary, (NUM_ANSWERS, num_prompt)).tolist()
     seeds = [answer_seed(config.seed, 0, index, 0, agent.index) for index in range(NUM_ANSWERS)]
     max_tokens = min(config.rollout.max_answer_tokens, LONGEST - num_prompt)
-    answers = agent.engine.generate(prompts, seeds, max_tokens=max_tokens, return_logprobs=True)
+    answers = agent.rollout.engine.generate(prompts, seeds, max_tokens=max_tokens, return_logprobs=True)
     whole = [prompt + answer.token_ids.tolist() for prompt, answer in zip(prompts, answers)]
     # The engine scores at most one token less than it holds.
-    longest = min(LONGEST, agent.engine.max_model_len - 1)
+    longest = min(LONGEST, agent.rollout.engine.max_model_len - 1)
     whole = [tokens[:longest] for tokens in whole]
     sampled = [answer.logprobs[: len(tokens) - num_prompt] for answer, tokens in zip(answers, whole)]
     random = [rng.integers(0, vocabulary, size).tolist() for size in (2, (longest + 2) // 2, longest)]

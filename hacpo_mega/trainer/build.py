@@ -1,10 +1,10 @@
-"""Builds everything before step 1: this rank's place, its agent, the judge, the run folder, and the observers.
+"""Parts of a start, before step 1: the job joined, prompts read, the judge tried, agents loaded, observers made.
 
-All errors that a user may have to fix are raised here, before an older run is moved aside.
+`Trainer` puts them together. All errors that a user may have to fix are raised before an older run is moved aside.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.rollout_worker import RolloutWorker
+from hacpo_mega.agent.rollout_client import RolloutClient, require_fit
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.algorithm import CapabilityTracker
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
@@ -25,36 +24,26 @@ from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.template_time import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
-from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
-from hacpo_mega.logbook.files.trace import StepTrace
 from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.run.provenance import other_threads
-from hacpo_mega.logbook.run.run_folder import RunFolder
 from hacpo_mega.logbook.run.run_inputs import input_changes
 from hacpo_mega.logbook.run.run_lock import RunLock
-from hacpo_mega.logbook.step_report import StepReport
-from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.models.files.chat_template import utc_now
 from hacpo_mega.models.files.hub import model_name
 from hacpo_mega.records import Prompt
-from hacpo_mega.samples.learner_view import ReencodingRules
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
-from hacpo_mega.trainer.joint_disk import JointDisk
 from hacpo_mega.trainer.observers import (
     Diagnosis,
-    Evaluation,
     Observer,
-    Observers,
     OwnMetrics,
     Rates,
-    Skips,
     TrackedAnswers,
     Verification,
     num_gpus,
@@ -62,136 +51,98 @@ from hacpo_mega.trainer.observers import (
 )
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
-from hacpo_mega.trainer.schedule import SCHEDULES, OnPolicy
 
 
 @dataclass(frozen=True)
-class TrainerOverrides:
-    """Overrides for benchmarks: generation requests, judge, further observers. Every run has the defaults."""
-
-    sampler: Callable[..., Sampler] = Sampler
-    judge: Callable[..., RolloutJudge] = RolloutJudge
-    observers: Sequence[Observer] = ()
-
-
-@dataclass(frozen=True)
-class Built:
-    """Parts of a trainer.
+class JoinedJob:
+    """The job as this rank has joined it, before a model is loaded.
 
     config   as the user wrote it, with the time at which the clocks of chat templates stand
-    start    the checkpoint that the run goes on from; `goes_on`: whether it is this run's own
+    lock     the run's, on rank 0
+    start    the checkpoint that the run goes on from
     """
 
     config: Config
-    start: Checkpoint | None
-    goes_on: bool
     place: Place
-    phase: Phases
+    lock: RunLock | None
+    start: Checkpoint | None
     console: Console
-    agent: Agent | RolloutWorker
-    schedule: OnPolicy
-    judge: RolloutJudge
-    capability: CapabilityTracker
-    skips: SkippedUpdates
-    reencoding_rules: ReencodingRules
-    report: StepReport
-    trace: StepTrace
-    disk: JointDisk
-    observers: Observers
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the run that are behind it."""
+        return 0 if self.start is None else self.start.step
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the start is a checkpoint of this run itself."""
+        return self.start is not None and self.start.folder == folder_of(self.config.run_dir, self.start.step)
 
 
-def build(config: Config, how: StartOptions, overrides: TrainerOverrides, stack: ExitStack) -> Built:
-    """Joins the job, loads this rank's agent as the run left it, opens the run folder. Collective over the job.
+def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitStack) -> JoinedJob:
+    """Joins the job, and agrees with its ranks on where the run starts. Collective over the job.
 
     An error inside `stack` ends the job with the name of this rank and its phase.
     """
-    parts = StartParts()
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
-    lock = _lock(config, place, stack) if is_first else None
-    config, start = _agreed(place, config, how)
+    lock = None
+    if is_first:  # it releases the lock even if a signal kills it, after it has recorded that
+        lock = stack.enter_context(RunLock(config.run_dir))
+        place.on_termination(partial(record_termination, config.run_dir))
+        place.at_end(lock.leave)
+    start = agree_on_start(place, config, **how)
+    if start is not None:
+        config = with_times_of(config, start.config)
+    # The time of chat templates' clocks is the resumed run's, else rank 0's current time.
+    now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
+    config = with_times(config, now) if now else config
     require_same_models(place, [agent.model for agent in config.agents])
-    steps_done = 0 if start is None else start.step
-    names = tuple(agent.name for agent in config.agents)
+    names, steps_done = tuple(agent.name for agent in config.agents), 0 if start is None else start.step
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
-    _require_named_code(config, place)
-    metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
-    phase = Phases(place, metrics, [observer.around for observer in overrides.observers])
-    phase.step = steps_done + 1
-    kind = SCHEDULES[config.rollout.one_step_off]
-    with phase("load", f"before step {phase.step}"):
-        with place.spans.span("data"):
-            codecs = agent_codecs(config.agents)
-            prompts, num_dropped, held_out = _prompts(config, codecs)
-            rows = (prompt.row for prompt in chain(*prompts.groups, held_out))
-            tried = prompts.groups[0][:MOST_ROWS]
-            judge = _judge(config, place, overrides.judge, codecs[place.agent], rows, tried, console, stack)
-        agent = _agent(config, place, start, kind, overrides)
-    schedule = kind(prompts, agent, place, config, metrics)
-    _say_agents(console, place, agent, num_dropped)
-    goes_on = start is not None and start.folder == folder_of(config.run_dir, start.step)
-    folder = stack.enter_context(RunFolder(config, place, lock, steps_done, goes_on=goes_on))
-    trackers = stack.enter_context(Trackers(config, console.say, goes_on=goes_on, quiet=not is_first))
-    report = StepReport(metrics, console, place, config, agent.dtype, folder, trackers, is_on_policy=kind.is_on_policy)
-    place.keep_stack_in(config.run_dir / "logs")
-    skips = _skips(config, agent)
-    evaluation = Evaluation(config, held_out, agent, judge, metrics, report, phase)
-    examiners = *_examiners(config, agent, metrics, phase), *_onlookers(config, trackers)
-    observers = [Skips(skips), *examiners, evaluation, *_rates(config, place, agent), *overrides.observers]
-    for observer in observers:
-        observer.joins(agent, metrics)
-    console.say(parts.finish(place.spans, metrics))
-    return Built(
-        config=config,
-        start=start,
-        goes_on=goes_on,
-        place=place,
-        phase=phase,
-        console=console,
-        agent=agent,
-        schedule=schedule,
-        judge=judge,
-        capability=CapabilityTracker(len(names), config.algorithm),
-        skips=skips,
-        reencoding_rules=ReencodingRules.of(config.algorithm, config.rollout, codecs),
-        report=report,
-        trace=StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced),
-        disk=JointDisk(place, config, folder, console.say),
-        observers=Observers(observers),
-    )
+    if problem := place.first_message(unfinished_import(config) if is_first else None):
+        raise ValueError(problem)
+    require_named_functions(config)  # the user's own code, once rank 0 has seen that its import ends
+    return JoinedJob(config, place, lock, start, console)
 
 
-def _lock(config: Config, place: Place, stack: ExitStack) -> RunLock:
-    """Takes the run's lock. Rank 0 releases it even if a signal kills it, after it has recorded that."""
-    lock = stack.enter_context(RunLock(config.run_dir))
-    place.on_termination(partial(record_termination, config.run_dir))
-    place.at_end(lock.leave)
-    return lock
+@dataclass(frozen=True)
+class RunData:
+    """Training prompts, how many others are too long for an agent, held-out prompts, and the agents' codecs."""
+
+    prompts: PromptSampler
+    num_dropped: int
+    held_out: tuple[Prompt, ...]
+    codecs: Sequence[TextCodec]
 
 
-def _agent(
-    config: Config, place: Place, start: Checkpoint | None, kind: type[OnPolicy], overrides: TrainerOverrides
-) -> Agent | RolloutWorker:
-    """Agent of this rank, or its rollout side alone on a rank that only generates."""
-    spec = config.agents[place.agent]
-    if not place.trains:
-        return RolloutWorker(spec, place, config, 0 if start is None else start.step, sampler=overrides.sampler)
-    return Agent(spec, place, config, start, split_devices=kind.devices, sampler=overrides.sampler)
-
-
-def _prompts(config: Config, codecs: Sequence[TextCodec]) -> tuple[PromptSampler, int, tuple[Prompt, ...]]:
-    """Training prompts, how many others are too long for an agent, and held-out prompts."""
+def read_data(config: Config) -> RunData:
+    """Reads the prompts that every agent can read."""
+    codecs = agent_codecs(config.agents)
     num_tokens = longest_encodings(config.agents, codecs)
-    return *training_sampler(config, num_tokens), held_out_prompts(config, num_tokens)
+    return RunData(*training_sampler(config, num_tokens), held_out_prompts(config, num_tokens), codecs)
 
 
-def _say_agents(console: Console, place: Place, agent: Agent | RolloutWorker, num_dropped: int) -> None:
-    layers = [line.decode() for line in place.gather_to_first(agent.backend_summary.encode())]
+def load_agent(job: JoinedJob, sampler: Callable[..., Sampler]) -> tuple[Agent | None, RolloutClient]:
+    """Agent of this rank and its rollout side, which a rank that only generates has alone. Collective over the job."""
+    config, place = job.config, job.place
+    spec = config.agents[place.agent]
+    if place.trains:
+        agent = Agent(spec, place, config, job.start, sampler=sampler)
+        return agent, agent.rollout
+    fit = {"step": job.steps_done, "agents_on_device": require_fit(spec, place, config)}
+    return None, RolloutClient(spec, place, config, None, **fit, sampler=sampler)
+
+
+def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, num_dropped: int) -> None:
+    """Prints what the ranks have loaded. Collective over the job."""
+    place, console = job.place, job.console
+    layers = [line.decode() for line in place.gather_to_first(b"" if agent is None else agent.backend_summary.encode())]
     console.say(f"layers: {'; '.join(filter(None, dict.fromkeys(layers)))}")
-    for mine in (agent.ends_summary, agent.weight_sync_summary, agent.routing_summary):
+    for mine in rollout.summaries:
         for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
             console.say(line.decode())
     if num_dropped:
@@ -216,19 +167,6 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
             console.say(f"changed since: {change}")
 
 
-def _agreed(place: Place, config: Config, how: StartOptions) -> tuple[Config, Checkpoint | None]:
-    """The checkpoint to start from, and the configuration with the time of its chat templates' clocks.
-
-    That time is the resumed run's, else rank 0's current time. Collective over the job.
-    """
-    start = agree_on_start(place, config, **how)
-    if start is not None:
-        config = with_times_of(config, start.config)
-    is_first = place.coordinate.global_rank == 0
-    now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
-    return with_times(config, now) if now else config, start
-
-
 def require_same_models(place: Place, models: Sequence[Path]) -> None:
     """ValueError on every rank when a node's cache has another commit of a model than rank 0's. Collective.
 
@@ -242,78 +180,50 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
         raise ValueError(problem)
 
 
-def _require_named_code(config: Config, place: Place) -> None:
-    """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
-    if problem := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
-        raise ValueError(problem)
-    require_named_functions(config)
-
-
-def _judge(
-    config: Config,
-    place: Place,
-    kind: Callable[..., RolloutJudge],
-    codec: TextCodec,
-    rows: Iterable[str],
-    tried: Sequence[PromptRow],
-    console: Console,
-    stack: ExitStack,
-) -> RolloutJudge:
+def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData, stack: ExitStack) -> RolloutJudge:
     """The cell's judge of rollouts. Collective over the job.
 
-    ValueError for data rows without a field that a grader asks for, and for a reward that gives none for the rows
-    `tried`. Rank 0 tries it, but never calls a server.
+    ValueError for data rows without a field that a grader asks for, and for a reward that gives none for the first
+    prompts. Rank 0 tries it, but never calls a server.
     """
-    judge = stack.enter_context(judge_of(config.reward))
-    judge.require_fields(rows)
+    place, reward = job.place, job.config.reward
+    judge = stack.enter_context(judge_of(reward))
+    judge.require_fields(prompt.row for prompt in chain(*data.prompts.groups, data.held_out))
     for line in judge.how_called:
-        console.say(line)
-    agent, refusal = config.agents[place.agent].name, None
-    if place.coordinate.global_rank == 0 and not servers_of(config.reward):
-        trial = try_reward(config.reward, judge, tried, agent)
+        job.console.say(line)
+    agent, refusal = job.config.agents[place.agent].name, None
+    if place.coordinate.global_rank == 0 and not servers_of(reward):
+        trial = try_reward(reward, judge, data.prompts.groups[0][:MOST_ROWS], agent)
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
-            console.say(line)
+            job.console.say(line)
     if problem := place.first_message(refusal):
         raise ValueError(problem)
-    beside = config.reward.while_sampling
-    options = {"while_sampling": beside, "is_leader": place.is_leader, "agent": agent}
-    return stack.enter_context(kind(judge, **options, opened=codec.opened_thinking))
+    options = {"while_sampling": reward.while_sampling, "is_leader": place.is_leader, "agent": agent}
+    return stack.enter_context(kind(judge, **options, opened=data.codecs[place.agent].opened_thinking))
 
 
-def _examiners(config: Config, agent: Agent, metrics: Metrics, phase: Phases) -> Iterator[Observer]:
-    """Observers of weights and gradients that the configuration asks for."""
+def config_observers(
+    config: Config, agent: Agent | None, rollout: RolloutClient, metrics: Metrics, phase: Phases, trackers: Trackers
+) -> Iterator[Observer]:
+    """Observers of weights, gradients and answers that the configuration asks for."""
     names = [agent.name for agent in config.agents]
-    yield Verification(config.training.verify_weights_every, agent, phase)
-    if config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
+    yield Verification(config.training.verify_weights_every, rollout, phase)
+    if agent is not None and config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
         yield Diagnosis(config.training.diagnose_every, agent, metrics, phase, names)
-
-
-def _onlookers(config: Config, trackers: Trackers) -> Iterator[Observer]:
-    """Observers of a step's answers for the user's own metrics and trackers."""
     if config.logging.metrics:
         yield OwnMetrics(config.logging.metrics)
     if trackers:
-        yield TrackedAnswers(trackers, config.logging.tracked_prompts, [agent.name for agent in config.agents])
+        yield TrackedAnswers(trackers, config.logging.tracked_prompts, names)
 
 
-def _rates(config: Config, place: Place, agent: Agent | RolloutWorker) -> Iterator[Observer]:
+def rate_observers(config: Config, rollout: RolloutClient) -> Iterator[Observer]:
     """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
+    place = rollout.place
     if place.device.type != "cuda":
         return
-    peak = peak_flops(place.device, agent.dtype)
+    peak = peak_flops(place.device, rollout.dtype)
     peaks = {payload.decode() for payload in place.gather_job(str(peak).encode())}
     if peak is not None and len(peaks) == 1:
         shares = config.training.share_prompts
         yield Rates(config.agents[place.agent], place, peak, num_gpus(place), share_prompts=shares)
-
-
-def _skips(config: Config, agent: Agent) -> SkippedUpdates:
-    return SkippedUpdates(
-        config.training.max_skipped_updates,
-        config.run_dir / "logs",
-        agent.name,
-        agent.place.coordinate.cell if agent.place.is_leader else None,
-        agent.codec.decode_answer,
-        agent.place.gather_agent,
-    )

@@ -119,7 +119,7 @@ class _Pending:
     folder: Path
     writing: Path
     counts: dict[str, int | str]
-    files: "Future[Files]"
+    files: Future[Files]
 
 
 class TerminationRequested(Exception):
@@ -136,11 +136,14 @@ class JointCheckpoint:
     lost: str | None
 
     def __init__(
-        self, place: Place, config: Config, agent: Agent, disk: JointDisk, state: RunState, *, is_on_disk: bool
+        self, place: Place, config: Config, agent: Agent | None, disk: JointDisk, state: RunState, *, is_on_disk: bool
     ) -> None:
-        """`state` is the run's state at the start; `is_on_disk` says whether its own folder has a checkpoint of it."""
+        """`state` is the run's state at the start; `is_on_disk` says whether its own folder has a checkpoint of it.
+
+        `agent` is None on a rank that only generates: it takes part in every agreement, and writes nothing.
+        """
         self._place, self._config, self._agent, self._disk = place, config, agent, disk
-        self._is_first = place.coordinate.global_rank == 0
+        self._is_first, self._name = place.coordinate.global_rank == 0, place.coordinate.agent_name
         # As loaded: a folder or a file may be made anew while the run goes on.
         self._models, self._inputs = (model_digests(config), run_inputs(config)) if self._is_first else ({}, {})
         self._last = time.monotonic()
@@ -149,11 +152,6 @@ class JointCheckpoint:
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
-
-    @property
-    def is_on(self) -> bool:
-        """True if the run writes checkpoints at all."""
-        return self._config.checkpoint.is_on
 
     def settle(self, state: RunState) -> None:
         """Registers the state after a finished step; later checkpoints save it, however far the next step has come."""
@@ -190,7 +188,7 @@ class JointCheckpoint:
     def _falls_due(self) -> bool:
         when, steps_done = self._config.checkpoint, self._state.steps_done
         if steps_done == self._config.num_steps:
-            return self.is_on
+            return when.is_on
         if when.every_steps and steps_done % when.every_steps == 0:
             return True
         if not when.every_minutes:
@@ -204,7 +202,7 @@ class JointCheckpoint:
 
         If it is not, a warning says so; training goes on until training.max_skipped_updates ends it.
         """
-        found = self._place.first_message(self._agent.not_finite())
+        found = self._place.first_message(self._agent and self._agent.not_finite())
         if found:
             why = f"there is no checkpoint of step {self._state.steps_done}: {found}"
             self._disk.say(f"warning: {why}; {self._disk.outlook(self.safe_step)}")
@@ -234,16 +232,21 @@ class JointCheckpoint:
         with self._removed_if_refused(writing):
             self._disk.require_logs()
             self._disk.attempt(self._make_folders, writing)
-            self._disk.attempt(probe, writing / self._agent.name, str(self._place.coordinate.agent_rank))
-        counts, write = self._agent.save(writing / self._agent.name, copies=self._config.checkpoint.asynchronous)
-        files = self._writer.submit(self._write, write, writing, self._state.ready)
+            self._disk.attempt(probe, writing / self._name, str(self._place.coordinate.agent_rank))
+        counts: dict[str, int | str] = {}
+        files: Future[Files] = Future()
+        if self._agent is None:
+            files.set_result({})
+        else:
+            counts, write = self._agent.save(writing / self._name, copies=self._config.checkpoint.asynchronous)
+            files = self._writer.submit(self._write, write, writing, self._state.ready)
         self._pending = _Pending(self._state, folder, writing, counts, files)
         self._last = time.monotonic()
 
     def _commit(self) -> None:
         """Waits until all ranks have written, commits the checkpoint, and removes expired ones. Collective."""
         pending, self._pending = self._pending, None
-        message: dict[str, Any] = {"agent": self._agent.name}
+        message: dict[str, Any] = {"agent": self._name}
         with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
             self._disk.attempt(self._finish, pending, message)
@@ -284,7 +287,7 @@ class JointCheckpoint:
         except OSError as error:  # this rank's alone: the others of its agent still wait for it, so the job must end
             raise RuntimeError(f"{writing}: {error}") from error
         if ready is not None and self._place.is_leader:
-            ready.write(writing / self._agent.name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
+            ready.write(writing / self._name / f"__{self._place.coordinate.world_rank}{SUFFIX}")
         return self._states_of(writing, self._is_own_shard)
 
     def _finish(self, pending: _Pending, message: dict[str, Any]) -> None:
@@ -304,15 +307,14 @@ class JointCheckpoint:
     def _states_of(self, writing: Path, is_wanted: Callable[[str], bool]) -> Files:
         """Size and SHA-256 of the agent's files with a wanted name, all synced."""
         found = {}
-        for path in sorted((writing / self._agent.name).iterdir()):
+        for path in sorted((writing / self._name).iterdir()):
             if is_wanted(path.name):
                 sync(path)
                 found[path.relative_to(writing).as_posix()] = asdict(FileState(path.stat().st_size, file_sha256(path)))
         return found
 
     def _is_own_shard(self, name: str) -> bool:
-        my = self._place.coordinate
-        return my.trains and name.startswith(f"__{my.world_rank}_")
+        return name.startswith(f"__{self._place.coordinate.world_rank}_")
 
     def _is_index(self, name: str) -> bool:
         """True for files that are nobody's shard, on the agent's first rank, which owns them."""
@@ -331,7 +333,7 @@ class JointCheckpoint:
 
     def _set_safe(self, step: int) -> None:
         self.safe_step = step
-        if self.is_on:
+        if self._config.checkpoint.is_on:
             self._place.set_exit_message(self.outlook)
 
     def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:

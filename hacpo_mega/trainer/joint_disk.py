@@ -106,7 +106,7 @@ class JointDisk:
             is_said = True
             time.sleep(min(RETRY_S, left_s))
 
-    def export(self, agent: Agent, safe_step: int, lost: str | None) -> None:
+    def export(self, agent: Agent | None, safe_step: int, lost: str | None) -> None:
         """Writes every agent as a Hugging Face folder. RunStopped if the disk has had no room for too long.
 
         `lost` is why the last step could not be saved, after the full wait: the agents are exported, then RunStopped.
@@ -123,12 +123,12 @@ class JointDisk:
         if lost is not None:
             raise RunStopped(f"{lost}. The agents are exported. Make room, start the run again for its last steps")
 
-    def _export(self, agent: Agent) -> None:
+    def _export(self, agent: Agent | None) -> None:
         run_dir = self._config.run_dir
         self.require_folder()
         self.attempt(require_bytes, export_bytes(self._config), run_dir)
         self.require_logs()
-        self.attempt(agent.export, run_dir / "agents" / agent.name)
+        self.attempt(lambda: agent and agent.export(run_dir / "agents" / agent.name))
         self.attempt(self._logs.finish, self._config.num_steps)
 
 

@@ -16,6 +16,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from hacpo_mega.agent.agent import Agent
+from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.cluster.groups.job_groups import device_identity
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
@@ -40,8 +41,8 @@ class Observer:
         """Context around every phase, from loading on."""
         return nullcontext()
 
-    def joins(self, agent: Agent, metrics: Metrics) -> None:
-        """Called once, with the agent to observe and the metrics to write to."""
+    def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
+        """Called once, with the rollout side of the agent to observe, and the metrics to write to."""
 
     def before_training(self, step: int) -> None:
         """Called when the agents are built; `step` is the first to come."""
@@ -103,16 +104,16 @@ class Diagnosis(Observer):
             return
         with self._phase("diagnose"):
             found = self._agent.diagnose(update, m)
-        if self._agent.place.is_leader:
+        if self._agent.rollout.place.is_leader:
             add_diagnosis(self._metrics, found, self._agent.index, self._names)
 
 
 class Verification(Observer):
     """Ends the run if an engine's weights differ from its actor's."""
 
-    def __init__(self, every: int, agent: Agent, phase: Phases) -> None:
+    def __init__(self, every: int, rollout: RolloutClient, phase: Phases) -> None:
         """Checks before training, and after every n-th step; 0 checks before training only."""
-        self._every, self._agent, self._phase = every, agent, phase
+        self._every, self._rollout, self._phase = every, rollout, phase
 
     def before_training(self, step: int) -> None:
         """Checks the weights. Collective over the cell."""
@@ -125,16 +126,16 @@ class Verification(Observer):
 
     def _verify(self, when: str = "") -> None:
         with self._phase("verify", when):
-            self._agent.verify_weights()
+            self._rollout.verify_weights()
 
 
 class Evaluation(Observer):
     """Greedy answers to the held-out prompts, which the agent's cells share among themselves."""
 
-    def __init__(self, config: Config, held_out: Sequence[Prompt], agent: Agent, judge: RolloutJudge,
+    def __init__(self, config: Config, held_out: Sequence[Prompt], rollout: RolloutClient, judge: RolloutJudge,
                  metrics: Metrics, report: StepReport, phase: Phases) -> None:  # fmt: skip
-        place = agent.place
-        self._config, self._agent, self._judge = config, agent, judge
+        place = rollout.place
+        self._config, self._rollout, self._judge = config, rollout, judge
         self._metrics, self._report, self._phase = metrics, report, phase
         self._mine = held_out[place.rank_map.share_of_agent(place.coordinate)]
         self._longest = config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens
@@ -155,12 +156,12 @@ class Evaluation(Observer):
         if not self._is_on:
             return
         with self._phase("evaluate", when):
-            answers = self._agent.answer_greedily(self._mine, self._longest, after)
+            answers = self._rollout.answer_greedily(self._mine, self._longest, after)
             judgements = self._judge.judge(self._mine, answers)
-        if self._agent.place.is_leader:
+        if self._rollout.place.is_leader:
             graded = self._config.reward.may_be_graded
-            add_held_out(self._metrics, self._agent.name, self._mine, judgements, may_be_graded=graded)
-            self._report.first_rewards.compare(self._metrics, self._agent.name, self._mine, judgements, after)
+            add_held_out(self._metrics, self._rollout.name, self._mine, judgements, may_be_graded=graded)
+            self._report.first_rewards.compare(self._metrics, self._rollout.name, self._mine, judgements, after)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")
 
 
@@ -188,7 +189,7 @@ class Rates(Observer):
         self._peak_of_cell = peak * place.rank_map.agents[place.agent].training
         self._step_began = self._update_began = time.perf_counter()
 
-    def joins(self, agent: Agent, metrics: Metrics) -> None:
+    def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
         """Notes the metrics to write to."""
         self._metrics = metrics
 
@@ -245,19 +246,21 @@ class OwnMetrics(Observer):
         self._functions = {name.rpartition(":")[2]: named_function(name) for name in names}
         self._complained: set[str] = set()
 
-    def joins(self, agent: Agent, metrics: Metrics) -> None:
+    def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
         """Only the leader of a cell counts its answers."""
-        self._agent, self._metrics = agent, metrics
+        self._rollout, self._metrics = rollout, metrics
 
     def before_writing(self, step: int, found: StepResult) -> None:
         """Adds the numbers of this cell's answers."""
-        if not self._agent.place.is_leader:
+        if not self._rollout.place.is_leader:
             return
         prompts = {prompt.index: prompt for prompt in found.pool.prompts}
         for trajectory in found.trajectories:
             prompt = prompts[trajectory.rollout.prompt_index]
             row = json.loads(prompt.row) if prompt.row else {}
-            known = row | _columns(prompt.text, prompt.gold, self._agent.name, trajectory) | {"row": row, "step": step}
+            known = (
+                row | _columns(prompt.text, prompt.gold, self._rollout.name, trajectory) | {"row": row, "step": step}
+            )
             for name, function in self._functions.items():
                 self._add(name, function, known)
 
@@ -277,7 +280,7 @@ class OwnMetrics(Observer):
                 warn(f"logging.metrics: {name} failed ({reason}); this is said once, training goes on")
             return
         if value is not None:
-            self._metrics.add(f"agent/{self._agent.name}/own/{name}", float(value), 1)
+            self._metrics.add(f"agent/{self._rollout.name}/own/{name}", float(value), 1)
 
 
 class TrackedAnswers(Observer):

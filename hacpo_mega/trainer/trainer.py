@@ -1,8 +1,8 @@
 """The training loop: every agent answers, all share, each learns. The table of contents of a HACPO step.
 
 Every process of the job runs it, in lockstep, for its own agent, lane and cell (cluster/place.py). build.py makes what
-stands before step 1, schedule.py decides when answers are generated and who scores them, observers.py examines the run,
-logbook/step_report.py sums up what a step measured.
+stands before step 1, observers.py examines the run, logbook/step_report.py sums up what a step measured.
+Not here: the thread that answers one step ahead (rollout/vllm/engine_thread.py).
 """
 
 import signal
@@ -11,20 +11,107 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self, Unpack
 
+from hacpo_mega.agent.policy_loss import complete_scores
+from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.algorithm import learning_of, reward_tally
-from hacpo_mega.checkpoint.files import Checkpoint, StartOptions
+from hacpo_mega.algorithm import CapabilityTracker, learning_of, reward_tally
+from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, plain
 from hacpo_mega.config import Config
-from hacpo_mega.logbook.files.metrics import StepMetrics
-from hacpo_mega.logbook.step_report import StepResult
+from hacpo_mega.data.prompts import PromptSampler
+from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
+from hacpo_mega.logbook.files.trace import StepTrace
+from hacpo_mega.logbook.files.trackers import Trackers
+from hacpo_mega.logbook.run.run_folder import RunFolder
+from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.held_out import mean_held_out
-from hacpo_mega.records import Sample, UpdateStats
+from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
+from hacpo_mega.logbook.steps.start_parts import StartParts
+from hacpo_mega.records import Prompt, Rollout
 from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
-from hacpo_mega.samples.learner_view import learner_view, routing_by_answer, scores_by_answer
-from hacpo_mega.trainer.build import TrainerOverrides, build
+from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers, read_answers
+from hacpo_mega.samples.learner_view import ReencodingRules, learner_view, routing_by_answer, scores_by_answer
+from hacpo_mega.trainer.build import (
+    JoinedJob,
+    RunData,
+    config_observers,
+    join_job,
+    load_agent,
+    load_judge,
+    rate_observers,
+    read_data,
+    say_agents,
+)
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
-from hacpo_mega.trainer.observers import Observer
+from hacpo_mega.trainer.joint_disk import JointDisk
+from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Skips
+from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
+
+
+class RolloutSchedule:
+    """Prompts and answers of one cell, step by step: where a step's answers come from. Steps count from 0.
+
+                    main thread                                      engine
+    on policy       roll_out 1, learn 1, publish 1, roll_out 2 ...   in the main thread
+    one step off    roll_out 1, learn 1, publish 1, learn 2 ...      1, then 2 while 1 learns, 3 while 2 ...
+
+    One step off, the policy after step t - 2 writes the answers of step t: `staleness_steps` is 1. The first step of a
+    run, and the first after a checkpoint without prefetched answers, has none ready: its answers are generated when it
+    begins, and are not stale. Where checkpoints are saved, the last step prefetches too: with a larger num_steps the
+    run goes on as if it had never ended, at the price of one rollout beside its last updates. Prompts and seeds are
+    functions of the run's seed and the step, so answers do not depend on timing.
+
+    my_share   the prompts of a lane that this cell answers
+    ready      prefetched answers to the next step; None if there are none
+    """
+
+    def __init__(self, sampler: PromptSampler, rollout: RolloutClient, config: Config, metrics: Metrics) -> None:
+        self._sampler, self._rollout, self._config, self._metrics = sampler, rollout, config, metrics
+        self._place, self._is_ahead = rollout.place, config.mode.one_step_off
+        self.my_share = self._place.rank_map.share_of_lane(self._place.coordinate)
+        self.ready: ReadyAnswers | None = None
+        self._asked: tuple[Prompt, ...] = ()  # by the engine, at present
+
+    def prompts_of(self, step: int) -> tuple[Prompt, ...]:
+        """The step's prompts of this lane."""
+        return self._sampler.at(step, self._place.lane, self._config.lanes)
+
+    def take_up(self, start: Checkpoint) -> None:
+        """Restores prefetched answers, unless seed or [rollout] table have changed so that they would differ."""
+        now, key = plain(self._config), ("seed", "rollout")
+        if self._is_ahead and [start.config[name] for name in key] == [now[name] for name in key]:
+            prefix = f"{self._rollout.name}/"
+            files = [start.folder / path for path in start.files if path.startswith(prefix) and path.endswith(SUFFIX)]
+            prompts = self.prompts_of(start.step)[self.my_share]
+            self.ready = read_answers(files, prompts, self._config.answers_per_prompt)
+
+    def roll_out(self, step: int, on_answer: Callable[[Prompt, Rollout], None] | None) -> list[Rollout]:
+        """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends.
+
+        One step off they may be ready, and those of the next step are begun.
+        """
+        staleness, ready, sampler = 1, self.ready, self._rollout.sampler
+        if ready is None:
+            staleness, rollouts = 0, self._rollout.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
+        else:
+            rollouts = sampler.rollouts(sampler.places(ready.prompts), ready.completions)
+        self.ready = None
+        if not self._is_ahead:
+            return rollouts
+        if step + 1 < self._config.num_steps or self._config.checkpoint.is_on:
+            self._asked = self.prompts_of(step + 1)[self.my_share]
+            self._rollout.begin_ahead(self._asked, step + 1)
+        if self._place.is_leader:
+            self._metrics.add(f"agent/{self._rollout.name}/staleness_steps", staleness, 1)
+        return rollouts
+
+    def finish(self, phase: Phases) -> None:
+        """Waits for the answers of the next step, if the engine is at them. Collective over the cell."""
+        if self._rollout.ahead.is_busy:
+            with phase("roll_out"):
+                self.ready = ReadyAnswers(self._asked, self._rollout.finish_ahead(self._asked))
+            if self._place.coordinate.is_first_to_answer:
+                self._metrics.add(f"agent/{self._rollout.name}/roll_out_hidden_s", self._rollout.ahead.hidden_s, 1)
 
 
 class Trainer:
@@ -33,8 +120,9 @@ class Trainer:
     config       as the user wrote it; read-only
     place        this process's position: agent, lane, cell, and its process groups
     phase        context of a phase of a step: timed, shown, named when it fails
-    agent        the agent of this process: tokenizer, Megatron actor, live vLLM engine
-    schedule     prompts of every step, a pure function of seed and step; when they are answered, and who scores that
+    rollout      generates the answers of this process's agent: engine, sampler, weight sync
+    agent        the agent: tokenizer, Megatron actor, and the same `rollout`; None on a rank that only generates
+    schedule     prompts of every step, a pure function of seed and step; when they are answered
     judge        turns answers into verdicts and rewards
     capability   P_hat of all agents, equal on every rank
     observers    examine the run: weights, held-out answers, gradients, skipped updates
@@ -58,27 +146,66 @@ class Trainer:
         """
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
-            built = build(config, how, TrainerOverrides(sampler, judge, observers), stack)
-            self.config, self.place, self.phase, self.console = built.config, built.place, built.phase, built.console
-            self.agent, self.schedule, self.judge = built.agent, built.schedule, built.judge
-            self.capability, self.skips = built.capability, built.skips
-            self.reencoding_rules, self.report, self.trace = built.reencoding_rules, built.report, built.trace
-            self.observers, self.disk = built.observers, built.disk
-            self.steps_done = 0
-            if built.start is not None:
-                self._take_up(built.start)
-            state = self._state(None if built.start is None else built.start.accuracy)
-            self.checkpoint = JointCheckpoint(
-                self.place, self.config, self.agent, self.disk, state, is_on_disk=built.goes_on
-            )
+            parts = StartParts()
+            job = join_job(config, how, parts, stack)
+            self.config, self.place, self.console, self.steps_done = job.config, job.place, job.console, job.steps_done
+            metrics = Metrics(self.place.coordinate.agent_name, self.place.gather_to_first, self.console.phase)
+            self.phase = Phases(self.place, metrics, [observer.around for observer in observers])
+            self.phase.step = self.steps_done + 1
+            with self.phase("load", f"before step {self.phase.step}"):
+                with self.place.spans.span("data"):
+                    data = read_data(self.config)
+                    self.judge = load_judge(job, judge, data, stack)
+                self.agent, self.rollout = load_agent(job, sampler)
+            self.schedule = RolloutSchedule(data.prompts, self.rollout, self.config, metrics)
+            say_agents(job, self.agent, self.rollout, data.num_dropped)
+            self._open_run(job, metrics, data, observers, stack)
+            self.console.say(parts.finish(self.place.spans, metrics))
+            if job.start is not None:
+                self._take_up(job.start)
+            state = self._state(None if job.start is None else job.start.accuracy)
+            rank = self.place, self.config, self.agent
+            self.checkpoint = JointCheckpoint(*rank, self.disk, state, is_on_disk=job.goes_on)
             self._stack = stack.pop_all()
+
+    def _open_run(
+        self, job: JoinedJob, metrics: Metrics, data: RunData, observers: Sequence[Observer], stack: ExitStack
+    ) -> None:
+        """Opens the run folder, and makes what measures, examines and writes the run."""
+        config, place, console, rollout = self.config, self.place, self.console, self.rollout
+        folder = stack.enter_context(RunFolder(config, place, job.lock, self.steps_done, goes_on=job.goes_on))
+        is_first = place.coordinate.global_rank == 0
+        trackers = stack.enter_context(Trackers(config, console.say, goes_on=job.goes_on, quiet=not is_first))
+        is_on_policy = not config.mode.one_step_off
+        self.report = StepReport(
+            metrics, console, place, config, rollout.dtype, folder, trackers, is_on_policy=is_on_policy
+        )
+        place.keep_stack_in(config.run_dir / "logs")
+        self.skips = SkippedUpdates(
+            config.training.max_skipped_updates, config.run_dir / "logs", rollout.name,
+            place.coordinate.cell if place.is_leader else None, rollout.codec.decode_answer, place.gather_agent,
+        )  # fmt: skip
+        chosen = [
+            Skips(self.skips),
+            *config_observers(config, self.agent, rollout, metrics, self.phase, trackers),
+            Evaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
+            *rate_observers(config, rollout),
+            *observers,
+        ]
+        for observer in chosen:
+            observer.joins(rollout, metrics)
+        self.observers = Observers(chosen)
+        self.capability = CapabilityTracker(len(config.agents), config.algorithm)
+        self.reencoding_rules = ReencodingRules.of(config.algorithm, config.rollout, data.codecs)
+        self.trace = StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced)
+        self.disk = JointDisk(place, config, folder, console.say)
 
     def fit(self) -> bool:
         """Evaluates, trains up to `num_steps` steps, evaluates, and exports every agent. Collective over the job.
 
         Returns False when a signal has ended it early, with its last step on disk (docs/guide/troubleshooting.md).
         """
-        if self.checkpoint.is_on:
+        if self.config.checkpoint.is_on:
             self.place.defer_signals()
         try:
             self.observers.before_training(self.steps_done + 1)
@@ -100,7 +227,7 @@ class Trainer:
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
-        if not self.place.trains:
+        if self.agent is None:
             return self._answer_alone()
         prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
         with self.phase("roll_out"):
@@ -114,7 +241,7 @@ class Trainer:
             self.capability.add(self.place.sum_over_lanes(reward_tally(*shared)))
             learning = learning_of(*shared, self.capability.values(), self.place.agent, self.config.algorithm)
         with self.phase("score"):  # log-probs of the policy that will learn, before it learns
-            scores = self.schedule.score(prompts[mine], rollouts, learning.own_P[mine], learning.wanted_PG[mine])
+            scores = self.agent.score(prompts[mine], rollouts, learning.own_P[mine], learning.wanted_PG[mine])
         with self.phase("exchange"):
             trajectories = trajectories_of(self.place, rollouts, judgements, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
@@ -124,11 +251,18 @@ class Trainer:
                 self.agent.codec, self.reencoding_rules, scores_by_answer(rollouts, scores),
                 routing_by_answer(rollouts))  # fmt: skip
         self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
-        updates = self._learn(self.agent.plan(prompts[mine], samples))
+        step, updates = self.steps_done + 1, []
+        with self.rollout.devices.learning(self.phase):  # the engine sleeps, unless one step off
+            for m, update in enumerate(self.agent.plan(prompts[mine], samples)):  # the cross band tightens with m
+                self.observers.before_update(step, m, update)
+                with self.phase("learn"):
+                    updates.append(self.agent.learn(update, m))
+                    self.observers.after_update(step, m, update, updates[-1])
+        self.observers.after_learning(step, updates)
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
-            self.agent.publish_weights(self.steps_done + 1)
-        self.observers.after_publishing(self.steps_done + 1)
+            self.rollout.publish_weights(step)
+        self.observers.after_publishing(step)
         found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, reencodings, updates
         self._end_step(StepResult(*found))
 
@@ -141,34 +275,19 @@ class Trainer:
             self._exit_if_preempted()  # before anything is learnt
         self.schedule.finish(self.phase)
         with self.phase("publish"):
-            self.agent.publish_weights(self.steps_done + 1)
+            self.rollout.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
         self._count_step(self.report.write_host(self.steps_done + 1, self.phase))
-
-    def _learn(self, plan: Sequence[Sequence[Sample]]) -> list[UpdateStats]:
-        """Runs the updates of the step. The cross band tightens with every one of them.
-
-        The engine sleeps, unless one step off: the actor learns in its memory.
-        """
-        step, updates = self.steps_done + 1, []
-        with self.agent.devices.learning(self.phase):
-            for m, update in enumerate(plan):
-                self.observers.before_update(step, m, update)
-                with self.phase("learn"):
-                    updates.append(self.agent.learn(update, m))
-                    self.observers.after_update(step, m, update, updates[-1])
-        self.observers.after_learning(step, updates)
-        return updates
 
     def _end_step(self, found: StepResult) -> None:
         """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
         self.observers.before_writing(self.steps_done + 1, found)
         if self.config.scores_in_first_update:  # what was not scored before has been by now
-            scores = self.schedule.complete(found.rollouts, found.scores, found.updates)
+            scores = complete_scores(found.rollouts, found.scores, found.updates)
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)
         notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
-        known = notes, self.capability.values(), self.agent.asleep_bytes
+        known = notes, self.capability.values(), self.rollout.devices.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 
     def _count_step(self, reduced: StepMetrics) -> None:
@@ -183,7 +302,7 @@ class Trainer:
 
     def _take_up(self, start: Checkpoint) -> None:
         """Restores what a checkpoint holds beside the agents' own state."""
-        agent = start.agents[self.agent.name]
+        agent = start.agents[self.rollout.name]
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
         self.skips.go_on(agent.num_skipped)
@@ -198,18 +317,18 @@ class Trainer:
 
     def _exit_if_preempted(self) -> None:
         """Ends the run at its last whole step if any rank has got a signal to end. Collective over the job."""
-        if self.checkpoint.is_on and (number := self.place.agreed_signal()):
+        if self.config.checkpoint.is_on and (number := self.place.agreed_signal()):
             with self.phase("checkpoint", f"of step {self.steps_done}"):
                 self.checkpoint.keep()
             raise TerminationRequested(number)
 
     def _show(self, reduced: StepMetrics) -> None:
-        self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.checkpoint.is_on else None)
+        self.console.step(self.steps_done, reduced, self.checkpoint.safe_now if self.config.checkpoint.is_on else None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
-            self.agent.close()  # after an error the process ends as it is: closing an engine may wait for dead peers
+            self.rollout.close()  # after an error the process ends as it is: closing an engine may wait for dead peers
         self._stack.__exit__(kind, *error)

@@ -115,9 +115,9 @@ def _scoring(config: Config) -> Iterator[str]:
 
 def _one_step_off(config: Config) -> Iterator[str]:
     """Checks that an engine can answer while its actor learns."""
-    if not config.rollout.one_step_off:
+    if not config.mode.one_step_off:
         return
-    if config.placement == "shared":
+    if config.mode.takes_turns:
         yield (
             "rollout.one_step_off: with placement = 'shared' nothing of an agent is on the device while another has "
             "its turn. Nearest: placement = 'split', or one_step_off = false"
@@ -133,12 +133,12 @@ def _one_step_off(config: Config) -> Iterator[str]:
             "that is judged. Nearest: false"
         )
     for agent in config.agents:
-        if (engine_tp := agent.engine_tensor_parallel) > 1 and config.placement != "apart":
+        if (engine_tp := agent.engine_tensor_parallel) > 1 and not config.mode.is_apart:
             yield (
                 f"rollout.one_step_off: an engine of agent {agent.name} is over {engine_tp} ranks, whose collectives "
                 "and those of learning could meet in two orders. Nearest: engine_tp = 1"
             )
-        if agent.offload == "optimizer" and config.placement != "apart":
+        if agent.offload == "optimizer" and not config.mode.is_apart:
             yield (
                 f"agents.{agent.name}.offload: with rollout.one_step_off the engine is awake while the agent learns, "
                 "so nothing is ever offloaded. Nearest: 'none'"
@@ -422,7 +422,7 @@ def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> It
 
 def apart_problems(config: Config) -> Iterator[str]:
     """A line for every key that does not fit the placement, with the nearest value that does."""
-    if config.placement != "apart":
+    if not config.mode.is_apart:
         for agent in config.agents:
             if agent.rollout_gpus:
                 yield (

@@ -63,7 +63,7 @@ def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
 
 
 def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
-    return APART_DEFAULTS if config.placement == "apart" and not on_cpu else {}
+    return APART_DEFAULTS if config.mode.is_apart and not on_cpu else {}
 
 
 def agent_budgets(
@@ -71,7 +71,7 @@ def agent_budgets(
 ) -> dict[str, Budget]:
     """`agent_budget` under the agent's name, and the budget of its engines' devices if they have their own."""
     budget = agent_budget(config, agent, architecture, on_cpu=on_cpu)
-    if config.placement != "apart":
+    if not config.mode.is_apart:
         return {agent.name: budget}
     return {agent.name: budget, f"{agent.name}, engines": replace(budget, does="answers")}
 
@@ -91,7 +91,7 @@ def agent_budget(
     engine = _engine(config, agent, on_cpu=on_cpu)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
-        does = "trains" if config.placement == "apart" else "both"
+        does = "trains" if config.mode.is_apart else "both"
         budget = fullest_stage(replace(actor, recompute=choice), engine, most, does)
         if budget.fits(ROOM):
             break
@@ -188,7 +188,7 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         share = hundredths / 100
         smaller = replace(engine, memory_share=share)
         yield f"vllm.gpu_memory_utilization = {share:g}", fullest_stage(lightest, smaller, most)
-    is_apart = config.placement == "apart"  # where nothing would sleep or leave
+    is_apart = config.mode.is_apart  # where nothing would sleep or leave
     if engine.stays_awake and not is_apart:
         asleep = replace(engine, stays_awake=False)
         yield "rollout.one_step_off = false", fullest_stage(lightest, asleep, most)
@@ -215,8 +215,8 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         dp=cells,
         num_tokens=config.training.max_tokens_per_microbatch,
         diagnoses=config.training.diagnose_every > 0,
-        offloads=agent.offload == "optimizer" or config.placement == "shared",
-        shares=config.placement == "shared",
+        offloads=agent.offload == "optimizer" or config.mode.takes_turns,
+        shares=config.mode.takes_turns,
         device=CPU if on_cpu else CUDA,
         lora=agent.adapters(architecture),
         replayed=_replayed_tokens(config, agent),
@@ -233,7 +233,7 @@ def _replayed_tokens(config: Config, agent: AgentConfig) -> int:
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
     own = _engine_alone(config, agent, on_cpu=on_cpu)
-    if config.placement != "shared" or on_cpu:
+    if not config.mode.takes_turns or on_cpu:
         return own
     others = (_engine_alone(config, other, on_cpu=on_cpu) for other in config.agents if other.name != agent.name)
     return replace(own, beside=sum(map(left_behind, others)))
@@ -248,7 +248,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
         memory_share=options.get("gpu_memory_utilization") if cache is None else None,
         cache_bytes=cache or 0,
         keeps_graphs=not options.get("enforce_eager", False),
-        stays_awake=config.rollout.one_step_off or config.placement == "apart",
+        stays_awake=config.mode.engine_stays_awake,
         quantization=quantization_of(options),
     )
 

@@ -38,7 +38,7 @@ def suggestions(config: Config) -> Iterator[str]:
 
     Where answers are of one step before, the ratio is to the engine's own log-probs already.
     """
-    if config.rollout.engine_correction != "none" or config.rollout.one_step_off:
+    if config.rollout.engine_correction != "none" or config.mode.one_step_off:
         return
     for agent in config.agents:
         kind, cache = agent.vllm.get("quantization"), agent.vllm.get("kv_cache_dtype")

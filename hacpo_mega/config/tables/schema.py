@@ -7,7 +7,7 @@ acts on a configuration. Functions elsewhere get the numbers they need, not this
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -274,6 +274,22 @@ class LoggingConfig(Section):
     """Log every answer's tokens, their ids, log-probs and own ratios: rollouts/ is then several times larger."""
 
 
+class Mode(NamedTuple):
+    """Where and when actors and engines work, derived once from a configuration (`Config.mode`).
+
+    is_apart             engines have devices of their own
+    takes_turns          agents take turns on the same devices
+    one_step_off         the engine answers the next step while the actor learns
+    engine_stays_awake   actor and engine work at the same time
+    """
+
+    placement: str
+    is_apart: bool
+    takes_turns: bool
+    one_step_off: bool
+    engine_stays_awake: bool
+
+
 class Config(Section):
     """A whole run. Load it with `load_config`; nobody writes to it afterwards."""
 
@@ -321,6 +337,12 @@ class Config(Section):
     """Resources asked of a Slurm cluster; only cpus_per_rank on the CPU changes results, by rounding."""
 
     @property
+    def mode(self) -> Mode:
+        """Placement and timing of actors and engines, as booleans."""
+        is_apart, ahead = self.placement == "apart", self.rollout.one_step_off
+        return Mode(self.placement, is_apart, self.placement == "shared", ahead, is_apart or ahead)
+
+    @property
     def traced_steps(self) -> tuple[int, ...]:
         """The steps to be traced; none without logging.trace. A run of one step has no second."""
         chosen = self.logging.trace_steps
@@ -330,7 +352,7 @@ class Config(Section):
     @property
     def colocated(self) -> Self:
         """The same with every engine on the devices that train, for a comparison of both in one process."""
-        if self.placement != "apart":
+        if not self.mode.is_apart:
             return self
         agents = (agent.model_copy(update={"rollout_gpus": None, "engine_tp": None}) for agent in self.agents)
         return self.model_copy(update={"placement": "split", "agents": tuple(agents)})
@@ -375,7 +397,7 @@ class Config(Section):
         if self.rollout.engine_correction != "none":
             correction = self.rollout.engine_correction
             reasons.append(f"rollout.engine_correction = {correction!r} needs the scores before an update")
-        if self.rollout.one_step_off:
+        if self.mode.one_step_off:
             reasons.append(
                 "with rollout.one_step_off the first update learns from another policy than wrote the answers, and "
                 "none is scored"

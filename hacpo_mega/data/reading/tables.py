@@ -23,6 +23,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from hacpo_mega.models.files.documents import one_line, parse_json
+from hacpo_mega.models.files.replacing import replacing
 
 # Packed text takes a tenth of its size; mere repetition, a thousandth.
 MAX_TIMES_UNPACKED = 200

@@ -4,7 +4,7 @@ The thread does nothing else: prompts are tokens before it begins and answers st
 tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused
 (config/checks/checks.py), so it uses no process group. For vLLM's effects on its process see host_process.py.
 
-Not here: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/schedule.py).
+Not here: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/trainer.py).
 """
 
 import threading

@@ -11,43 +11,44 @@ from pathlib import Path
 from job import play_command
 
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.scoring import Scoring
+from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.rollout.engine import Engine
 
-METHODS = ("roll_out", "answer_greedily", "diagnose", "learn", "publish_weights", "verify_weights", "save")
+METHODS = {
+    **dict.fromkeys(("roll_out", "answer_greedily", "publish_weights", "verify_weights"), RolloutClient),
+    **dict.fromkeys(("diagnose", "score", "learn", "save"), Agent),
+}
 
 
 def main(config: Path, folder: Path, *overrides: str) -> None:
     """Trains `config` to its end."""
-    rank, noted, agents = os.environ["RANK"], [], []
-    for name in METHODS:
-        setattr(Agent, name, noting(name, noted, agents))
-    wake, before_learning = Engine.wake, Scoring.before_learning
+    rank, noted, owners = os.environ["RANK"], [], []
+    for name, owner in METHODS.items():
+        setattr(owner, name, noting(getattr(owner, name), noted, owners))
+    wake = Engine.wake
 
     def noted_wake(engine: Engine, *, cache: bool = True) -> None:
-        noted.append(("wake", "cache" if cache else "weights", agents[-1].offload.residence.name))
+        noted.append(("wake", "cache" if cache else "weights", residence_of(owners[-1])))
         wake(engine, cache=cache)
 
-    def noted_score(scoring: Scoring, *asked) -> list:
-        before = agents[-1].offload.residence.name
-        scores = before_learning(scoring, *asked)
-        noted.append(("score", before, agents[-1].offload.residence.name))
-        return scores
-
-    Engine.wake, Scoring.before_learning = noted_wake, noted_score
+    Engine.wake = noted_wake
     play_command("train", str(config), *overrides)
     (folder / f"{rank}.json").write_text(json.dumps(noted))
 
 
-def noting(name: str, noted: list, agents: list):
-    """A method of Agent that does what it did, and notes it."""
-    original = getattr(Agent, name)
+def residence_of(owner: Agent | RolloutClient) -> str:
+    """Where the state of the optimizer is."""
+    return getattr(owner, "rollout", owner).devices._state.residence.name
 
-    def method(agent: Agent, *arguments, **options):
-        agents.append(agent)
-        before = agent.offload.residence.name
-        answer = original(agent, *arguments, **options)
-        noted.append((name, before, agent.offload.residence.name))
+
+def noting(original, noted: list, owners: list):
+    """A method of the agent or its rollout side that does what it did, and notes it."""
+
+    def method(owner: Agent | RolloutClient, *arguments, **options):
+        owners.append(owner)
+        before = residence_of(owner)
+        answer = original(owner, *arguments, **options)
+        noted.append((original.__name__, before, residence_of(owner)))
         return answer
 
     return method

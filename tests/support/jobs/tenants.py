@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from types import SimpleNamespace
 
-from hacpo_mega.agent.devices import SharedDevices
+from hacpo_mega.agent.devices import POLICIES, Devices
 
 
 class Faults:
@@ -68,7 +68,7 @@ def turn(phase: str, faults: Faults) -> tuple[Tenant, Tenant]:
         spans=SimpleNamespace(span=lambda _name: nullcontext()),
     )
     optimizer = SimpleNamespace(offload=None)
-    devices = SharedDevices(place, SimpleNamespace(optimizer=optimizer), actor, engine, engine)
+    devices = Devices(POLICIES["shared"], place, SimpleNamespace(optimizer=optimizer), actor, engine, engine)
     actor.faults = engine.faults = faults
 
     @contextmanager
@@ -83,7 +83,10 @@ def turn(phase: str, faults: Faults) -> tuple[Tenant, Tenant]:
         elif phase == "publish":
             devices.publish(0)
         else:
-            with devices.learning(phases) if phase == "learning" else getattr(devices, phase)():
+            with {
+                "learning": lambda: devices.learning(phases),
+                "rolling_out": lambda: devices.answering(then_learns=True),
+            }.get(phase, lambda: getattr(devices, phase)())():
                 faults.point("inside")
                 if phase in ("answering", "rolling_out"):
                     assert actor.is_asleep and not engine.is_asleep

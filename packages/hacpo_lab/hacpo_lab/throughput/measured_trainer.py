@@ -8,14 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from hacpo_grading.judge import is_success
 from hacpo_lab.throughput.memory_peak import take_peak
 from hacpo_lab.throughput.workload import Workload
-from hacpo_mega.agent.agent import Agent
-from hacpo_mega.agent.sampler import AnswerPlace, Sampler
+from hacpo_mega.agent.rollout_client import RolloutClient
+from hacpo_mega.agent.sampler import Requests, Sampler
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.step_report import StepResult
@@ -33,9 +34,11 @@ class WorkloadSampler(Sampler):
         super().__init__(codec, agent, share, config)
         self._workload, self._name = workload, config.agents[agent].name
 
-    def lengths(self, places: Sequence[AnswerPlace], step: int) -> list[int]:
-        """Tokens of each answer."""
-        return [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in places]
+    def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
+        """The requests of a run, with the tokens of each answer."""
+        asked = super().sampled(prompts, step)
+        lengths = [self._workload.answer(self._name, step, prompt.index, g)[0] for prompt, g in asked.mine]
+        return replace(asked, how=asked.how | {"lengths": lengths})
 
 
 class Measurement(Observer):
@@ -50,16 +53,16 @@ class Measurement(Observer):
     """
 
     def __init__(self, config: Config) -> None:
-        self._counts_scores = not config.rollout.one_step_off  # else the engine has given them
+        self._counts_scores = not config.mode.one_step_off  # else the engine has given them
         self._cpu_s: Counter[str] = Counter()
         self._cpu_began = time.process_time()
         self._start_bytes = take_peak()
         self._peaks: dict[str, int] = {}
         self.num_written = 0
 
-    def joins(self, agent: Agent, metrics: Metrics) -> None:
+    def joins(self, rollout: RolloutClient, metrics: Metrics) -> None:
         """Makes this agent the one whose phases it measures."""
-        self.agent, self._metrics = agent, metrics
+        self.rollout, self._metrics = rollout, metrics
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
@@ -74,7 +77,7 @@ class Measurement(Observer):
     def before_writing(self, step: int, found: StepResult) -> None:
         """All since the last time; what writing takes is counted with the next step."""
         self.num_written += 1
-        prefix, now = f"agent/{self.agent.name}", time.process_time()
+        prefix, now = f"agent/{self.rollout.name}", time.process_time()
         self._cpu_s["other"], self._cpu_began = now - self._cpu_began - sum(self._cpu_s.values()), now
         for phase, seconds in self._cpu_s.items():
             self._metrics.add(f"{prefix}/cpu/{phase}_s", seconds, 1)
@@ -83,19 +86,18 @@ class Measurement(Observer):
             self._peaks["start"] = self._start_bytes
         for phase, peak in self._peaks.items():
             self._metrics.highest(f"{prefix}/peak/{phase}_bytes", peak)
-        for (phase, whom), num_bytes in self.agent.place.spans.take_sent().items():
+        for (phase, whom), num_bytes in self.rollout.place.spans.take_sent().items():
             self._metrics.count(f"{prefix}/sent/{phase}/{whom}_bytes", num_bytes)
-        if self.agent.place.is_leader:
+        if self.rollout.place.is_leader:
             self._add_work(prefix, found)
         self._cpu_s, self._peaks = Counter(), {}
 
     def _add_work(self, prefix: str, found: StepResult) -> None:
         prompts = {prompt.index: prompt for prompt in found.pool.prompts}
         asked = {rollout.prompt_index: prompts[rollout.prompt_index].text for rollout in found.rollouts}
-        lengths = [len(self.agent.codec.encode_prompt(text)) for text in asked.values()]
+        lengths = [len(self.rollout.codec.encode_prompt(text)) for text in asked.values()]
         self._metrics.add(f"{prefix}/prompt_tokens_mean", sum(lengths), len(lengths))
-        num_scored = sum(score is not None for score in found.scores) * self._counts_scores
-        self._metrics.count(f"{prefix}/num_scored", num_scored)
+        self._metrics.count(f"{prefix}/num_scored", self._counts_scores * sum(s is not None for s in found.scores))
 
 
 class WorkloadJudge(RolloutJudge):
@@ -107,11 +109,10 @@ class WorkloadJudge(RolloutJudge):
 
     def judge(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Judgement]:
         """One judgement per rollout."""
-        judged = super().judge(prompts, rollouts)
-        return [self._as_recorded(rollout) for rollout, _ in zip(rollouts, judged)]
+        return [self._as_recorded(rollout) for rollout, _ in zip(rollouts, super().judge(prompts, rollouts))]
 
     def _as_recorded(self, rollout: Rollout) -> Judgement:
-        place = (self._seen.agent.name, self._seen.num_written, rollout.prompt_index, rollout.rollout_index)
+        place = (self._seen.rollout.name, self._seen.num_written, rollout.prompt_index, rollout.rollout_index)
         reward = self._workload.answer(*place)[1]
         return Judgement(Verdict.CORRECT if is_success(reward) else Verdict.WRONG, reward)
 
