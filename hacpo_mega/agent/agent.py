@@ -36,9 +36,8 @@ from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
-from hacpo_mega.megatron.train.optimizer import OffloadMode
+from hacpo_mega.megatron.train.optimizer import ActorOffload, OffloadMode
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
     Prompt,

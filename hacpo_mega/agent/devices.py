@@ -24,7 +24,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.logbook.steps.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.rollout.engine import Engine
 
 

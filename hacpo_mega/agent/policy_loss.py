@@ -15,6 +15,7 @@ from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
 from hacpo_mega.algorithm import (
+    has_own_objective,
     kl_penalty,
     mean_logprobs,
     named_objective,
@@ -117,7 +118,7 @@ class PolicyLoss:
         if self.config.is_token_level:
             old_R = self._old(token_logprob_R, batch.sequences)
             return token_objective(token_logprob_R, old_R, samples.advantage_B, batch.row_cu_seqlens_B, self.config)
-        if self.config.objective is not None:
+        if has_own_objective(self.config):
             rows = token_logprob_R, batch.row_cu_seqlens_B
             return named_objective(*rows, *samples, self.update_index, self.config)
         loss_B, _, terms = packed_objective(

@@ -2,7 +2,7 @@
 
 Every library has its table: torch's is here, Megatron's in megatron/patches.py, vLLM's in rollout/patches.py.
 tests/unit/cluster/test_patches.py holds owner, name and signature of each to the pinned version, so that a new version
-that changes one fails there. Not here: names that are replaced while a block runs (megatron/platform.py,
+that changes one fails there. Not here: names that are replaced while a block runs (megatron/model/platform.py,
 rollout/vllm/host_process.py).
 """
 
