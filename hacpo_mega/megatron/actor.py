@@ -13,7 +13,6 @@ cp.
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -317,15 +316,10 @@ class Actor:
             with adapters_off(model):
                 return self.token_logprobs(sequences)
         assert self._reference is not None, "keep_reference() comes first"
-        with self._parameters_of(self._reference):
-            return self.token_logprobs(sequences)
-
-    @contextmanager
-    def _parameters_of(self, other: list[torch.Tensor]) -> Iterator[None]:
         present = self._copy_of_parameters()
         try:
-            self._set_parameters(other)
-            yield
+            self._set_parameters(self._reference)
+            return self.token_logprobs(sequences)
         finally:
             self._set_parameters(present)
 

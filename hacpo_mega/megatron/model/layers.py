@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -290,11 +289,12 @@ def _attend_prefixed(
     return output.transpose(1, 2)[run.is_query_BQ]
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
-    """Megatron's row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
+class WithBias:
+    """Row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
 
-    def __init__(self, *sizes: int, bias: bool, **options: object) -> None:
-        super().__init__(*sizes, bias=True, **options)
+    def __new__(cls, *sizes: int, linear: type, bias: bool, **options: object) -> torch.nn.Module:
+        """Returns the linear itself; `bias` is the one of Megatron's configuration."""
+        return linear(*sizes, bias=True, **options)
 
 
 class TwoRopes(SelfAttention):
@@ -344,7 +344,9 @@ def _layer_spec(
         norms = _qk_norms(architecture, config.tensor_model_parallel_size)
         attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
     if architecture.output_bias:
-        attention.submodules.linear_proj = ModuleSpec(module=BiasedRowParallelLinear)
+        attention.submodules.linear_proj = ModuleSpec(
+            module=WithBias, params={"linear": attention.submodules.linear_proj}
+        )
     if has_experts:
         layer.submodules.mlp = expert_layer(architecture)
     else:
