@@ -31,7 +31,7 @@ ENVIRONMENT = (
     "hacpo_mega/cluster/launcher_env.py",
     "hacpo_mega/cluster/security/secret.py",
     "hacpo_mega/cluster/watchdog.py",
-    "hacpo_mega/megatron/platform.py",
+    "hacpo_mega/megatron/model/platform.py",
     "hacpo_mega/rollout/engine.py",
     "hacpo_mega/rollout/vllm/host_process.py",
 )

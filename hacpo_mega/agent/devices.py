@@ -25,8 +25,8 @@ from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.config.tables.schema import Mode
 from hacpo_mega.logbook.steps.step_metrics import held_bytes
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
 from hacpo_mega.megatron.train.offload import Offload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.rollout.engine import Engine
 
 

@@ -15,6 +15,7 @@ from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
 from hacpo_mega.algorithm import (
+    has_own_objective,
     kl_penalty,
     mean_logprobs,
     named_objective,
@@ -84,7 +85,7 @@ class PolicyLoss:
         if self.config.is_token_level:
             old_R = self._old(token_logprob_R, batch.sequences)
             loss_B, terms = token_objective(weighted_R, old_R, samples.advantage_B, cu_seqlens, self.config)
-        elif self.config.objective is not None:
+        elif has_own_objective(self.config):
             loss_B, terms = named_objective(weighted_R, cu_seqlens, *samples, self.update_index, self.config)
         else:
             loss_B, _, terms = packed_objective(

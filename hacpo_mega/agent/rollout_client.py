@@ -22,7 +22,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions

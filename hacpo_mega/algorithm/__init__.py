@@ -6,8 +6,7 @@ from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
 from hacpo_mega.algorithm.gradient_products import GradientProducts
 from hacpo_mega.algorithm.learning import learning_of
-from hacpo_mega.algorithm.methods import advantages_of
-from hacpo_mega.algorithm.named import named_objective
+from hacpo_mega.algorithm.methods import advantages_of, has_own_objective, named_objective
 from hacpo_mega.algorithm.objective import (
     kl_penalty,
     mean_logprobs,
@@ -24,6 +23,7 @@ __all__ = [
     "capability_ratios",
     "engine_weights",
     "hacpo_advantages",
+    "has_own_objective",
     "kl_penalty",
     "learning_of",
     "mean_logprobs",

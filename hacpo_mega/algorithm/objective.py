@@ -70,24 +70,24 @@ def token_objective(
     upper clip is the default here.
     """
     length_B = row_cu_seqlens_B.diff()
-    owner_R = torch.repeat_interleave(length_B.long())
-    length_B = length_B.clamp(min=1)
     bound = config.log_ratio_clamp
     ratio_R = (token_logprob_R - old_logprob_R).clamp(-bound, bound).exp()
     clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
-    advantage_R = advantage_B[owner_R]
+    advantage_R = advantage_B[torch.repeat_interleave(length_B.long())]
     loss_R = -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
-
-    def mean_B(value_R: Tensor) -> Tensor:
-        return value_R.new_zeros(len(length_B)).index_add(0, owner_R, value_R) / length_B
-
-    loss_B = mean_B(loss_R)
+    loss_B = _token_means(loss_R, length_B)
     trained_R = torch.where(ratio_R * advantage_R > clipped_R * advantage_R, 0.0, ratio_R)
     with torch.no_grad():
-        ratio_B = mean_B(ratio_R.double()).masked_fill(row_cu_seqlens_B.diff() == 0, torch.nan)
-        weight_B = mean_B(trained_R.double())
+        ratio_B = _token_means(ratio_R.double(), length_B).masked_fill(length_B == 0, torch.nan)
+        weight_B = _token_means(trained_R.double(), length_B)
     is_self_B = torch.ones_like(advantage_B, dtype=torch.bool)
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, advantage_B, is_self_B)
+
+
+def _token_means(value_R: Tensor, length_B: Tensor) -> Tensor:
+    """Mean over the tokens of each answer, [B], from values [R] of all tokens and the answers' lengths; 0 for none."""
+    owner_R = torch.repeat_interleave(length_B.long())
+    return value_R.new_zeros(len(length_B)).index_add(0, owner_R, value_R) / length_B.clamp(min=1)
 
 
 def sample_weight(num_prompts: int, num_rollouts: int, num_agents: int, config: AlgorithmConfig) -> float:
@@ -117,9 +117,7 @@ def kl_penalty(
     # Bounded before exp, as the ratio is: one token that the learner has all but forgotten must not overflow the loss.
     difference_R = (reference_logprob_R - token_logprob_R).clamp(-20.0, 20.0)
     kl_R = difference_R.exp() - difference_R - 1.0
-    length_B = row_cu_seqlens_B.diff()
-    owner_R = torch.repeat_interleave(length_B.long())
-    kl_B = token_logprob_R.new_zeros(len(length_B)).index_add(0, owner_R, kl_R) / length_B.clamp(min=1)
+    kl_B = _token_means(kl_R, row_cu_seqlens_B.diff())
     counted_B = is_self_B if config.kl_on == "own" else torch.ones_like(is_self_B)
     total = torch.where(counted_B, kl_B, 0.0).sum()
     return config.kl_coef * weight * total, torch.stack([total.detach().double(), counted_B.sum().double()])

@@ -26,8 +26,7 @@ from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts
 from hacpo_mega.logbook.run.run_lock import is_gone, signature
 from hacpo_mega.logbook.steps.held_out import HeldOut, are_accuracies, held_out
-from hacpo_mega.megatron.checkpoint.stored_model import model_weights
-from hacpo_mega.megatron.checkpoint.stored_state import stored_weights
+from hacpo_mega.megatron.checkpoint.stored_state import model_weights, stored_weights
 from hacpo_mega.megatron.weights.hf_writer import (
     ADAPTER,
     copy_beside_weights,

@@ -37,7 +37,7 @@ from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.checkpoint.stored_index import read_index
-from hacpo_mega.megatron.checkpoint.stored_model import model_weights
+from hacpo_mega.megatron.checkpoint.stored_state import model_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say

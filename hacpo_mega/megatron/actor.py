@@ -2,7 +2,8 @@
 
 All ranks of a cell call every method with the same samples; all cells of the agent call `learn` together.
 Its core is one path, pack -> forward -> `linear_logprob`, shared by scoring and learning: the first update of a step
-repeats the scores bit for bit. The scaling of gradients is in train/schedule.py, Adam in optimizer.py.
+repeats the scores bit for bit. The scaling of gradients is in train/schedule.py, Adam in optimizer.py. Megatron's start
+in a process, with the agent's parallel groups, is at the end of the file.
 
 Not here: advantages and the formulas of the losses (algorithm/), sampling (the engine).
 
@@ -12,7 +13,6 @@ cp.
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -21,39 +21,45 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from hacpo_kernels import SequenceTerms, linear_logprob
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import GradientProducts, mean_logprobs
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.cluster.groups.tree import share_bytes
 from hacpo_mega.cluster.machine.device import actor_dtype
+from hacpo_mega.cluster.patches import apply_patches
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, save_state
 from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.model.installed import VERSION
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.micro_batches import EvenBatches, ExpertCounts, on_device, places, update_stats
+from hacpo_mega.megatron.patches import MEGATRON
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, OffloadMode
 from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 from hacpo_mega.megatron.train.schedule import (
     DATA_PARALLEL,
     NO_TOKEN_COUNT,
+    EvenBatches,
+    ExpertCounts,
     LastStage,
     accumulate_gradients,
     data_parallel,
     forward_only,
     object_from_last_stage,
+    on_device,
+    places,
     sum_over_cells,
     tensor_from_last_stage,
+    update_stats,
 )
 from hacpo_mega.megatron.weights.lora import adapters_off, attach_adapters
+from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
-from hacpo_mega.megatron.weights.weights import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.lora import Lora
@@ -63,6 +69,8 @@ from hacpo_mega.samples.packing import pack, pack_update
 # (log-probs of the trained tokens [R], micro-batch on their device) -> (scalar loss, something to report)
 LossFn = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Any]]
 Packing = Callable[[Sequence[TokenSequence]], Sequence[MicroBatch]]
+# A cell's ranks are neighbours: rank = cell * (tp * cp * pp) + (pp_rank * cp + cp_rank) * tp + tp_rank.
+RANK_ORDER = "tp-cp-ep-pp-dp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +162,7 @@ class Actor:
                 self.model, spec.optimizer, spec.total_updates, offload_mode=spec.offload_mode
             )
         self._reference: list[torch.Tensor] | None = None
-        self._saving_group: torch.distributed.ProcessGroup | None = None
+        self._saving_group: dist.ProcessGroup | None = None
         self.timeout = timedelta(seconds=spec.timeout_s)
 
     def _build(self, spec: ActorSpec) -> HiddenStateModel:
@@ -308,15 +316,10 @@ class Actor:
             with adapters_off(model):
                 return self.token_logprobs(sequences)
         assert self._reference is not None, "keep_reference() comes first"
-        with self._parameters_of(self._reference):
-            return self.token_logprobs(sequences)
-
-    @contextmanager
-    def _parameters_of(self, other: list[torch.Tensor]) -> Iterator[None]:
         present = self._copy_of_parameters()
         try:
-            self._set_parameters(other)
-            yield
+            self._set_parameters(self._reference)
+            return self.token_logprobs(sequences)
         finally:
             self._set_parameters(present)
 
@@ -345,7 +348,7 @@ class Actor:
         With `copies` the actor may learn on meanwhile: the present state is written. Collective over the agent.
         """
         if self._saving_group is None:
-            self._saving_group = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
+            self._saving_group = dist.new_group(backend="gloo", timeout=self.timeout)
         write = save_state(self.model, self.optimizer, folder, self._saving_group, copies=copies)
         return {"num_updates": self.optimizer.num_updates, "num_applied": self.optimizer.num_applied}, write
 
@@ -372,6 +375,57 @@ class Actor:
                 save_hf(self.model, self.folder, folder, dtype, added_end=added_end)
             except OSError as error:
                 problem = str(error)
-        problem = json.loads(share_bytes(torch.distributed.group.WORLD, json.dumps(problem).encode()))
+        problem = json.loads(share_bytes(dist.group.WORLD, json.dumps(problem).encode()))
         if problem is not None:
             raise OSError(problem)
+
+
+def initialize_parallel(
+    tp: int, pp: int, seed: int, timeout_s: float = 1800.0, *, cp: int = 1, ep: int | None = None
+) -> None:
+    """Creates Megatron's groups over the current default process group (one agent's world), and its random streams.
+
+    Rank order is RANK_ORDER; data parallelism takes the rest of the world. `ep` ranks share a layer's experts, those of
+    one cell or of several neighbouring ones; None means no experts. `timeout_s` bounds every collective of these
+    groups. Raises ValueError if tp * cp * pp does not divide the world. Gloo twins of the groups are not made:
+    optimizers take `use_gloo_process_groups=False`.
+    """
+    world_size = dist.get_world_size()
+    if world_size % (cell := tp * cp * pp):
+        raise ValueError(f"tp * cp * pp = {tp} * {cp} * {pp} = {cell} does not divide the agent's {world_size} ranks")
+    apply_patches(MEGATRON)
+    with megatron_platform():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            # Megatron lays out experts, too: as wide, their pipelines have the ranks of these. See `_share_experts`.
+            expert_model_parallel_size=cp,
+            order=RANK_ORDER,
+            distributed_timeout_minutes=timeout_s / 60.0,  # a timedelta is made of it, which takes parts of minutes
+            create_gloo_process_groups=False,
+        )
+        if ep is not None:
+            _share_experts(tp * cp, pp, ep, timedelta(seconds=timeout_s))
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def _share_experts(ranks: int, pp: int, ep: int, timeout: timedelta) -> None:
+    """Replaces Megatron's expert groups by groups in which `ep` ranks of a stage share experts.
+
+    Megatron's order of ranks spreads experts over exactly all ranks of a stage of a cell. Here every `ep` neighbours
+    share them, among the ranks that the stage has in all cells, `ranks` in each. Ranks with the same experts, in this
+    cell and in others, sum their gradients and share their optimizer.
+    """
+    names, cells = parallel_state, range(0, dist.get_world_size(), ranks * pp)
+    for stage in range(pp):
+        line = [cell + stage * ranks + place for cell in cells for place in range(ranks)]
+        for share in (line[first : first + ep] for first in range(0, len(line), ep)):
+            group = names.create_group(share, timeout=timeout, group_desc="EXPERT_MODEL_PARALLEL_GROUP")
+            if dist.get_rank() in share:
+                names._EXPERT_MODEL_PARALLEL_GROUP, names._EXPERT_MODEL_PARALLEL_RANKS = group, share
+                names._EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP = group
+        for same in (line[place::ep] for place in range(ep)):
+            group = names.create_group(same, timeout=timeout, group_desc="EXPERT_DATA_PARALLEL_GROUP")
+            if dist.get_rank() in same:
+                names._EXPERT_DATA_PARALLEL_GROUP = names._INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = group

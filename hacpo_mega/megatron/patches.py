@@ -1,7 +1,7 @@
 """Permanent patches of Megatron-core, with the reason of each (cluster/patches.py).
 
-parallel.py applies them when a process creates Megatron's groups. Not here: replacements on the CPU while Megatron code
-runs (platform.py).
+actor.py applies them when a process creates Megatron's groups. Not here: replacements on the CPU while Megatron code
+runs (model/platform.py).
 """
 
 from megatron.core.distributed import param_and_grad_buffer

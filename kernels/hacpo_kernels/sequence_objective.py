@@ -56,6 +56,19 @@ def _segment_bounds(
 
 
 @triton.jit
+def _lengths(length_ptr, sequence, inside, start, stop, broken, has_length: tl.constexpr):
+    """Divisor of each sum, float64 [block_b], 1 if a sequence is empty; whether it is; whether it is invalid."""
+    length = (stop - start).to(tl.float64)
+    empty = length <= 0
+    if has_length:
+        length = tl.load(length_ptr + sequence, mask=inside, other=0).to(tl.float64)
+        empty |= length <= 0
+        broken |= length < 0
+    empty &= ~broken
+    return tl.where(empty, 1.0, length), empty, broken
+
+
+@triton.jit
 def _segment_sum_kernel(
     token_logprob_ptr,  # *fp32 or *fp64 [T]
     cu_seqlens_ptr,  # *i32 or *i64 [B + 1]
@@ -72,6 +85,15 @@ def _segment_sum_kernel(
 
 
 @triton.jit
+def _own_objective(ratio, advantage, own_low, own_high):
+    """Loss and weight of own answers (eq. 47), float64 [block_b]; the borders of the clip are scalars."""
+    plain = ratio * advantage
+    clipped = tl.where(ratio < own_low, own_low, tl.where(ratio > own_high, own_high, ratio)) * advantage
+    is_clipped = plain > clipped
+    return -tl.where(is_clipped, clipped, plain), tl.where(is_clipped, 0.0, ratio)
+
+
+@triton.jit
 def _band_objective(ratio, advantage, low, high, alpha):
     """HACPO's loss and weight of others' answers (eq. 50), float64 [block_b]; low, high and alpha are scalars."""
     below, above = ratio < low, ratio > high
@@ -81,6 +103,23 @@ def _band_objective(ratio, advantage, low, high, alpha):
     power = tl.exp(alpha * tl.log(tl.where(is_zero, 1.0, band)))
     factor = tl.where(is_zero, tl.where(alpha == 0, 1.0, 0.0), power)
     return -band * factor * advantage, tl.where(below | above, 0.0, ratio * factor)
+
+
+@triton.jit
+def _cross_objective(
+    mean, difference, ratio, advantage, low, high, alpha, ratio_cap, divergence_limit, cross: tl.constexpr
+):
+    """Loss and weight of others' answers, float64 [block_b], by the equation that `cross` names."""
+    if cross == "likelihood":
+        loss, weight = -mean * advantage, tl.full(mean.shape, 1.0, tl.float64)
+    elif cross == "truncated":
+        is_dropped = (advantage < 0) & (difference < -divergence_limit)
+        weight = tl.where(is_dropped, 0.0, tl.where(ratio > ratio_cap, ratio_cap, ratio))
+        loss = -weight * advantage
+    else:
+        tl.static_assert(cross == "band", "an objective that the kernel does not have")
+        loss, weight = _band_objective(ratio, advantage, low, high, alpha)
+    return loss, weight
 
 
 @triton.jit
@@ -117,15 +156,7 @@ def _objective_kernel(
     source = tl.load(source_logprob_ptr + sequence, mask=inside, other=0.0)
     advantage = tl.load(advantage_ptr + sequence, mask=inside, other=0.0).to(tl.float64)
     is_self = tl.load(is_self_ptr + sequence, mask=inside, other=0) != 0
-
-    length = (stop - start).to(tl.float64)
-    empty = length <= 0
-    if has_length:
-        length = tl.load(length_ptr + sequence, mask=inside, other=0).to(tl.float64)
-        empty |= length <= 0
-        broken |= length < 0
-    empty &= ~broken
-    length = tl.where(empty, 1.0, length)
+    length, empty, broken = _lengths(length_ptr, sequence, inside, start, stop, broken, has_length)
     total = _segment_sums(token_logprob_ptr, start, stop, block_b, block_t)
     # Rounded as the source's scalar was when it travelled: an unchanged policy has ratio 1 to the last bit.
     mean = tl.where(broken, float("nan"), total / length).to(source.dtype).to(tl.float64)
@@ -134,23 +165,13 @@ def _objective_kernel(
     too_high, too_low = difference > log_ratio_clamp, difference < -log_ratio_clamp
     ratio = tl.exp(tl.where(too_high, log_ratio_clamp, tl.where(too_low, -log_ratio_clamp, difference)))
 
-    plain = ratio * advantage
-    clipped = tl.where(ratio < own_low, own_low, tl.where(ratio > own_high, own_high, ratio)) * advantage
-    is_clipped = plain > clipped
-    own_loss = -tl.where(is_clipped, clipped, plain)
-    own_weight = tl.where(is_clipped, 0.0, ratio)
-
+    own_loss, own_weight = _own_objective(ratio, advantage, own_low, own_high)
     if cross == "own":
         cross_loss, cross_weight = own_loss, own_weight
-    elif cross == "likelihood":
-        cross_loss, cross_weight = -mean * advantage, tl.full([block_b], 1.0, tl.float64)
-    elif cross == "truncated":
-        is_dropped = (advantage < 0) & (difference < -divergence_limit)
-        cross_weight = tl.where(is_dropped, 0.0, tl.where(ratio > ratio_cap, ratio_cap, ratio))
-        cross_loss = -cross_weight * advantage
     else:
-        tl.static_assert(cross == "band", "an objective that the kernel does not have")
-        cross_loss, cross_weight = _band_objective(ratio, advantage, low, high, alpha)
+        cross_loss, cross_weight = _cross_objective(
+            mean, difference, ratio, advantage, low, high, alpha, ratio_cap, divergence_limit, cross
+        )
 
     loss = tl.where(empty, 0.0, tl.where(is_self, own_loss, cross_loss))
     weight = tl.where(too_high | too_low, 0.0, tl.where(is_self, own_weight, cross_weight))

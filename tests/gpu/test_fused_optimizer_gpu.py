@@ -7,7 +7,7 @@ from bf16_cases import make_folder
 from fused_job import UPDATES, update
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.fused_optimizer import THERE
 from hacpo_mega.megatron.train.overlap import buffers_of
 

@@ -12,7 +12,7 @@ from offload_cases import ADAM
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.logbook.files.metrics import read_metrics
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -16,7 +16,7 @@ from tiny_models import make_model
 from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.checkpoint.stored_state import KINDS
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.megatron.train.overlap import buffers_of
 
 pytestmark = pytest.mark.nightly

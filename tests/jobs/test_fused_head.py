@@ -31,7 +31,7 @@ import hacpo_mega.megatron.actor as actor_module
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.model.model import lm_head_weight, vocab_start
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 
 # Roundings that a gradient may differ by: sums over the hidden size and over the vocabulary, and a few in between.
 U32 = 2.0**-24

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model, reference_model
 
 from hacpo_mega.config import OptimizerConfig
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.megatron.weights.hf_writer import ADAPTER
 from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.megatron.weights.publish import ActorShards

@@ -21,11 +21,11 @@ from safetensors.torch import load_file
 from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model, reference_model
 from transformers import AutoModelForCausalLM
 
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
+from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
-from hacpo_mega.megatron.weights.weights import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 
 VOCAB = 131

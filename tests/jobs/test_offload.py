@@ -16,7 +16,7 @@ from tiny_models import make_model
 from hacpo_mega.checkpoint.files import committed_steps, folder_of, read_checkpoint
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout

@@ -22,7 +22,7 @@ from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.rendezvous import open_store
 from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
-from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.preflight.meeting import GroupTest
 
 UNEQUAL = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))

@@ -17,11 +17,11 @@ from plan_bytes import moved_bytes
 from tiny_models import make_model
 
 from hacpo_mega.cluster.groups.spans import Spans
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model
-from hacpo_mega.megatron.parallel import initialize_parallel
+from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.publish import ActorShards, Exchange
 from hacpo_mega.megatron.weights.reshard import full_tensors
-from hacpo_mega.megatron.weights.weights import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import VIRTUAL, Layout
 from hacpo_mega.models.sharding.publish_plan import engine_shards, publish_plan

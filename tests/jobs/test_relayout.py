@@ -20,7 +20,7 @@ from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.checkpoint.stored_state import KINDS, WEIGHT, Part, StateReader, stored_name, stored_weights
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.segments import Source, all_sources
 

@@ -27,11 +27,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model import layers, linear, moe
 from hacpo_mega.megatron.model.context_parallel import resize
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer
 from hacpo_mega.megatron.train.overlap import buffers_of
 from hacpo_mega.megatron.train.schedule import data_parallel

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hacpo_mega.config.tables.methods import METHODS, MethodName, unread_options
+from hacpo_mega.config.tables.methods import MECHANISMS, METHODS, MethodName, unread_options
 from hacpo_mega.config.tables.section import (
     Count,
     Factor,
@@ -170,13 +170,13 @@ class AlgorithmConfig(Section):
     @property
     def uses_capability(self) -> bool:
         """True if omega changes an advantage."""
-        return self.method == "hacpo" and (self.capability_baseline or self.omega_in_loss)
+        return METHODS[self.method].reads >= MECHANISMS and (self.capability_baseline or self.omega_in_loss)
 
     @property
     def success_readers(self) -> tuple[str, ...]:
         """Parts of the method that need to know which answers are a success (reward.success), by name."""
-        if self.method == "sgt":
-            return ("sgt",)
+        if METHODS[self.method].reads_successes:
+            return (self.method,)
         if self.uses_capability and self.capability_metric == "positive_rate":
             return (f"capability ({'preset authors' if self.preset == 'authors' else 'positive_rate'})",)
         return ()
@@ -189,9 +189,7 @@ class AlgorithmConfig(Section):
     @property
     def cross_objective(self) -> str:
         """The objective of others' answers."""
-        if self.cross_clip == "own":
-            return "own"
-        return METHODS[self.method].cross or "own"
+        return "own" if self.cross_clip == "own" else METHODS[self.method].cross or "own"
 
 
 def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:

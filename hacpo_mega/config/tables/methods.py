@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-MethodName = Literal["grpo", "gspo", "gspo_x2", "naive", "sgt", "f_tis", "hacpo"]
-
 # Options that every method reads.
 COMMON = frozenset(
     {"method", "preset", "eps_low", "eps_high", "log_ratio_clamp", "eos_in_loss", "kl_coef", "advantage_eps"}
@@ -40,7 +38,9 @@ class Method:
     reads               the options that it reads beside COMMON; any other is refused
     needs_peers         whether it is nothing for an agent alone
     cross               which objective others' answers have, by a name of hacpo_kernels.Bounds, which refuses another;
-                        None where nothing is shared, "band" follows `cross_clip`
+                        None where nothing is shared, "band" follows `cross_clip`; "function" is for a method with an
+                        objective in algorithm/methods.py
+    reads_successes     whether it needs to know which answers are a success (reward.success)
     answers, updates    factors of rollout.rollouts_per_prompt and of the updates in a step
     """
 
@@ -48,6 +48,7 @@ class Method:
     reads: frozenset[str] = frozenset()
     needs_peers: bool = False
     cross: str | None = None
+    reads_successes: bool = False
     answers: int = 1
     updates: int = 1
 
@@ -63,11 +64,12 @@ METHODS: Mapping[str, Method] = {
         needs_peers=True,
         cross="own",
     ),
-    "sgt": Method(reads=SHARING | {"transfer_weight"}, needs_peers=True, cross="likelihood"),
+    "sgt": Method(reads=SHARING | {"transfer_weight"}, needs_peers=True, cross="likelihood", reads_successes=True),
     "f_tis": Method(reads=SHARING | {"ratio_cap", "divergence_limit", "answer_group"}, needs_peers=True,
                     cross="truncated"),
     "hacpo": Method(reads=SHARING | MECHANISMS, cross="band"),
 }  # fmt: skip
+MethodName = Literal[tuple(METHODS)]
 
 
 def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:

@@ -31,7 +31,7 @@ from hacpo_mega.megatron.checkpoint.stored_state import (
     write_parts,
 )
 from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, ParameterShare
 from hacpo_mega.megatron.weights.names import place_of, trained_slots
 from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles

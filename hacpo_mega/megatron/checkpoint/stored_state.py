@@ -11,6 +11,7 @@ Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hacpo_mega.cluster.groups.tree import gather_at_head, share_bytes
 from hacpo_mega.megatron.checkpoint.stored_index import INDEX, read_index
-from hacpo_mega.megatron.weights.hf_reader import dtype_of
-from hacpo_mega.models.sharding.segments import Source
+from hacpo_mega.megatron.weights.hf_reader import FolderReader, dtype_of
+from hacpo_mega.megatron.weights.merging import merged
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.lora import Lora, adapter_sources, factor_names
+from hacpo_mega.models.sharding.segments import Source, all_sources
 
 # Stored for every parameter: the float32 main weight and the moments of Adam, by torch's names.
 WEIGHT = "param"
@@ -184,6 +188,25 @@ def stored_weights(folder: Path, sources: Iterable[Source], dtype: torch.dtype) 
         whole = torch.empty(source.shape)
         reader.read({stored_name(WEIGHT, source.name): [Part(source.shape, (0,) * whole.dim(), whole)]})
         yield source.name, whole.to(dtype_of(source.name, dtype))
+
+
+def model_weights(state: Path, base: Path, lora: Lora | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the model by name; `base` is the folder that its run began with, `dtype` the run's.
+
+    One tensor is in memory at a time, and all adapters. Not collective.
+    """
+    architecture = Architecture.from_folder(base)
+    sources = all_sources(architecture)
+    if lora is None:
+        yield from stored_weights(state, sources, dtype)
+        return
+    factors = dict(stored_weights(state, adapter_sources(architecture, lora), dtype))
+    with ExitStack() as stack:
+        reader = FolderReader(base, stack)
+        for source in sources:
+            weight = reader.read(source, 0, source.shape[0], dim=0).to(dtype_of(source.name, dtype))
+            down, up = factor_names(source.name)
+            yield source.name, merged(weight, factors[up], factors[down], lora.scale) if down in factors else weight
 
 
 class _WriteParts(DefaultSavePlanner):

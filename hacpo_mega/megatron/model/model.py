@@ -22,10 +22,10 @@ from hacpo_mega.config.checks.pass_through import table_problems
 from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.model.layers import decoder_spec
 from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE
+from hacpo_mega.megatron.model.platform import megatron_platform, plain_torch
 from hacpo_mega.megatron.model.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.model.te_layers import te_decoder_spec
-from hacpo_mega.megatron.platform import megatron_platform, plain_torch
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout, chunk_layers, layout_problems
 from hacpo_mega.models.sharding.lora import Lora

@@ -15,7 +15,7 @@ No token is dropped, there is no padding and no randomness, and no number depend
 answer that is scored twice has one score. The permutations are gathers in forward and in backward, so the bits repeat
 on CUDA.
 
-Not here: which ranks share experts (platform.py), where weights come from (models/sharding/segments.py).
+Not here: which ranks share experts (actor.py), where weights come from (models/sharding/segments.py).
 
 Shapes: n tokens of a rank, k experts of a token, E experts, e = E / ep of them on this rank, R rows that it computes, H
 hidden size, F width of an expert.

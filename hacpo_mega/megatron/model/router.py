@@ -39,7 +39,7 @@ class Router(torch.nn.Module):
         super().__init__()
         self.architecture = architecture
         self.weight = random_weight(config, architecture.num_experts, architecture.hidden_size)
-        # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (norms.py).
+        # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (layers.py).
         self.weight.sequence_parallel = config.sequence_parallel
         self.bias: torch.nn.Parameter | None = None
         if architecture.traits.experts.shared is not None:

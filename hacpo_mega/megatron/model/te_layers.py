@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.layers import WithBias
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.models.families.architecture import Architecture
 
@@ -79,14 +80,6 @@ class PackedTEAttention(torch.nn.Module):
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         output = self.attend(*whole, attention_mask, packed_seq_params=packed_seq_params, **megatron_options)
         return self.from_heads(output.unflatten(1, (-1, query_tND.shape[2]))).flatten(1)
-
-
-class WithBias:
-    """Row-parallel linear with a bias, for an attention output that has one while the MLP has none."""
-
-    def __new__(cls, *sizes: int, linear: type, bias: bool, **options: object) -> torch.nn.Module:
-        """Returns the linear itself; `bias` is the one of Megatron's configuration."""
-        return linear(*sizes, bias=True, **options)
 
 
 def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:

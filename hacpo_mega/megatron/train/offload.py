@@ -2,7 +2,7 @@
 
 `agents.offload` offloads all that only an optimizer step reads: the float32 main weights that are copies of
 half-precision ones, and both moments of Adam. Main weights that are views of the model's own, as with a float32 model,
-stay. `placement = "shared"` offloads the whole actor (actor_offload.py).
+stay. `placement = "shared"` offloads the whole actor (optimizer.py).
 
     begin_offload      begins copies to the host; the state may still be read, not written
     finish_offload     waits for them and frees the device memory

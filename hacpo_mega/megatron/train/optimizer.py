@@ -1,4 +1,5 @@
-"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning-rate schedule.
+"""Adam for an actor: Megatron's distributed optimizer, clipping by the global norm, the learning-rate schedule,
+and the offload of a whole actor.
 
 The learning rate is a pure function of the update's number, so a resumed run needs only the count of its updates.
 
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -21,7 +23,7 @@ from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS, chosen_kernels, use_kernels
 from hacpo_mega.megatron.train.offload import Offload
-from hacpo_mega.megatron.train.overlap import buffers_of
+from hacpo_mega.megatron.train.overlap import buffers_of, finish_gather
 
 # Offloadable part of an actor: nothing, the optimizer's state, or everything.
 OffloadMode = Literal["nothing", "state", "everything"]
@@ -83,7 +85,7 @@ class ActorOptimizer:
         """`offload_mode` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
 
         An offloadable state has moments from the start. Everything includes the model's weights (`self.weights`;
-        actor_offload.py).
+        `ActorOffload`).
         """
         self.config = config
         self.total_updates = total_updates
@@ -237,3 +239,40 @@ def _clipped_step(optimizer: ChainedOptimizer, clip_grad: float, loss: float) ->
         MixedPrecisionOptimizer.step_with_ready_grads(part)  # its own would gather the weights of the whole model
     last.step_with_ready_grads()
     return grad_norm, True
+
+
+class ActorOffload:
+    """Offload of all device memory of an actor outside its agent's turn, for `placement = "shared"`. Bitwise neutral.
+
+    The actor is built for it (`ActorSpec(offload_mode="everything")`). Weights, main weights and moments go to the host
+    and come back (offload.py). Gradient buffers are not copied, since every backward begins by filling them with zeros:
+    their memory is freed and taken again. Megatron's buffers for gathering are dropped, and the next forward makes new
+    ones. Not here: turns (agent/devices.py), and the bytes that stay (memory/budget.py).
+    """
+
+    def __init__(self, model: DistributedDataParallel, optimizer: ActorOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._gradients = [buffer.grad_data for buffer in buffers_of(model)]
+        self._gradient_originals = [gradient.detach() for gradient in self._gradients]
+
+    def onload(self, *, to_learn: bool) -> None:
+        """Onloads the weights; with `to_learn` also gradient buffers, and starts to onload the optimizer's state."""
+        self._optimizer.weights.begin_onload()
+        if to_learn:
+            for gradient, original in zip(self._gradients, self._gradient_originals, strict=True):
+                original.untyped_storage().resize_(original.nbytes)
+                gradient.data = original
+            self._optimizer.offload.begin_onload()
+        self._optimizer.weights.ensure_on_device()
+
+    def offload(self) -> None:
+        """Offloads everything that is on the device. Collective over the agent's ranks."""
+        finish_gather(self._model)
+        self._optimizer.weights.begin_offload()
+        self._optimizer.offload.begin_offload()
+        for gradient, original in zip(self._gradients, self._gradient_originals, strict=True):
+            gradient.data = original.new_empty(0)
+            original.untyped_storage().resize_(0)
+        parallel_state.get_global_memory_buffer().buffer.clear()
+        self._optimizer.offload.finish_offload()
+        self._optimizer.weights.finish_offload()

@@ -1,4 +1,4 @@
-"""Reduce-scatter of gradients and all-gather of weights, for data parallelism.
+"""Reduce-scatter of gradients and all-gather of weights over gloo; CUDA enters only where a rank is alone.
 
 Megatron's wrapper asks torch for both. torch calls the library even for a single rank, and gloo then copies the whole
 model three times an update; here a single rank does nothing, on every device. Among several ranks gloo sums all

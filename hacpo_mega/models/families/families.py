@@ -49,7 +49,7 @@ ONLY: Mapping[str, Any] = {
 }
 
 # Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
-# A norm behind a block is part of the sum with the residual (megatron/model/norms.py, AddNormed).
+# A norm behind a block is part of the sum with the residual (megatron/model/layers.py, AddNormed).
 BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
 AROUND = {

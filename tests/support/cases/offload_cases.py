@@ -13,7 +13,7 @@ from actor_cases import full_weights, make_actor, objective, random_samples
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, schedule="linear")
 

@@ -13,7 +13,7 @@ from job import play_command
 
 from hacpo_mega.agent.weight_sync import WeightSync
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.train.actor_offload import ActorOffload
+from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.trainer import joint_disk
 

@@ -14,15 +14,14 @@ from memory_trace import _fake_world
 
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, save_state
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer
 from hacpo_mega.megatron.train.schedule import data_parallel
-from hacpo_mega.megatron.weights.names import slots_of
+from hacpo_mega.megatron.weights.names import load_hf_weights, slots_of
 from hacpo_mega.megatron.weights.reshard import full_tensors
-from hacpo_mega.megatron.weights.weights import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.segments import shard_shape

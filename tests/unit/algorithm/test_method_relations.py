@@ -13,9 +13,12 @@ from method_cases import config_of, cube, sequence_objective
 from hacpo_mega.algorithm import (
     advantages_of,
     capability_ratios,
+    has_own_objective,
+    named_objective,
     sample_weight,
     trained_answers,
 )
+from hacpo_mega.algorithm.methods import FUNCTIONS, MethodFunctions
 from hacpo_mega.config.tables.methods import METHODS
 
 U64 = 2.0**-53
@@ -96,7 +99,10 @@ def test_alpha_zero_inside_the_band_is_naive_where_its_clip_is_idle():
 
 
 def test_the_objectives_of_the_methods_are_those_of_the_kernels():
-    assert {what.cross for what in METHODS.values()} - {None} == set(get_args(CrossObjective))
+    assert {what.cross for what in METHODS.values()} - {None, "function"} == set(get_args(CrossObjective))
+    assert FUNCTIONS.keys() == METHODS.keys()
+    for name, functions in FUNCTIONS.items():
+        assert (functions.objective is not None) == (METHODS[name].cross == "function"), name
 
 
 @pytest.mark.parametrize("learner", [0, 1])
@@ -123,3 +129,22 @@ def test_capability_is_used_by_hacpo_alone():
         assert same == (method != "hacpo"), method
         assert config_of(method).uses_capability == (method == "hacpo")
     assert capability_ratios(low, None)[1, 0].item() == pytest.approx(9.0)
+
+
+def test_a_method_may_bring_its_objective(monkeypatch):
+    """Registered under naive's name: half of each answer's log ratio, minus what the configuration says."""
+
+    def half(log_ratio_B, advantage_B, is_self_B, update_index, config):
+        return -torch.where(is_self_B, 1.0, 0.5) * log_ratio_B * advantage_B - config.eps_low * update_index
+
+    assert not has_own_objective(config_of("naive"))
+    monkeypatch.setitem(FUNCTIONS, "naive", MethodFunctions(FUNCTIONS["naive"].advantages, half))
+    tokens = torch.tensor([-1.0, -3.0, -2.0], dtype=torch.float64, requires_grad=True)
+    source, length = torch.tensor([-1.5, -2.5]), torch.tensor([2.0, 1.0])
+    advantage, is_self = torch.tensor([2.0, -4.0]), torch.tensor([True, False])
+    config = config_of("naive", eps_low=0.25)
+    assert has_own_objective(config)
+    loss, terms = named_objective(tokens, torch.tensor([0, 2, 3]), source, advantage, is_self, length, 2, config)
+    loss.sum().backward()
+    assert loss.tolist() == [1.0 - 0.5, 1.0 - 0.5] and tokens.grad.tolist() == [-1.0, -1.0, 2.0]
+    assert terms.weight_B.tolist() == [1.0, 0.5]

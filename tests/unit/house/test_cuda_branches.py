@@ -1,4 +1,4 @@
-"""docs/design/testing.md lists every file with a branch that only CUDA enters, its twin, and tests that exist."""
+"""docs/design/testing.md lists every file where CUDA and the CPU part, the twin of its branch, and tests that exist."""
 
 import re
 
@@ -6,6 +6,7 @@ from repository import ROOT
 
 BRANCH = re.compile(
     r'is_cuda\b|torch\.cuda\b|[!=]= "cuda"|== "nccl"|_has_cuda\(\)|on_cuda\b|SIMULATED_ON|"nvidia-smi"|NVML'
+    r'|is_cpu\b|device\.type == "cpu"'
     r"|_cpu_build\(\)|device\.(mixed|engine_sleeps|flash_attention)"
 )
 PAGE = (ROOT / "docs" / "design" / "testing.md").read_text(encoding="utf-8")

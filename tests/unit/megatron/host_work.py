@@ -178,7 +178,7 @@ class _Operations(TorchDispatchMode):
 def _where() -> str:
     """The line of ours or of Megatron that waits."""
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.endswith("/megatron/platform.py") or "/tests/" in frame.filename:
+        if frame.filename.endswith("/megatron/model/platform.py") or "/tests/" in frame.filename:
             continue
         for package in ("hacpo_mega", "hacpo_kernels", "megatron"):
             _, found, path = frame.filename.rpartition(f"/{package}/")

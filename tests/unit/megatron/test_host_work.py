@@ -7,7 +7,7 @@ from host_work import HostWork, record_actor
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from tiny_models import make_model
 
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.fused_optimizer import THERE
 
 # Launches of a layer's forward beside norms and attention: four products, ten for the turns of queries and keys, two

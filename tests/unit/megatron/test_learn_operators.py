@@ -18,7 +18,7 @@ from tiny_models import make_model
 from torch.nn.functional import rms_norm
 
 from hacpo_mega.megatron.model import linear
-from hacpo_mega.megatron.model.norms import _normed
+from hacpo_mega.megatron.model.layers import _normed
 
 EPS = 1e-6
 HEAD = 96

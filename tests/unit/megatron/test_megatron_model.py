@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make_model
 
 from hacpo_mega.cluster.watchdog import RunStopped
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.weights import hf_writer
+from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
-from hacpo_mega.megatron.weights.weights import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.rope import Llama3Rope
 

@@ -11,12 +11,12 @@ from expert_products import COUNTS, compare_products
 from tiny_models import make_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model import moe, router
 from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.moe import expert_layer
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.micro_batches import expert_load
+from hacpo_mega.megatron.model.platform import megatron_platform
+from hacpo_mega.megatron.train.schedule import expert_load
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import ExpertLoad

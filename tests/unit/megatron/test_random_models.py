@@ -9,9 +9,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model, reference_model
 
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.weights.weights import load_hf_weights
+from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES, Family
 

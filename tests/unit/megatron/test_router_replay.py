@@ -13,11 +13,11 @@ from tiny_models import make_model
 
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.device_memory import agent_budget
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import transformer_config
+from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.model.router import Router
-from hacpo_mega.megatron.parallel import initialize_parallel
-from hacpo_mega.megatron.platform import megatron_platform
-from hacpo_mega.megatron.train.micro_batches import expert_load
+from hacpo_mega.megatron.train.schedule import expert_load
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.records import Completion, Stop, TokenSequence

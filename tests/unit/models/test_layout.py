@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.pass_through import DECIDED_VLLM, engine_fields, require_accepted, table_problems
+from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, stage_model, transformer_config
-from hacpo_mega.megatron.parallel import initialize_parallel
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL, Layout, layout_problems
 from hacpo_mega.models.sharding.megatron_fields import (
