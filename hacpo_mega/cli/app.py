@@ -27,7 +27,7 @@ from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
-from hacpo_mega.cli.evaluation import evaluate_model
+from hacpo_mega.cli.evaluation import WithKeys, evaluate_model
 from hacpo_mega.cli.export import export
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
@@ -240,7 +240,7 @@ def report(
     say(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
-app.command(name="eval")(evaluate_model)
+app.command(name="eval", cls=WithKeys, context_settings={"ignore_unknown_options": True})(evaluate_model)
 app.command()(export)
 app.command()(grade)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hacpo_grading.judgement import Asked
 from hacpo_grading.registry import final_answer, find_grader
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
@@ -214,13 +215,8 @@ class _Run:
         texts = [self._text(completion) for completion in completions]
         opened = [self.codec.opened_thinking(request.row.text) for request in batch]
         whole = [start + text for start, text in zip(opened, texts, strict=True)]
-        judgements = judge.judge(
-            [request.row.text for request in batch],
-            [request.row.gold for request in batch],
-            whole,
-            [completion.stop for completion in completions],
-            [request.row.row for request in batch],
-        )
+        asked = zip([request.row for request in batch], whole, completions, strict=True)
+        judgements = judge.judge([Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked])
         votes = [final_answer(self.settings.voted, text) for text in whole]
         parts = zip(batch, completions, texts, votes, judgements, strict=True)
         return [self._record(*part) for part in parts]

@@ -242,7 +242,7 @@ def _success_note(result: BenchmarkResult, success: str | float | None) -> str:
     if not any(name.startswith("pass@") for name in result.scores):
         return (
             "no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are left "
-            "out; reward.success, or --success, says it"
+            "out; reward.success says it"
         )
     if isinstance(success, str):
         return f"pass@k and maj@k count successes, answers with the full reward of the part {success!r}"

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from judged import questions
 
 from hacpo_grading.graders.model_judge import ModelJudge, score_of
 from hacpo_grading.judge import Judge
@@ -130,9 +131,9 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     texts = [f"answer {i}" for i in range(58)]
     texts += ["wrong", "busy at first", "nonsense", "unknown", "no chat", "hang"]
     with judge_of(server, api_key_env="JUDGE_KEY", cache=str(tmp_path)) as judge:
-        found = judge.judge(["p"] * 64, ["g"] * 64, texts, [Stop.EOS] * 64)
+        found = judge.judge(questions(["p"] * 64, ["g"] * 64, texts, [Stop.EOS] * 64))
         errors = judge.take_report().errors
-        again = judge.judge(["p"] * 60, ["g"] * 60, texts[:60], [Stop.EOS] * 60)
+        again = judge.judge(questions(["p"] * 60, ["g"] * 60, texts[:60], [Stop.EOS] * 60))
     assert [judgement.reward for judgement in found[:60]] == [1.0] * 58 + [0.0, 1.0] == [j.reward for j in again]
     assert [judgement.verdict for judgement in found[60:]] == [Verdict.ERROR] * 4
     assert all(math.isnan(judgement.reward) for judgement in found[60:])
@@ -142,9 +143,9 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     assert server.seen.count("p g answer 0") == 1 and server.seen.count("p g busy at first") == 2
     asked = len(server.seen)
     with judge_of(server, cache=str(tmp_path)) as other:  # another rank, or a run that goes on
-        assert [j.reward for j in other.judge(["p"] * 59, ["g"] * 59, texts[:59], [Stop.EOS] * 59)] == [1.0] * 58 + [
-            0.0
-        ]
+        assert [j.reward for j in other.judge(questions(["p"] * 59, ["g"] * 59, texts[:59], [Stop.EOS] * 59))] == [
+            1.0
+        ] * 58 + [0.0]
     assert len(server.seen) == asked
 
 
@@ -153,7 +154,7 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
     monkeypatch.setenv("JUDGE_KEY", "secret")
     texts = ["endless", "drop by drop", "bomb", "elsewhere", "deep"]
     with judge_of(server, attempts=1, api_key_env="JUDGE_KEY", request_s=8.0) as judge:
-        found = judge.judge(["p"] * 5, ["g"] * 5, texts, [Stop.EOS] * 5)
+        found = judge.judge(questions(["p"] * 5, ["g"] * 5, texts, [Stop.EOS] * 5))
         errors = judge.take_report().errors
     assert all(math.isnan(judgement.reward) for judgement in found)
     parts = ("more than 4,194,304 bytes", "gave no reply (TimeoutError", "status 307", "no reply of a chat")
@@ -165,7 +166,7 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
 def test_a_server_that_is_not_there_leaves_all_unjudged():
     options = {"url": "http://127.0.0.1:9/v1", "model": "judge", "attempts": 1}
     with Judge("model", options=options) as judge:
-        found = judge.judge(["p"] * 2, ["g"] * 2, ["a", "b"], [Stop.EOS] * 2)
+        found = judge.judge(questions(["p"] * 2, ["g"] * 2, ["a", "b"], [Stop.EOS] * 2))
         assert all(math.isnan(judgement.reward) for judgement in found)
         assert "http://127.0.0.1:9/v1/chat/completions gave no reply (ConnectError" in judge.take_report().first_error
 

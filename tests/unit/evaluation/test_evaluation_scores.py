@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from judged import questions
 from repository import SHARED
 
 from hacpo_grading.judge import Judge
@@ -214,8 +215,8 @@ def test_only_physical_quantities_of_minerva_may_be_rounded():
     answers = [r"\boxed{4.50003 \times 10^{33}}", r"\boxed{4.501e33}"]
     with Judge("math", options={"relative": tolerances["minerva_math"]}) as tolerant, Judge("math") as exact:
         asked = (["?"] * 2, ["4.5e33"] * 2, answers, [Stop.EOS] * 2)
-        assert [judgement.reward for judgement in tolerant.judge(*asked)] == [1.0, 0.0]
-        assert [judgement.reward for judgement in exact.judge(*asked)] == [0.0, 0.0]
+        assert [judgement.reward for judgement in tolerant.judge(questions(*asked))] == [1.0, 0.0]
+        assert [judgement.reward for judgement in exact.judge(questions(*asked))] == [0.0, 0.0]
 
 
 def test_the_suite_is_the_papers():

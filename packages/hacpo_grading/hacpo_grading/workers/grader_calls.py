@@ -10,9 +10,9 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+from hacpo_grading.judgement import Asked
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 from hacpo_grading.workers.own_file import own_module
 
@@ -25,18 +25,6 @@ RETURNED = "the grader returned"  # begins what is said of a value that is no re
 
 class Unjudged(Exception):
     """Raised by a grader that is at fault itself, such as a server out of reach: the answer stays unjudged."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One answer as a grader may ask for it; `row` has every field of the data row but the prompt."""
-
-    prompt: str
-    answer: str
-    gold: str
-    row: Mapping[str, Any]
-    agent: str = ""
-    group: tuple[str, ...] = ()
 
 
 class GraderCall:
@@ -121,20 +109,23 @@ class GraderCall:
 
 def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
     """Arguments of a grader that asks by name, for one answer. Unjudged names a field that the row lacks."""
-    given = {name: getattr(asked, name) for name in SINGLE}
-    return _by_name(signature, given, asked.row)
+    return _by_name(signature, {name: _value(asked, name) for name in SINGLE}, asked.fields)
+
+
+def _value(asked: Asked, name: str) -> Any:
+    """The value of one of SINGLE; `row` has every field of the data row but the prompt."""
+    return asked.fields if name == "row" else getattr(asked, name)
 
 
 def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
     """As verl's reward managers call. Its other parameters keep their defaults, whatever fields a row has."""
-    return _by_name(
-        signature, _verl_values(asked), {name: asked.row[name] for name in signature.fields if name in asked.row}
-    )
+    row = {name: asked.fields[name] for name in signature.fields if name in asked.fields}
+    return _by_name(signature, _verl_values(asked), row)
 
 
 def _verl_values(asked: Asked) -> dict[str, Any]:
     """The values of verl's names: ground_truth is the row's reward_model's where it has one, else the gold."""
-    row, of_model = asked.row, asked.row.get("reward_model")
+    row, of_model = asked.fields, asked.fields.get("reward_model")
     has_truth = isinstance(of_model, Mapping) and "ground_truth" in of_model
     truth = of_model["ground_truth"] if has_truth else asked.gold
     values = (row.get("data_source", ""), asked.answer, truth, row.get("extra_info", row))
@@ -155,8 +146,8 @@ def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, A
 
 def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
     """Lists, one place per answer; a field that only some rows have is None in the others."""
-    fields = dict.fromkeys(name for one in asked for name in one.row)
-    row = {name: [one.row.get(name) for one in asked] for name in fields}
+    fields = dict.fromkeys(name for one in asked for name in one.fields)
+    row = {name: [one.fields.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
         chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
         talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
@@ -167,7 +158,7 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
         each = [_verl_values(one) for one in asked]
         return _by_name(signature, {f"{name}s": [one[name] for one in each] for name in VERL}, {})
     else:
-        given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
+        given = {plural: [_value(one, name) for one in asked] for plural, name in PLURAL.items()}
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
 
 
@@ -211,13 +202,13 @@ def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
     return found(**options) if isinstance(found, type) else functools.partial(found, **options)
 
 
-def explain(grader: Callable, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
+def explain(grader: Callable, explainer: str | None, kind: str, asked: Asked) -> dict[str, Any]:
     """Explains how a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold)
     of that name; nothing where there is neither."""
     try:
         if hasattr(grader, "explain"):
-            return grader.explain(answer, gold)
-        return load_by_name(explainer)(kind, answer, gold) if explainer else {}
+            return grader.explain(asked.answer, asked.gold)
+        return load_by_name(explainer)(kind, asked.answer, asked.gold) if explainer else {}
     except Exception as error:
         return {"explanation failed": said(error)}
 
@@ -269,8 +260,3 @@ def _reply(
         "parts": dict(parts),
         "explanation": None,
     }
-
-
-def asked_of(prompt: str, answer: str, gold: str, row: str = "", agent: str = "", group: Sequence[str] = ()) -> Asked:
-    """An answer from the plain values that travel to a worker; `row` is JSON text, "" for a row without fields."""
-    return Asked(prompt, answer, gold, json.loads(row) if row else {}, agent, tuple(group))

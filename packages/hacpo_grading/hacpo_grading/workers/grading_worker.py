@@ -12,7 +12,7 @@ the standard library and its grader alone. What happens here guards against ever
   standard error, standard input is empty. Whoever writes into them does not know the token of the request, and is told
   from a reply. That is against accidents: the grader is the user's own code, and could look the token up in here.
 Protocol: JSON lines in, first {"kind", "grader", "options", "explainer", "reward_range", "patience_s", "path",
-"memory_bytes", "cpu_s", "token"}, then lists of [prompt, answer, gold, row, agent, group, explain, token]. Frames out,
+"memory_bytes", "cpu_s", "token"}, then lists of [fields of Asked, token]. Frames out,
 each the token of what it replies to, the length of what follows, and JSON: {"ready": the grader's signature} or
 {"error"}; then for each answer, in order, {"reward": number or null, "error": text or null, "is_misuse": bool,
 "timed_out": bool, "parts": {name: number}, "explanation": object or null, "cpu_s": number}.
@@ -30,7 +30,8 @@ import threading
 import time
 from typing import TextIO
 
-from hacpo_grading.workers.grader_calls import GraderCall, asked_of, explain, said
+from hacpo_grading.judgement import Asked
+from hacpo_grading.workers.grader_calls import GraderCall, explain, said
 
 TOKEN_BYTES = 16
 HEADER = struct.Struct(f"!{TOKEN_BYTES}sI")
@@ -52,20 +53,20 @@ def serve(requests: TextIO, replies: int) -> None:
         os._exit(0)  # a child that the grader's file has forked
     _say(replies, setup["token"], {"ready": dataclasses.asdict(call.signature)})
     for line in requests:
-        tasks = json.loads(line)
+        tasks = [(Asked(**asked | {"group": tuple(asked["group"])}), token) for asked, token in json.loads(line)]
         for together in [tasks] if call.signature.takes_many else [[task] for task in tasks]:
             signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"] * len(together))
             started = time.process_time()
-            graded = call.grade([asked_of(*task[:-2]) for task in together], is_worker=True)
-            for (_, answer, gold, *_, is_explained, _), reply in zip(together, graded, strict=True):
-                if is_explained:
-                    reply["explanation"] = explain(call.grader, setup["explainer"], setup["kind"], answer, gold)
+            graded = call.grade([asked for asked, _ in together], is_worker=True)
+            for (asked, _), reply in zip(together, graded, strict=True):
+                if asked.is_explained:
+                    reply["explanation"] = explain(call.grader, setup["explainer"], setup["kind"], asked)
             if os.getpid() != pid:
                 os._exit(1)  # a child that the grader has forked and returned in
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             cpu_s = (time.process_time() - started) / len(together)
-            for task, reply in zip(together, graded, strict=True):
-                _say(replies, task[-1], reply | {"cpu_s": cpu_s})
+            for (_, token), reply in zip(together, graded, strict=True):
+                _say(replies, token, reply | {"cpu_s": cpu_s})
 
 
 def _say(replies: int, token: str, message: dict) -> None:

@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from hacpo_grading.judgement import Asked
 from hacpo_grading.workers.grader_calls import UNIT
 from hacpo_grading.workers.grader_signature import Signature
 from hacpo_grading.workers.worker_process import Worker
@@ -39,22 +40,6 @@ SLEEP_FACTOR = 2.0
 LOOKS_PER_TIMEOUT = 4
 # After so many answers in a row that it slept over, the rest of a judging is given up.
 MAX_HUNG = 3
-
-
-@dataclass(frozen=True)
-class Task:
-    """One answer as a grader sees it (grader_calls.Asked), `row` as JSON text.
-
-    With `is_explained` the outcome says how the verdict came about.
-    """
-
-    prompt: str
-    answer: str
-    gold: str
-    row: str = ""
-    agent: str = ""
-    group: tuple[str, ...] = ()
-    is_explained: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +86,7 @@ class _CannotStart(Exception):
 class _Batch:
     """The tasks of one `run`: which wait, which have an outcome, which had a second try."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Asked]) -> None:
         self.tasks = tasks
         self.waiting = collections.deque(range(len(tasks)))
         self.outcomes: dict[int, Outcome] = {}
@@ -176,7 +161,7 @@ class GuardedWorkers:
             raise
         self._is_starting = False
 
-    def run(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def run(self, tasks: Sequence[Asked]) -> list[Outcome]:
         """Grades the tasks; the outcomes come in the order of the tasks, whatever happened to the workers."""
         assert not self._is_closed, "the workers are closed"
         batch = _Batch(tasks)
@@ -269,8 +254,7 @@ class GuardedWorkers:
         indices = [batch.waiting.popleft()]
         while len(indices) < share and not batch.alone & {indices[0], batch.waiting[0]}:
             indices.append(batch.waiting.popleft())
-        asked = {i: astuple(batch.tasks[i]) for i in indices}
-        if not worker.ask(asked, self._wall_limit_s(worker)):
+        if not worker.ask({i: batch.tasks[i] for i in indices}, self._wall_limit_s(worker)):
             self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
     @property
