@@ -32,7 +32,7 @@ from hacpo_mega.cli.export import export
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
-from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
+from hacpo_mega.cli.start import ConfigFile, Overrides, load_checked, this_process_is_a_rank
 from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
 from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.machine.environment import (
@@ -115,10 +115,6 @@ def every_command(
     ] = False,
 ) -> None:
     """Train different language models together, each learning from the others."""
-
-
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
 
 
 @app.command(name="config")

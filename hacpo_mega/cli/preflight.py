@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cli.start import ConfigFile, Overrides
 from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine.environment import end_with_launcher, inside_a_job, prepare_environment
 from hacpo_mega.cluster.rank_map import RankMap
@@ -21,8 +22,8 @@ from hacpo_mega.preflight.node_report import NodeReport, report_of
 
 
 def preflight(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which missing processes are named.")] = 60.0,
 ) -> None:
     """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""

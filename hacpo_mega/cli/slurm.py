@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
-from hacpo_mega.cli.start import fetch_agents
+from hacpo_mega.cli.start import Overrides, fetch_agents
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
@@ -25,7 +25,7 @@ from hacpo_mega.models.files.visible import say
 
 def slurm(
     config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="slurm.time=12:00:00")] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print placement and job script; submit nothing.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
     accept: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As in train.")] = None,

@@ -38,6 +38,9 @@ ENGINE = "hacpo_mega.rollout.engine"
 # in torch's compiler. A fifth of all imports. scikit-learn, which no lock names, goes with scipy: transformers imports
 # it where it finds it, and it cannot be without.
 UNUSED, COMPILER = ("scipy", "sklearn"), "torch._inductor.lowering"
+# The arguments that name a configuration.
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
 # The flag by which code that lies beside a model may run.
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's configuration names; follow its links.")]
 

@@ -3,7 +3,7 @@
 `tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. What is still to be asked
 follows from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is
 a pure function of (seed, problem, which answer), never of its place in a batch.
-Not here: statistics (scores.py) and the table (table.py). In training the trainer evaluates by itself.
+Not here: statistics and their table (table.py). In training the trainer evaluates by itself.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
     <run_dir>/slurm/<job>.log        what the script and rank 0 say
 
 Neither is ever written again: a job that waits or is queued again finds what it was submitted with.
-Not here: who runs where (jobs/slurm_plan.py), what a node is asked for (jobs/slurm_request.py), what becomes of an
+Not here: who runs where and what a node is asked for (jobs/slurm_plan.py), what becomes of an
 attempt (the script itself).
 """
 
@@ -24,9 +24,8 @@ from hacpo_mega.checkpoint.files import plain
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
-from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
+from hacpo_mega.jobs.slurm_plan import WHOLE_NODE, Plan, Request, request_of, seconds_of
 from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken
-from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.hub import CACHE, HubModel

@@ -3,7 +3,7 @@
 `srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
 node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
 share the same processors anew, each near its GPU. Everybody computes the same, so that nobody asks anybody.
-Not here: how many processors a process gets (slurm_request.py).
+Not here: how many processors a process gets (slurm_plan.py).
 """
 
 import os

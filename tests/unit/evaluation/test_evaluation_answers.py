@@ -12,11 +12,13 @@ from hacpo_mega.evaluation.benchmarks import (
     Benchmark,
 )
 from hacpo_mega.evaluation.evaluate import Request, request_seed
-from hacpo_mega.evaluation.scores import (
-    Answers,
-)
 from hacpo_mega.evaluation.settings import EvaluationSettings
-from hacpo_mega.evaluation.table import judged, summarize, warnings_of
+from hacpo_mega.evaluation.table import (
+    Answers,
+    judged,
+    summarize,
+    warnings_of,
+)
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.weight_files import weights_fingerprint
 

@@ -21,16 +21,18 @@ from hacpo_mega.evaluation.benchmarks import (
     names_of,
     read_rows,
 )
-from hacpo_mega.evaluation.scores import (
+from hacpo_mega.evaluation.table import (
     Answers,
+    Evaluation,
     average,
     best,
     majority,
     mean_of_benchmarks,
     over_problems,
     pass_at,
+    print_table,
+    summarize,
 )
-from hacpo_mega.evaluation.table import Evaluation, print_table, summarize
 from hacpo_mega.records import Stop
 
 REAL = SHARED / "data"

@@ -10,6 +10,7 @@ import typer
 
 from hacpo_lab.chaos.faults import KINDS
 from hacpo_lab.commands.ranks import train_rank
+from hacpo_mega.cli.start import ConfigFile
 from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.input_checks import missing_models
@@ -21,7 +22,7 @@ STALL_S = 30.0
 
 
 def chaos(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
+    config_file: ConfigFile,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="num_steps=20, ...; stall_s is 30 unless given."),
