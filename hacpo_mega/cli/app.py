@@ -32,7 +32,16 @@ from hacpo_mega.cli.export import export
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
-from hacpo_mega.cli.start import ConfigFile, Overrides, load_checked, this_process_is_a_rank
+from hacpo_mega.cli.start import (
+    Accept,
+    Branch,
+    ConfigFile,
+    Fresh,
+    LastWhole,
+    Overrides,
+    load_checked,
+    this_process_is_a_rank,
+)
 from hacpo_mega.cluster.exit_status import FAILED, RESUMABLE
 from hacpo_mega.cluster.launcher_env import Unreachable
 from hacpo_mega.cluster.machine.environment import (
@@ -149,14 +158,10 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
 def train(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
-    accept: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the run's that goes on.")
-    ] = None,
-    branch: Annotated[
-        Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
-    ] = None,
-    last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
+    fresh: Fresh = False,
+    accept: Accept = None,
+    branch: Branch = None,
+    last_whole: LastWhole = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)

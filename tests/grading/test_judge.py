@@ -10,8 +10,7 @@ from judged import CASES, FILE, questions, verdicts
 
 from hacpo_grading.graders import math_grader
 from hacpo_grading.judge import Judge, judgement_of
-from hacpo_grading.judgement import Judgement, Stop, Verdict
-from hacpo_grading.workers.guarded_workers import Outcome
+from hacpo_grading.judgement import Judgement, Outcome, Stop, Verdict
 from hacpo_mega.data.tasks import SKILLS, training_examples
 
 

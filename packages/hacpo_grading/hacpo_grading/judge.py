@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from hacpo_grading.judgement import Asked, Judgement, Stop, Verdict
+from hacpo_grading.judgement import Asked, Judgement, Outcome, Stop, Verdict
 from hacpo_grading.registry import find_grader
 from hacpo_grading.workers.grader_calls import UNIT, GraderCall, explain, missing_field
 from hacpo_grading.workers.grader_signature import Signature
@@ -26,7 +26,6 @@ from hacpo_grading.workers.guarded_workers import (
     START_TIMEOUT_S,
     GraderSpec,
     GuardedWorkers,
-    Outcome,
 )
 
 # How many answers a grader of the user's own is tried on before it is known to work at all.
@@ -215,10 +214,11 @@ class Judge:
 
     def _in_process(self, task: Asked) -> Outcome:
         start = time.process_time()
-        (reply,) = self._grader.grade([task])
+        (outcome,) = self._grader.grade([task])
         if task.is_explained:
-            reply["explanation"] = explain(self._grader.grader, self._kind.explainer, self.kind, task)
-        return Outcome(**reply, cpu_s=time.process_time() - start)
+            how = explain(self._grader.grader, self._kind.explainer, self.kind, task)
+            outcome = replace(outcome, explanation=how)
+        return replace(outcome, cpu_s=time.process_time() - start)
 
     def _sound_among(self, failed: Sequence[Asked]) -> set[Asked]:
         """The gold tasks of failed ones that come to a verdict.

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -45,6 +45,28 @@ class Asked:
     def fields(self) -> Mapping[str, Any]:
         """The fields of `row`."""
         return json.loads(self.row) if self.row else {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of grading an answer: a reward, or None with `error` or `timed_out`; None alone: it has no answer.
+
+    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
+    `parts` are other numbers that it returned with the reward.
+    """
+
+    reward: float | None
+    error: str | None = None
+    timed_out: bool = False
+    is_misuse: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+    explanation: Mapping[str, Any] | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def is_failure(self) -> bool:
+        """Tells whether the grader reached no end."""
+        return self.timed_out or self.error is not None
 
 
 class Verdict(enum.IntEnum):

@@ -12,11 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
-from hacpo_grading.judgement import Asked
+from hacpo_grading.judgement import Asked, Outcome
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 from hacpo_grading.workers.own_file import own_module
 
-Reply = dict[str, Any]
 MAX_SAID = 500
 MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
 UNIT = (0.0, 1.0)
@@ -47,7 +46,7 @@ class GraderCall:
         self._low, self._high = reward_range
         self._patience_s = patience_s
 
-    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Reply]:
+    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Outcome]:
         """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
 
         A batch that fails as a whole is called again for each of its answers alone, so that each answers for itself.
@@ -64,7 +63,7 @@ class GraderCall:
             return [_failed(error)] * len(asked)
         if len(results) != len(asked):
             what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
-            return [_reply(error=what, is_misuse=True)] * len(asked)
+            return [Outcome(None, what, is_misuse=True)] * len(asked)
         return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
 
     def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
@@ -90,21 +89,21 @@ class GraderCall:
 
         return asyncio.run(together())
 
-    def _read(self, found: Any) -> Reply:
+    def _read(self, found: Any) -> Outcome:
         parts: dict[str, float] = {}
         if isinstance(found, Mapping):
             if "score" not in found:
-                return _reply(error=f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
+                return Outcome(None, f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
             parts = _numbers_of(found)
             found = found["score"]
         if found is None:
-            return _reply(parts=parts)
+            return Outcome(None, parts=parts)
         number = _number(found)
         if not self._low <= number <= self._high:
             shown = f"{RETURNED} {type(found).__name__} {_shown(found)}"[:MAX_SAID]
             what = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
-            return _reply(error=what, is_misuse=True)
-        return _reply((number - self._low) / (self._high - self._low), parts=parts)
+            return Outcome(None, what, is_misuse=True)
+        return Outcome((number - self._low) / (self._high - self._low), parts=parts)
 
 
 def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
@@ -227,10 +226,10 @@ def _numbers_of(table: Mapping[Any, Any]) -> dict[str, float]:
     return dict(good[:MAX_PARTS])
 
 
-def _failed(error: BaseException) -> Reply:
+def _failed(error: BaseException) -> Outcome:
     if isinstance(error, TimeoutError):  # of asyncio.wait_for, or of what the grader itself waited for
-        return _reply(timed_out=True)
-    return _reply(error=said(error), is_misuse=isinstance(error, Unjudged))
+        return Outcome(None, timed_out=True)
+    return Outcome(None, said(error), is_misuse=isinstance(error, Unjudged))
 
 
 def said(error: BaseException) -> str:
@@ -243,20 +242,3 @@ def _shown(found: object, show: Callable[[Any], str] = repr) -> str:
         return show(found)
     except Exception:  # such as an int of too many digits
         return "that cannot be shown"
-
-
-def _reply(
-    reward: float | None = None,
-    error: str | None = None,
-    is_misuse: bool = False,
-    timed_out: bool = False,
-    parts: Mapping[str, float] = {},
-) -> Reply:
-    return {
-        "reward": reward,
-        "error": error,
-        "is_misuse": is_misuse,
-        "timed_out": timed_out,
-        "parts": dict(parts),
-        "explanation": None,
-    }

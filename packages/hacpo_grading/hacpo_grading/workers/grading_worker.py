@@ -19,7 +19,6 @@ each the token of what it replies to, the length of what follows, and JSON: {"re
 Not here: how a grader is called (grader_calls.py).
 """
 
-import dataclasses
 import json
 import os
 import resource
@@ -28,6 +27,7 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import TextIO
 
 from hacpo_grading.judgement import Asked
@@ -51,22 +51,23 @@ def serve(requests: TextIO, replies: int) -> None:
         return
     if os.getpid() != pid:
         os._exit(0)  # a child that the grader's file has forked
-    _say(replies, setup["token"], {"ready": dataclasses.asdict(call.signature)})
+    _say(replies, setup["token"], {"ready": asdict(call.signature)})
     for line in requests:
         tasks = [(Asked(**asked | {"group": tuple(asked["group"])}), token) for asked, token in json.loads(line)]
         for together in [tasks] if call.signature.takes_many else [[task] for task in tasks]:
             signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"] * len(together))
             started = time.process_time()
             graded = call.grade([asked for asked, _ in together], is_worker=True)
-            for (asked, _), reply in zip(together, graded, strict=True):
-                if asked.is_explained:
-                    reply["explanation"] = explain(call.grader, setup["explainer"], setup["kind"], asked)
+            explained = [
+                explain(call.grader, setup["explainer"], setup["kind"], asked) if asked.is_explained else None
+                for asked, _ in together
+            ]
             if os.getpid() != pid:
                 os._exit(1)  # a child that the grader has forked and returned in
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             cpu_s = (time.process_time() - started) / len(together)
-            for (_, token), reply in zip(together, graded, strict=True):
-                _say(replies, token, reply | {"cpu_s": cpu_s})
+            for (_, token), outcome, how in zip(together, graded, explained, strict=True):
+                _say(replies, token, vars(outcome) | {"explanation": how, "cpu_s": cpu_s})
 
 
 def _say(replies: int, token: str, message: dict) -> None:

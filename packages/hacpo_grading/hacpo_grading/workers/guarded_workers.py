@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hacpo_grading.judgement import Asked
+from hacpo_grading.judgement import Asked, Outcome
 from hacpo_grading.workers.grader_calls import UNIT
 from hacpo_grading.workers.grader_signature import Signature
 from hacpo_grading.workers.worker_process import Worker
@@ -40,28 +40,6 @@ SLEEP_FACTOR = 2.0
 LOOKS_PER_TIMEOUT = 4
 # After so many answers in a row that it slept over, the rest of a judging is given up.
 MAX_HUNG = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
-
-    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
-    `parts` are other numbers that it returned with the reward.
-    """
-
-    reward: float | None
-    error: str | None = None
-    timed_out: bool = False
-    is_misuse: bool = False
-    parts: Mapping[str, float] = field(default_factory=dict)
-    explanation: Mapping[str, Any] | None = None
-    cpu_s: float = 0.0
-
-    @property
-    def is_failure(self) -> bool:
-        """Tells whether the grader reached no end."""
-        return self.timed_out or self.error is not None
 
 
 @dataclass(frozen=True)
