@@ -113,6 +113,7 @@ API = {
         f"{GRADING}/workers/grader_calls.py": ["Unjudged"],
         f"{GRADING}/graders/graders.py": ["length_penalised", "requiring_format"],
         f"{GRADING}/judge.py": ["Judge"],
+        f"{GRADING}/judgement.py": ["Asked"],
     },
 }
 

@@ -36,16 +36,15 @@ def evaluate_model(
     trust: Trust = False,
 ) -> None:
     """Score a model on benchmarks: avg@k, best@k, pass@k, maj@k with intervals. Every answer is kept; resumable."""
-    asked = read_words(words)
-    for notice in asked.notices if reads_first() else ():
+    (name, *files), table, notices = read_words(words)
+    for notice in notices if reads_first() else ():
         say(notice, file=sys.stderr)
     prepare_environment()  # torch reads how loud it may be when it is imported
     from hacpo_mega.evaluation.answers import require_place
     from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge, require_weights
 
-    given, table = given_path(asked.model), asked.table
-    model = model_folder(given)
-    settings = ask(table, model, benchmarks_of(table, asked.files, model), trust=trust)
+    model = model_folder(given := given_path(name))
+    settings = ask(table, model, benchmarks_of(table, list(map(Path, files)), model), trust=trust)
     if not inside_a_job():
         require_judge(settings)
         require_place(out)

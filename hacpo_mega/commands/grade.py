@@ -39,7 +39,6 @@ class GradedFile:
     num_by_verdict: dict[Verdict, int]
     problems: tuple[DataProblem, ...]
     counts: JudgeReport
-    first_error: str | None
 
     @property
     def speed(self) -> str:
@@ -52,9 +51,8 @@ class GradedFile:
     @property
     def unjudged(self) -> str | None:
         """Number of answers on which the judge failed, and its first message; None if there are none."""
-        if not self.counts.num_unjudged:
-            return None
-        return f"{self.counts.num_unjudged} unjudged, the fault of the judge; the first error: {self.first_error}"
+        number, error = self.counts.num_unjudged, self.counts.first_error
+        return f"{number} unjudged, the fault of the judge; the first error: {error}" if number else None
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def grade_file(
             problems += [row for row in rows if isinstance(row, DataProblem)]
     if not verdicts and not problems:
         problems.append(DataProblem(file, None, None, "has no rows"))
-    return GradedFile(dict(verdicts), tuple(problems), judge.counts, judge.take_report().first_error)
+    return GradedFile(dict(verdicts), tuple(problems), judge.take_report())
 
 
 def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, Any]:

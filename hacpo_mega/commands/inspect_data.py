@@ -108,8 +108,7 @@ def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
     pairs = zip(problems, judgements, strict=True)
     bad = [problem for problem, judgement in pairs if not judgement.is_success]
     lines = [f"{len(problems) - len(bad)} of {len(problems)} gold answers are correct against themselves"]
-    lines += [f"    {problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad[:NUM_SHOWN]]
-    lines += [f"    ... and {len(bad) - NUM_SHOWN} more"] if len(bad) > NUM_SHOWN else []
+    lines += listed([f"{problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad])
     return Findings(tuple(lines), is_sound=not bad)
 
 
@@ -137,7 +136,10 @@ def _lengths(found: Dataset, name: str, encoder: PromptEncoder, max_prompt_token
 
 
 def _shown(what: str, items: Sequence[object]) -> list[str]:
-    if not items:
-        return []
-    more = [f"    ... and {len(items) - NUM_SHOWN} more"] if len(items) > NUM_SHOWN else []
-    return [f"  {len(items)} {what}:", *(f"    {item}" for item in items[:NUM_SHOWN]), *more]
+    return [f"  {len(items)} {what}:", *listed(items)] if items else []
+
+
+def listed(items: Sequence[object], most: int = NUM_SHOWN) -> list[str]:
+    """A line for each of the first items, and the number of the others."""
+    more = [f"    ... and {len(items) - most} more"] if len(items) > most else []
+    return [*(f"    {item}" for item in items[:most]), *more]

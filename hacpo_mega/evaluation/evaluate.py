@@ -42,7 +42,7 @@ from hacpo_mega.megatron.checkpoint.stored_model import model_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
-from hacpo_mega.records import Completion, Judgement, Stop
+from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
@@ -217,26 +217,23 @@ class _Run:
         whole = [start + text for start, text in zip(opened, texts, strict=True)]
         asked = zip([request.row for request in batch], whole, completions, strict=True)
         judgements = judge.judge([Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked])
-        votes = [final_answer(self.settings.voted, text) for text in whole]
-        parts = zip(batch, completions, texts, votes, judgements, strict=True)
-        return [self._record(*part) for part in parts]
-
-    def _record(
-        self, request: Request, completion: Completion, text: str, vote: str | None, judgement: Judgement
-    ) -> Answer:
-        return Answer(
-            id=request.row.id,
-            rollout=request.rollout,
-            seed=request_seed(self.settings.seed, request),
-            prompt_seen=self.codec.shown_prompt(request.row.text),
-            gold=request.row.gold,
-            text=text,
-            vote=vote,
-            verdict=judgement.verdict.name.lower(),
-            reward=finite(judgement.reward),
-            stop=completion.stop.name.lower(),
-            num_tokens=len(completion.token_ids),
-        )
+        parts = zip(batch, completions, texts, whole, judgements, strict=True)
+        return [
+            Answer(
+                id=request.row.id,
+                rollout=request.rollout,
+                seed=request_seed(self.settings.seed, request),
+                prompt_seen=self.codec.shown_prompt(request.row.text),
+                gold=request.row.gold,
+                text=text,
+                vote=final_answer(self.settings.voted, judged),
+                verdict=judgement.verdict.name.lower(),
+                reward=finite(judgement.reward),
+                stop=completion.stop.name.lower(),
+                num_tokens=len(completion.token_ids),
+            )
+            for request, completion, text, judged, judgement in parts
+        ]
 
     def _text(self, completion: Completion) -> str:
         ended = completion.stop is Stop.EOS

@@ -6,7 +6,6 @@ Not here: what an evaluation of an agent takes from its run (settings.py).
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,7 +32,7 @@ class EvaluationReward(Section):
 
 
 class EvaluationTable(Section):
-    """What `hacpo-mega eval` is asked for beside model and files; what is not given is the run's, or a default."""
+    """The keys of `hacpo-mega eval`, beside model and files; what is not given is the run's, or a default."""
 
     suite: Literal["paper"] | None = None
     """'paper': its seven benchmarks, found in `data`."""
@@ -79,23 +78,16 @@ OLD_OPTIONS = {
     **{"--samples": "num_answers", "-k": "num_answers", "--max-tokens": "max_answer_tokens"},
     **{"--template-arg": "chat_template_kwargs.", "--option": "reward.options.", "--reward": "reward.kind"},
     **{"--success": "reward.success", "--judges": "reward.num_workers"},
+    **{"--chat-template": "chat_template=true", "--no-chat-template": "chat_template=false"},
 }
-OLD_SWITCHES = {"--chat-template": "chat_template=true", "--no-chat-template": "chat_template=false"}
 TEXTS = {"data", "reward.kind"} | {n for n, f in EvaluationTable.model_fields.items() if str in get_args(f.annotation)}
 
 
-@dataclass(frozen=True)
-class EvaluationWords:
-    """The words of a command line, read. `notices` has a line for every option that a key has taken the place of."""
+def read_words(words: Sequence[str]) -> tuple[list[str], EvaluationTable, list[str]]:
+    """MODEL and files; the table of the keys; a line for every old option.
 
-    model: str
-    files: tuple[Path, ...]
-    table: EvaluationTable
-    notices: tuple[str, ...]
-
-
-def read_words(words: Sequence[str]) -> EvaluationWords:
-    """MODEL, files and keys. ValueError, a line per problem, for an unknown key or option and a value that is none."""
+    ValueError, a line per problem, for an unknown key or option and a value that is none.
+    """
     places: list[str] = []
     pairs: list[str] = []
     notices: list[str] = []
@@ -114,24 +106,20 @@ def read_words(words: Sequence[str]) -> EvaluationWords:
     for pair in pairs:
         set_key(table, pair)
     try:
-        asked = EvaluationTable.model_validate(table)
+        return places, EvaluationTable.model_validate(table), notices
     except ValidationError as error:
         raise ValueError("\n".join(readable_problems(error, table, EvaluationTable))) from error
-    return EvaluationWords(places[0], tuple(map(Path, places[1:])), asked, tuple(notices))
 
 
 def _as_key(word: str, rest: Iterator[str]) -> str:
     """An old option with its value, which stands behind it in `rest`, as key=value."""
     option, equals, value = word.partition("=")
-    if word.startswith("-k") and len(word) > 2:
-        option, equals, value = "-k", "=", word[2:]
-    if option in OLD_SWITCHES:
-        return OLD_SWITCHES[option]
-    if option not in OLD_OPTIONS:
+    if (key := OLD_OPTIONS.get(option)) is None:
         raise ValueError(f"{option}: there is no such option; hacpo-mega eval --help lists options and keys")
+    if "=" in key:
+        return key
     if not equals and (value := next(rest, None)) is None:
-        raise ValueError(f"{option} needs a value: write {OLD_OPTIONS[option]}=VALUE")
-    key = OLD_OPTIONS[option]
+        raise ValueError(f"{option} needs a value: write {key}=VALUE")
     if key.endswith("."):
         return key + value
     return f"{key}={json.dumps(value, ensure_ascii=False) if key in TEXTS else value}"

@@ -205,7 +205,7 @@ def ask(
     """
     settings = settings_for(model, benchmarks, reward=table.reward.kind, trust=trust)
     asked = {
-        "prompting": _worded(table, settings.prompting),
+        "prompting": worded(table, settings.prompting),
         "stop_text": table.stop_text,
         "reward": table.reward.kind,
         "reward_options": {**settings.reward_options, **table.reward.options},
@@ -226,7 +226,7 @@ def ask(
     return settings
 
 
-def _worded(table: EvaluationTable, prompting: Prompting) -> Prompting:
+def worded(table: EvaluationTable, prompting: Prompting) -> Prompting:
     """`prompting` with the wording that the table gives. ValueError for a file that cannot be read."""
     given = {
         "chat_template": table.chat_template,

@@ -5,7 +5,7 @@
     groups   the groups that training makes are made and timed
 
 Rank 0 compares, prints one table and writes RUN/logs/preflight.json; a round that finds something is the last.
-Not here: the meeting itself (preflight/meeting.py), and what counts as a difference (preflight/node_comparison.py).
+Not here: the meeting itself (preflight/meeting.py), and what counts as a difference (preflight/node_report.py).
 """
 
 import json
@@ -36,16 +36,17 @@ from hacpo_mega.preflight.meeting import (
     not_in_ring,
     see_mark,
 )
-from hacpo_mega.preflight.node_comparison import (
+from hacpo_mega.preflight.node_report import (
     Finding,
     Look,
+    NodeReport,
     look_findings,
     neighbours,
     report_findings,
+    size,
     suspects,
     warnings,
 )
-from hacpo_mega.preflight.node_report import NodeReport, size
 
 FILE = "preflight.json"  # in RUN/logs
 # In which a rank goes through the groups.

@@ -196,10 +196,10 @@ def test_what_is_no_score_is_not_taken_for_one(reply):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"url": "judge:8000"}, "url must begin with http:// or https://, found 'judge:8000'"),
+        ({"url": "judge:8000"}, "must be an address that begins with http:// or https://"),
         ({"template": "{prompt}"}, "template does not hold {answer}"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "the environment variable NOT_SET_ANYWHERE is not set"),
-        ({"attempts": 0}, "must be above 0"),
+        ({"attempts": 0}, "must be a whole number from 1"),
         ({"extra_body": "top_p=1"}, "extra_body is no JSON: Expecting value"),
         ({"extra_body": "[1]"}, "must be a JSON object of request fields, found '\\[1\\]'"),
         ({"extra_body": '{"n": 4, "model": "m"}'}, "extra_body has model, n, which the judge decides"),

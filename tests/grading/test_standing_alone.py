@@ -105,10 +105,10 @@ def test_a_worker_loads_no_more_than_its_grader_asks_for(first, tmp_path):
         assert judge.judge(questions([""], ["1"], ["1"], [Stop.EOS]))[0].is_success
     loaded = json.loads((tmp_path / "mine.json").read_text())
     assert [name for name in loaded if name.startswith(HEAVY)] == []
-    parts = ("grader_calls", "grader_signature", "grading_worker", "own_file")
+    parts = ("judgement", *(f"workers.{part}" for part in ("grader_calls", "grader_signature", "grading_worker")))
     if not first:
         ours = [name for name in loaded if name.startswith(("hacpo_grading", "hacpo_mega"))]
-        assert ours == [f"hacpo_grading.workers.{part}" for part in parts]
+        assert ours == [f"hacpo_grading.{part}" for part in (*parts, "workers.own_file")]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class JudgeReport:
         return next(iter(self.errors), None)
 
     def since(self, before: "JudgeReport", errors: Mapping[str, int]) -> "JudgeReport":
-        """What has come to the totals since `before`, with its errors."""
+        """The difference to the totals of `before`, with its errors."""
         names = [one.name for one in fields(self) if one.name != "errors"]
         return JudgeReport(**{name: getattr(self, name) - getattr(before, name) for name in names}, errors=errors)
 

@@ -49,7 +49,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of grading an answer: a reward, or None with `error` or `timed_out`; None alone: it has no answer.
+    """The end of grading an answer: a reward, or None with `error` or `timed_out`; None alone: it has no answer.
 
     `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
     `parts` are other numbers that it returned with the reward.

@@ -6,8 +6,7 @@ import pytest
 
 from hacpo_mega.cluster.machine.processors import listed, near_shares
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
-from hacpo_mega.preflight.node_comparison import report_findings, warnings
-from hacpo_mega.preflight.node_report import NodeReport
+from hacpo_mega.preflight.node_report import NodeReport, report_findings, warnings
 
 CARDS = """\
 0, GPU-aa, NVIDIA H100, 81559, 500, 580, 1980, 2619

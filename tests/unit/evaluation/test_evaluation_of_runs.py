@@ -8,11 +8,11 @@ from job import run_here
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.evaluation.keys import EvaluationTable, read_words
-from hacpo_mega.evaluation.settings import ask, benchmarks_of, settings_for
+from hacpo_mega.evaluation.settings import ask, benchmarks_of, settings_for, worded
 
 
 def given(*pairs: str) -> EvaluationTable:
-    return read_words(["model", *pairs]).table
+    return read_words(["model", *pairs])[1]
 
 
 def test_questions_that_make_no_sense_are_refused(tmp_path):
@@ -53,8 +53,7 @@ def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     trained = settings_for(model, [])
     time = "2024-02-29T23:59:58"
     assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}", time)
-    plain = ask(given("chat_template=false"), model, []).prompting
-    assert (plain.chat_template, plain.time) == (False, None)
+    assert worded(given("chat_template=false"), Prompting(True, time=time)) == Prompting()
     assert (trained.reward, trained.require_stop) == ("arithmetic", True)
     assert (trained.max_prompt_tokens, trained.max_answer_tokens) == (9, 21)
     wording = ("chat_template_kwargs.enable_thinking=true", "chat_template_kwargs.name=x y", "system_prompt=S")
@@ -147,11 +146,11 @@ def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
     [
         (["reward.kind=choise"], "reward.kind: 'choise' is unknown; known: math, math_any, "),
         (["reward.kind=number", "reward.options.tol=1"], "reward.options: 'number' has no option tol; its options are"),
-        (["reward.kind=math", "reward.options=relative"], "reward.options: must be a table, found 'relative'"),
+        (["reward.kind=math", "reward.options=relative"], "reward.options: needs a table, found 'relative'"),
         (["--trust", "reward.options.bonsu=1"], "has no option bonsu; its parameters are: prompt, answer, gold, bonus"),
         (["reward.kind=OWN:Strict", "reward.options.limit=no"], "limit is no whole number"),
         (["reward.kind=program", "reward.options.cpu_s=0"], "option cpu_s (0) must be a whole number from 1"),
-        (["num_answer=3"], "num_answer: unknown key; did you mean num_answers?"),
+        (["num_answer=3"], "num_answer: unknown key; did you mean 'num_answers'?"),
         (["--foo"], "--foo: there is no such option; hacpo-mega eval --help lists options and keys"),
         (["--seed"], "--seed needs a value: write seed=VALUE"),
     ],
@@ -165,14 +164,14 @@ def test_a_bad_grader_or_option_ends_an_evaluation_before_models_load(own_run, t
 
 def test_the_options_that_keys_were_before_are_read_for_one_release(tmp_path):
     """Each gives the same table as its key, and a line that says the key."""
-    old = "--suite paper --data d -k2 --temperature=0.5 --limit 3 --max-tokens 4 --no-chat-template --success 0.5"
+    old = "--suite paper --data d -k 2 --temperature=0.5 --limit 3 --max-tokens 4 --no-chat-template --success 0.5"
     old += " --template-arg a=true --stop-text 5 --reward number --option rel_tol=.5 --judges 2 --prompt-field p --tp 2"
     new = "suite=paper data=d num_answers=2 temperature=0.5 limit=3 max_answer_tokens=4 chat_template=false tp=2"
     new += " reward.success=0.5 chat_template_kwargs.a=true stop_text='5' reward.kind=number reward.options.rel_tol=.5"
     new += " reward.num_workers=2 prompt_field=p"
-    words = read_words([*old.split()[:4], "model", "a.jsonl", *old.split()[4:]])
-    assert words.table == given(*new.split())
-    assert (words.model, words.files) == ("model", (Path("a.jsonl"),))
-    assert words.notices[2] == "-k2: write num_answers=2 instead; the option goes with the next release"
+    places, table, notices = read_words([*old.split()[:4], "model", "a.jsonl", *old.split()[4:]])
+    assert table == given(*new.split())
+    assert places == ["model", "a.jsonl"]
+    assert notices[2] == "-k: write num_answers=2 instead; the option goes with the next release"
     (tmp_path / "seed=1").write_text("")
-    assert read_words(["model", f"{tmp_path}/seed=1", "prompt_template={prompt}\\boxed{}"]).files
+    assert read_words(["model", f"{tmp_path}/seed=1", "prompt_template={prompt}\\boxed{}"])[0][1:]

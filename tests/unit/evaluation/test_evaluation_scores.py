@@ -212,7 +212,7 @@ def test_a_suite_names_all_files_that_are_missing(tmp_path):
 
 
 def test_only_physical_quantities_of_minerva_may_be_rounded():
-    tolerances = {entry.name: entry.relative for entry in PAPER_SUITE if entry.relative}
+    tolerances = {one.name: one.relative for one, _ in PAPER_SUITE if one.relative}
     assert tolerances == {"minerva_math": 1e-5}
     answers = [r"\boxed{4.50003 \times 10^{33}}", r"\boxed{4.501e33}"]
     with Judge("math", options={"relative": tolerances["minerva_math"]}) as tolerant, Judge("math") as exact:
@@ -222,7 +222,7 @@ def test_only_physical_quantities_of_minerva_may_be_rounded():
 
 
 def test_the_suite_is_the_papers():
-    by_score = {entry.name: (entry.headline, entry.num_answers) for entry in PAPER_SUITE}
+    by_score = {one.name: (one.headline, one.num_answers) for one, _ in PAPER_SUITE}
     assert by_score.pop("aime25") == ("best", 30)
     assert set(by_score.values()) == {("avg", 1)} and len(by_score) == 6
 

@@ -11,11 +11,9 @@ the standard library and its grader alone. What happens here guards against ever
 - a grader that prints or reads: the protocol has descriptors of its own, which a forked child loses. A print goes to
   standard error, standard input is empty. Whoever writes into them does not know the token of the request, and is told
   from a reply. That is against accidents: the grader is the user's own code, and could look the token up in here.
-Protocol: JSON lines in, first {"kind", "grader", "options", "explainer", "reward_range", "patience_s", "path",
-"memory_bytes", "cpu_s", "token"}, then lists of [fields of Asked, token]. Frames out,
-each the token of what it replies to, the length of what follows, and JSON: {"ready": the grader's signature} or
-{"error"}; then for each answer, in order, {"reward": number or null, "error": text or null, "is_misuse": bool,
-"timed_out": bool, "parts": {name: number}, "explanation": object or null, "cpu_s": number}.
+Protocol: JSON lines in, first the fields of GraderSpec with "patience_s", "path", "memory_bytes", "cpu_s" and "token",
+then lists of [fields of Asked, token]. Frames out, each the token of what it replies to, the length of what follows,
+and JSON: {"ready": the grader's signature} or {"error"}; then for each answer, in order, the fields of Outcome.
 Not here: how a grader is called (grader_calls.py).
 """
 
@@ -45,7 +43,7 @@ def serve(requests: TextIO, replies: int) -> None:
     sys.path[:] = setup["path"]
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     try:
-        call = GraderCall(setup["grader"], setup["options"], setup["reward_range"], setup["patience_s"])
+        call = GraderCall(setup["name"], setup["options"], setup["reward_range"], setup["patience_s"])
     except BaseException as error:  # sys.exit among them: the user is to be told of it
         _say(replies, setup["token"], {"error": said(error)})
         return

@@ -108,12 +108,8 @@ class GuardedWorkers:
         self._grader = grader
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._num_workers = num_workers
-        self._setup = {
-            "kind": grader.kind,
-            "grader": grader.name,
+        self._setup = vars(grader) | {
             "options": dict(grader.options),
-            "explainer": grader.explainer,
-            "reward_range": grader.reward_range,
             "patience_s": SLEEP_FACTOR * timeout_s if grader.limits_sleep else None,
             "path": sys.path,
             "memory_bytes": memory_bytes,
