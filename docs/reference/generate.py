@@ -14,6 +14,7 @@ import typer
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.describe import FieldDescription, describe_fields
 from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
+from hacpo_mega.evaluation.keys import EvaluationTable
 from hacpo_mega.models.families.families import FAMILIES, Family
 
 HERE = Path(__file__).parent
@@ -42,6 +43,9 @@ def commands() -> str:
     for name, command in _commands(root):
         parts += [f"## {name}", " ".join((command.help or "").split())]
         parts.append(_table(["", "what it is"], (_parameter_row(each) for each in command.params)))
+        if name == "eval":
+            fields = ([f"`{f.key}`", f.allowed, f.default, f.sentence] for f in describe_fields(EvaluationTable))
+            parts.append(_table(["key", "value", "default", "what it is"], fields))
     return _page(parts)
 
 
@@ -109,6 +113,7 @@ API = {
         f"{GRADING}/workers/grader_calls.py": ["Unjudged"],
         f"{GRADING}/graders/graders.py": ["length_penalised", "requiring_format"],
         f"{GRADING}/judge.py": ["Judge"],
+        f"{GRADING}/judgement.py": ["Asked"],
     },
 }
 

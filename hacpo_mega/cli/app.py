@@ -27,12 +27,21 @@ from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
-from hacpo_mega.cli.evaluation import evaluate_model
+from hacpo_mega.cli.evaluation import WithKeys, evaluate_model
 from hacpo_mega.cli.export import export
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
 from hacpo_mega.cli.slurm import begin_attempt, slurm
-from hacpo_mega.cli.start import load_checked, this_process_is_a_rank
+from hacpo_mega.cli.start import (
+    Accept,
+    Branch,
+    ConfigFile,
+    Fresh,
+    LastWhole,
+    Overrides,
+    load_checked,
+    this_process_is_a_rank,
+)
 from hacpo_mega.cluster.launcher_env import FAILED, RESUMABLE, Unreachable
 from hacpo_mega.cluster.machine.environment import (
     inside_a_job,
@@ -116,10 +125,6 @@ def every_command(
     """Train different language models together, each learning from the others."""
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
-
-
 @app.command(name="config")
 def describe_config(
     key: Annotated[
@@ -152,14 +157,10 @@ def init(config_file: ConfigFile, overrides: Overrides = None) -> None:
 def train(
     config_file: ConfigFile,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
-    accept: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the run's that goes on.")
-    ] = None,
-    branch: Annotated[
-        Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
-    ] = None,
-    last_whole: Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")] = False,
+    fresh: Fresh = False,
+    accept: Accept = None,
+    branch: Branch = None,
+    last_whole: LastWhole = False,
 ) -> None:
     """Train all agents of a configuration together; a run that run_dir holds goes on from its last checkpoint."""
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
@@ -239,7 +240,7 @@ def report(
     say(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
-app.command(name="eval")(evaluate_model)
+app.command(name="eval", cls=WithKeys, context_settings={"ignore_unknown_options": True})(evaluate_model)
 app.command()(export)
 app.command()(grade)
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from hacpo_mega.cli.start import load_checked
+from hacpo_mega.cli.start import ConfigFile, Overrides, load_checked
 from hacpo_mega.cluster.machine.environment import has_tracker_login, prepare_environment, reads_first
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -37,10 +37,8 @@ MOST_OF_A_VALUE = 50  # characters; --resolved has all of them
 
 
 def check(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")
-    ] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     data: Annotated[
         bool, typer.Option("--data", help="Read every data file, list all bad rows, count prompts.")
     ] = False,

@@ -10,42 +10,41 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cli.start import ConfigFile, Overrides, load_with_models
 from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine.environment import end_with_launcher, inside_a_job, prepare_environment
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.security.secret import forget_secret, share_secret
-from hacpo_mega.config import Config, load_config
-from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.logbook.run.provenance import installed_versions
 from hacpo_mega.preflight.node_report import NodeReport, report_of
 
 
 def preflight(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds after which missing processes are named.")] = 60.0,
 ) -> None:
     """Compare all nodes of a job and time its groups before a model is loaded; names the nodes that differ. Exit 5."""
     prepare_environment()
     if not inside_a_job():
-        world_size = RankMap.of(_load(config_file, overrides or [])).world_size
+        world_size = RankMap.of(load_with_models(config_file, overrides)).world_size
         from hacpo_mega.jobs.local import run_on_this_machine
 
         code = run_on_this_machine(sys.argv[1:], world_size)
     else:
         end_with_launcher()
-        code = _take_part(config_file, overrides or [], wait)
+        code = _take_part(config_file, overrides, wait)
     if code:
         raise typer.Exit(code)
 
 
-def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
+def _take_part(config_file: Path, overrides: list[str] | None, wait_s: float) -> int:
     """One rank. A configuration that cannot be read here may be in order on the other nodes: that is a finding."""
     env = LauncherEnv.find()
     rank_map = run_dir = None
     report = NodeReport(env.node, env.rank, env.num_local)
     try:
-        config = _load(config_file, overrides)
+        config = load_with_models(config_file, overrides)
     except ValueError as error:
         report = replace(report, problems=tuple(str(error).splitlines()))
     else:
@@ -60,13 +59,6 @@ def _take_part(config_file: Path, overrides: list[str], wait_s: float) -> int:
         return Preflight(env, rank_map, run_dir, report, wait_s).run()
     finally:
         forget_secret()  # a round that finds something is the last, before anybody has joined
-
-
-def _load(config_file: Path, overrides: list[str]) -> Config:
-    config = load_config(config_file, overrides)
-    if missing := missing_models(config):
-        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
-    return config
 
 
 def _require_world_size(rank_map: RankMap, env: LauncherEnv) -> None:

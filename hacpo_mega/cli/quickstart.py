@@ -2,16 +2,16 @@
 
 import subprocess
 import sys
-from typing import Annotated
 
 import typer
 
+from hacpo_mega.cli.start import Overrides
 from hacpo_mega.config import load_config
 from hacpo_mega.jobs.installed_files import installed_files
 
 
 def quickstart(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="num_steps=4, ...")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Make two tiny models, train them together and write the report: runs/quickstart, a few minutes on two cores."""
     file = installed_files("configs") / "quickstart.toml"

@@ -12,25 +12,33 @@ from typing import Annotated
 import typer
 
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
-from hacpo_mega.cli.start import fetch_agents
+from hacpo_mega.cli.start import (
+    Accept,
+    Branch,
+    Fresh,
+    LastWhole,
+    Overrides,
+    fetch_agents,
+    load_with_models,
+)
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
-from hacpo_mega.config import Config, load_config
+from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
-from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.slurm import time_note
 from hacpo_mega.jobs.attempts import MOST_IN_VAIN, goes_in_circles, record_attempt
+from hacpo_mega.jobs.local import words_of
 from hacpo_mega.models.files.visible import say
 
 
 def slurm(
     config_file: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="slurm.time=12:00:00")] = None,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print placement and job script; submit nothing.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")] = False,
-    accept: Annotated[list[str] | None, typer.Option(metavar="KEY", help="As in train.")] = None,
-    branch: Annotated[Path | None, typer.Option("--from", metavar="STEP", help="As in train.")] = None,
-    last_whole: Annotated[bool, typer.Option("--last-whole", help="As in train.")] = False,
+    fresh: Fresh = False,
+    accept: Accept = None,
+    branch: Branch = None,
+    last_whole: LastWhole = False,
     hold: Annotated[
         bool, typer.Option("--hold", help="Only take the nodes, and keep them, for starts by --job.")
     ] = False,
@@ -56,9 +64,8 @@ def slurm(
     from hacpo_mega.jobs.slurm_script import hold as hold_nodes
     from hacpo_mega.jobs.slurm_script import prepare, submit
 
-    options = [word for key in accept or [] for word in ("--accept", key)]
-    options += ["--from", str(branch.absolute())] if branch is not None else []
-    options += ["--last-whole"] if last_whole else []
+    branch = None if branch is None else branch.absolute()
+    options = words_of(StartOptions(accept=accept or [], branch=branch, last_whole=last_whole))
     if dry_run:
         config = _placed(config_file, overrides or [])
         job = prepare(config, options, for_any_cluster=True)
@@ -69,9 +76,7 @@ def slurm(
         return
     how = StartOptions(fresh=fresh, accept=accept or [], branch=branch, last_whole=last_whole)
     fetch_agents(config_file, overrides or [], partial(_require_inputs, how=how))  # once, where there is a network
-    config = load_config(config_file, overrides or [])
-    if missing := missing_models(config):
-        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+    config = load_with_models(config_file, overrides)
     job = prepare(config, options)
     _require_inputs(config, how)
     _say_limit(config)

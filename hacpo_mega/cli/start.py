@@ -38,6 +38,18 @@ ENGINE = "hacpo_mega.rollout.engine"
 # in torch's compiler. A fifth of all imports. scikit-learn, which no lock names, goes with scipy: transformers imports
 # it where it finds it, and it cannot be without.
 UNUSED, COMPILER = ("scipy", "sklearn"), "torch._inductor.lowering"
+# The arguments that name a configuration.
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="agents.NAME.key=value, ...")]
+# The options by which a run is started, here or by Slurm.
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew; what lies in run_dir moves aside.")]
+Accept = Annotated[
+    list[str] | None, typer.Option(metavar="KEY", help="A key that may differ from the run's that goes on.")
+]
+Branch = Annotated[
+    Path | None, typer.Option("--from", metavar="STEP", help="RUN/checkpoints/step_N: a new run begins there.")
+]
+LastWhole = Annotated[bool, typer.Option("--last-whole", help="Move damaged checkpoints aside.")]
 # The flag by which code that lies beside a model may run.
 Trust = Annotated[bool, typer.Option("--trust", help="Run code that the run's configuration names; follow its links.")]
 
@@ -54,9 +66,16 @@ def load_checked(
     with one_voice_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)
-        config = load_config(config_file, overrides or [], try_templates=reads_first())
-        if with_models and (missing := missing_models(config)):
-            raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
+        if not with_models:
+            return load_config(config_file, overrides or [], try_templates=reads_first())
+        return load_with_models(config_file, overrides, try_templates=reads_first())
+
+
+def load_with_models(config_file: Path, overrides: list[str] | None, *, try_templates: bool = True) -> Config:
+    """The checked configuration, whose model folders exist."""
+    config = load_config(config_file, overrides or [], try_templates=try_templates)
+    if missing := missing_models(config):
+        raise ValueError("\n".join(f"{config_file}: {problem}" for problem in missing))
     return config
 
 

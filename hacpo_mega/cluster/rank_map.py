@@ -22,6 +22,7 @@ from itertools import accumulate
 
 from hacpo_mega.cluster.launcher_env import size_variable
 from hacpo_mega.config import Config
+from hacpo_mega.models.files.visible import columns
 from hacpo_mega.models.sharding.layout import block_cells
 
 TABLE_WIDTH, NAME_WIDTH = 80, 20  # columns of the table, of a name in it
@@ -317,8 +318,7 @@ class RankMap:
                 shown = [*range(max(1, most - 1)), -1, self.lanes - 1]
             header = ["", *("..." if lane < 0 else f"lane {lane}" for lane in shown)]
             rows = [header, *(list(self._table_row(agent, shown)) for agent in range(len(self.agents)))]
-            widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-            lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+            lines = columns(rows)
             if max(map(len, lines)) <= TABLE_WIDTH:
                 break
         turns = f"; agents take turns on {self.num_devices} devices" if self.shares_devices else ""

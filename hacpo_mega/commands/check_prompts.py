@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from hacpo_grading.judge import Judge
+from hacpo_grading.judgement import Asked
 from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
@@ -19,7 +20,6 @@ from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.files.visible import one_line
-from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
@@ -98,7 +98,7 @@ def _read_gold(grader: RewardPartConfig, timeout_s: float, row: PromptRow) -> st
         return row.gold
     with Judge(grader.kind, timeout_s=timeout_s, options=grader.options) as judge:
         answer = kind.gold_as_answer(row.gold)
-        ((judgement, explanation),) = judge.judge_and_explain([row.text], [row.gold], [answer], [Stop.EOS])
+        ((judgement, explanation),) = judge.judge_and_explain([Asked(row.text, answer, row.gold)])
         error = judge.take_report().first_error
     read = next((explanation[name] for name in ("parsed_gold", "gold") if explanation.get(name) is not None), row.gold)
     return str(read) if judgement.is_judged else f"{row.gold} CANNOT BE JUDGED: {error}"

@@ -6,7 +6,7 @@ Not here: the readers (datasets.py) and what counts as the same problem (dataset
 from collections.abc import Sequence
 from pathlib import Path
 
-from hacpo_mega.commands.inspect_data import Findings, read_all, read_evaluation
+from hacpo_mega.commands.inspect_data import Findings, listed, read_all, read_evaluation
 from hacpo_mega.data.dataset_checks import contradictions, deduplicated, without_overlap
 from hacpo_mega.data.datasets import LAYOUTS, layouts_of, write_dataset
 from hacpo_mega.data.reading.files import describe, refuse_overwriting
@@ -48,6 +48,5 @@ def convert(
     lines = [f"{out}: {len(kept)} problems; {left_out}"]
     if disputed:
         lines.append(f"  {num_disputed} problems with contradicting gold answers left out too:")
-        lines += [f"    {repetition}" for repetition in disputed[:NUM_SHOWN]]
-        lines += [f"    ... and {len(disputed) - NUM_SHOWN} more"] if len(disputed) > NUM_SHOWN else []
+        lines += listed(disputed, NUM_SHOWN)
     return Findings(tuple(lines), is_sound=not disputed)

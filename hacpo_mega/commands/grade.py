@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_grading.judge import Explained, Judge, JudgeCounts
+from hacpo_grading.judge import Judge, JudgeReport
+from hacpo_grading.judgement import Asked
 from hacpo_mega.commands.inspect_data import Findings
 from hacpo_mega.data.reading.files import (
     DataProblem,
@@ -37,8 +38,7 @@ class GradedFile:
 
     num_by_verdict: dict[Verdict, int]
     problems: tuple[DataProblem, ...]
-    counts: JudgeCounts
-    first_error: str | None
+    counts: JudgeReport
 
     @property
     def speed(self) -> str:
@@ -51,19 +51,14 @@ class GradedFile:
     @property
     def unjudged(self) -> str | None:
         """Number of answers on which the judge failed, and its first message; None if there are none."""
-        if not self.counts.num_unjudged:
-            return None
-        return f"{self.counts.num_unjudged} unjudged, the fault of the judge; the first error: {self.first_error}"
+        number, error = self.counts.num_unjudged, self.counts.first_error
+        return f"{number} unjudged, the fault of the judge; the first error: {error}" if number else None
 
 
 @dataclass(frozen=True)
 class _Row:
     line: int
-    prompt: str
-    gold: str
-    pred: str
-    stop: Stop
-    row: str
+    asked: Asked
 
 
 def grade_file(
@@ -87,8 +82,8 @@ def grade_file(
     refuse_overwriting(out, [file])
     with replacing(out) as lines:
         for rows in _batches(file, gold_field, pred_field):
-            good = [row for row in rows if isinstance(row, _Row)]
-            judged = iter(_judged(good, judge, is_explained))
+            good = [row.asked for row in rows if isinstance(row, _Row)]
+            judged = iter(judge.judge_and_explain(good) if is_explained else [(one, {}) for one in judge.judge(good)])
             for row in rows:
                 judgement, explanation = next(judged) if isinstance(row, _Row) else (None, None)
                 shown = {"explanation": explanation} if is_explained and judgement is not None else {}
@@ -97,12 +92,7 @@ def grade_file(
             problems += [row for row in rows if isinstance(row, DataProblem)]
     if not verdicts and not problems:
         problems.append(DataProblem(file, None, None, "has no rows"))
-    return GradedFile(dict(verdicts), tuple(problems), judge.counts, judge.take_report().first_error)
-
-
-def _judged(rows: list[_Row], judge: Judge, is_explained: bool) -> list[Explained]:
-    fields = [[getattr(row, name) for row in rows] for name in ("prompt", "gold", "pred", "stop", "row")]
-    return judge.judge_and_explain(*fields) if is_explained else [(found, {}) for found in judge.judge(*fields)]
+    return GradedFile(dict(verdicts), tuple(problems), judge.take_report())
 
 
 def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, Any]:
@@ -137,7 +127,7 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: 
     if not isinstance(stop, str) or stop not in STOPS:
         return DataProblem(file, line, "stop", f"is {quoted(stop)}, needs one of {', '.join(STOPS)}")
     row = fields_text({name: value for name, value in record.items() if name not in ("prompt", pred_field)})
-    return _Row(line, str(record.get("prompt") or ""), gold_text(gold), gold_text(pred), STOPS[stop], row)
+    return _Row(line, Asked(str(record.get("prompt") or ""), gold_text(pred), gold_text(gold), STOPS[stop], row))
 
 
 def grade(

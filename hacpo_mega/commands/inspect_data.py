@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hacpo_grading.judge import Judge
+from hacpo_grading.judgement import Asked
 from hacpo_mega.data.dataset_checks import overlap, repetitions
 from hacpo_mega.data.datasets import LAYOUTS, Dataset, Layout, Problem, read_dataset
 from hacpo_mega.data.reading.row_values import quoted
-from hacpo_mega.records import Stop
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 NUM_SHOWN = 5
@@ -103,14 +103,11 @@ def inspect_overlap(training: Sequence[Problem], evaluation: Sequence[Dataset]) 
 
 def check_golds(problems: Sequence[Problem], judge: Judge) -> Findings:
     """Grades every gold answer against itself: no answer could earn a reward for one that fails."""
-    golds = [problem.gold for problem in problems]
-    answers = [f"\\boxed{{{gold}}}" for gold in golds]
-    judgements = judge.judge([problem.prompt for problem in problems], golds, answers, [Stop.EOS] * len(golds))
+    judgements = judge.judge([Asked(one.prompt, f"\\boxed{{{one.gold}}}", one.gold) for one in problems])
     pairs = zip(problems, judgements, strict=True)
     bad = [problem for problem, judgement in pairs if not judgement.is_success]
-    lines = [f"{len(golds) - len(bad)} of {len(golds)} gold answers are correct against themselves"]
-    lines += [f"    {problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad[:NUM_SHOWN]]
-    lines += [f"    ... and {len(bad) - NUM_SHOWN} more"] if len(bad) > NUM_SHOWN else []
+    lines = [f"{len(problems) - len(bad)} of {len(problems)} gold answers are correct against themselves"]
+    lines += listed([f"{problem.source}:{problem.line} {quoted(problem.gold)}" for problem in bad])
     return Findings(tuple(lines), is_sound=not bad)
 
 
@@ -139,7 +136,10 @@ def _lengths(found: Dataset, name: str, codec: TextCodec, max_prompt_tokens: int
 
 
 def _shown(what: str, items: Sequence[object]) -> list[str]:
-    if not items:
-        return []
-    more = [f"    ... and {len(items) - NUM_SHOWN} more"] if len(items) > NUM_SHOWN else []
-    return [f"  {len(items)} {what}:", *(f"    {item}" for item in items[:NUM_SHOWN]), *more]
+    return [f"  {len(items)} {what}:", *listed(items)] if items else []
+
+
+def listed(items: Sequence[object], most: int = NUM_SHOWN) -> list[str]:
+    """A line for each of the first items, and the number of the others."""
+    more = [f"    ... and {len(items) - most} more"] if len(items) > most else []
+    return [*(f"    {item}" for item in items[:most]), *more]

@@ -63,7 +63,7 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
     table = toml_file(path, "the path of a TOML configuration")
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
-        _apply(table, override)
+        set_key(table, override)
     _drop_options_of_another_method(table, in_file, overrides)
     try:
         return Config.model_validate(table)
@@ -71,7 +71,7 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
         raise ValueError("\n".join(f"{path}: {line}" for line in readable_problems(error, table))) from error
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
+def set_key(table: dict[str, Any], override: str) -> None:
     """Sets one dotted key; ValueError when the text or the way to the key is off."""
     key, equals, text = override.partition("=")
     if key != key.strip():  # as a TOML file has it: key = value

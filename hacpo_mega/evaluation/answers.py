@@ -3,9 +3,10 @@
     settings.json                          what was asked of whom; another evaluation never continues here
     answers/<benchmark>.lane_0000.jsonl    one line per answer, appended as they come, one file per engine
 A line is an `Answer`. A process that is killed leaves at most a line without its end, which is dropped at the next
-start. Not here: statistics (scores.py).
+start. Not here: statistics (table.py).
 """
 
+import glob
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -66,7 +67,7 @@ class AnswerFile:
 
     def __init__(self, folder: Path, benchmark: str, lane: int) -> None:
         """Drops a half-written last line, which a killed process may have left."""
-        path = _folder(folder) / f"{benchmark}.lane_{lane:04d}.jsonl"
+        path = folder / "answers" / f"{benchmark}.lane_{lane:04d}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         self._file.seek(0)
@@ -88,7 +89,7 @@ class AnswerFile:
 def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     """The complete lines of all engines by (problem, rollout). ValueError for a line that is no answer."""
     found = {}
-    for path in sorted(_folder(folder).glob(f"{_escaped(benchmark)}.lane_[0-9]*.jsonl")):
+    for path in sorted((folder / "answers").glob(f"{glob.escape(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
                 table = parse_json(line)
@@ -154,11 +155,3 @@ def finite(value: float) -> float | None:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _folder(folder: Path) -> Path:
-    return folder / "answers"
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,9 +29,9 @@ class Benchmark:
     """
 
     name: str
-    rows: tuple[PromptRow, ...]
-    num_answers: int
-    temperature: float
+    rows: tuple[PromptRow, ...] = ()
+    num_answers: int = 1
+    temperature: float = 0.0
     headline: Headline = "avg"
     relative: float = 0.0
     num_repeated: int = 0
@@ -62,16 +62,12 @@ def describe_benchmark(benchmark: Benchmark) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class SuiteEntry:
-    """One benchmark of a suite: where its file may lie below the user's folder, first found first."""
+class SuiteEntry(NamedTuple):
+    """One benchmark of a suite without its rows, and where its file may lie below the user's folder, first found
+    first."""
 
-    name: str
+    benchmark: Benchmark
     places: tuple[str, ...]
-    num_answers: int = 1
-    temperature: float = 0.0
-    headline: Headline = "avg"
-    relative: float = 0.0
 
 
 # arXiv 2603.02604: best@30 on AIME2025, avg@1 elsewhere, answers up to 8,192 tokens. It prints no temperature for these
@@ -80,23 +76,28 @@ class SuiteEntry:
 # numpy.isclose, whose relative tolerance is 1e-5.
 PAPER_MAX_TOKENS = 8192
 PAPER_SUITE = (
-    SuiteEntry("math500", ("math500/test", "math500", "MATH-500/test", "math_oai/test")),
-    SuiteEntry("math", ("math/test", "math/harness_test", "math/MATH_original_test", "math", "MATH/test")),
-    SuiteEntry("gsm8k", ("gsm8k/test", "gsm8k")),
-    SuiteEntry("aime25", ("aime25/test", "aime25/nemo_test", "aime25", "aime2025/test"), 30, 1.0, "best"),
-    SuiteEntry("amc23", ("amc23/test", "amc23")),
-    SuiteEntry("minerva_math", ("minerva_math/test", "minerva_math/qwen_test", "minerva_math"), relative=1e-5),
-    SuiteEntry("olympiadbench", ("olympiadbench/test", "olympiadbench")),
+    SuiteEntry(Benchmark("math500"), ("math500/test", "math500", "MATH-500/test", "math_oai/test")),
+    SuiteEntry(Benchmark("math"), ("math/test", "math/harness_test", "math/MATH_original_test", "math", "MATH/test")),
+    SuiteEntry(Benchmark("gsm8k"), ("gsm8k/test", "gsm8k")),
+    SuiteEntry(
+        Benchmark("aime25", num_answers=30, temperature=1.0, headline="best"),
+        ("aime25/test", "aime25/nemo_test", "aime25", "aime2025/test"),
+    ),
+    SuiteEntry(Benchmark("amc23"), ("amc23/test", "amc23")),
+    SuiteEntry(
+        Benchmark("minerva_math", relative=1e-5), ("minerva_math/test", "minerva_math/qwen_test", "minerva_math")
+    ),
+    SuiteEntry(Benchmark("olympiadbench"), ("olympiadbench/test", "olympiadbench")),
 )
 SUFFIXES = (".jsonl", ".parquet", ".json", ".txt", ".tar.gz")
 
 
 def find_suite(suite: Sequence[SuiteEntry], folder: Path) -> dict[str, Path]:
     """The file of every entry below `folder`, by name. One ValueError names all that are not there."""
-    found = {entry.name: _first_file(folder, entry.places) for entry in suite}
-    missing = [entry for entry in suite if found[entry.name] is None]
+    found = {entry.benchmark.name: _first_file(folder, entry.places) for entry in suite}
+    missing = [(one.name, places) for one, places in suite if found[one.name] is None]
     if missing:
-        lines = [f"  {entry.name}: none of {', '.join(entry.places)} ({'|'.join(SUFFIXES)})" for entry in missing]
+        lines = [f"  {name}: none of {', '.join(places)} ({'|'.join(SUFFIXES)})" for name, places in missing]
         raise ValueError(f"{folder} lacks {len(missing)} of {len(suite)} benchmarks:\n" + "\n".join(lines))
     return found
 
@@ -110,16 +111,7 @@ def load_suite(suite: Sequence[SuiteEntry], folder: Path, limit: int | None = No
     """The benchmarks of a suite, of each the first `limit` problems. ValueError for missing files and for bad rows."""
     read = {name: read_rows(file) for name, file in find_suite(suite, folder).items()}
     return tuple(
-        Benchmark(
-            entry.name,
-            read[entry.name].rows[:limit],
-            entry.num_answers,
-            entry.temperature,
-            entry.headline,
-            entry.relative,
-            read[entry.name].num_repeated,
-        )
-        for entry in suite
+        replace(one, rows=read[one.name].rows[:limit], num_repeated=read[one.name].num_repeated) for one, _ in suite
     )
 
 

@@ -3,7 +3,7 @@
 `tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. What is still to be asked
 follows from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is
 a pure function of (seed, problem, which answer), never of its place in a batch.
-Not here: statistics (scores.py) and the table (table.py). In training the trainer evaluates by itself.
+Not here: statistics and their table (table.py). In training the trainer evaluates by itself.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from hacpo_grading.judgement import Asked
 from hacpo_grading.registry import final_answer, find_grader
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
@@ -41,7 +42,7 @@ from hacpo_mega.megatron.checkpoint.stored_state import model_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
-from hacpo_mega.records import Completion, Judgement, Stop
+from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
@@ -217,33 +218,25 @@ class _Run:
         texts = [self._text(completion) for completion in completions]
         opened = [self.codec.opened_thinking(request.row.text) for request in batch]
         whole = [start + text for start, text in zip(opened, texts, strict=True)]
-        judgements = judge.judge(
-            [request.row.text for request in batch],
-            [request.row.gold for request in batch],
-            whole,
-            [completion.stop for completion in completions],
-            [request.row.row for request in batch],
-        )
-        votes = [final_answer(self.settings.voted, text) for text in whole]
-        parts = zip(batch, completions, texts, votes, judgements, strict=True)
-        return [self._record(*part) for part in parts]
-
-    def _record(
-        self, request: Request, completion: Completion, text: str, vote: str | None, judgement: Judgement
-    ) -> Answer:
-        return Answer(
-            id=request.row.id,
-            rollout=request.rollout,
-            seed=request_seed(self.settings.seed, request),
-            prompt_seen=self.codec.shown_prompt(request.row.text),
-            gold=request.row.gold,
-            text=text,
-            vote=vote,
-            verdict=judgement.verdict.name.lower(),
-            reward=finite(judgement.reward),
-            stop=completion.stop.name.lower(),
-            num_tokens=len(completion.token_ids),
-        )
+        asked = zip([request.row for request in batch], whole, completions, strict=True)
+        judgements = judge.judge([Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked])
+        parts = zip(batch, completions, texts, whole, judgements, strict=True)
+        return [
+            Answer(
+                id=request.row.id,
+                rollout=request.rollout,
+                seed=request_seed(self.settings.seed, request),
+                prompt_seen=self.codec.shown_prompt(request.row.text),
+                gold=request.row.gold,
+                text=text,
+                vote=final_answer(self.settings.voted, judged),
+                verdict=judgement.verdict.name.lower(),
+                reward=finite(judgement.reward),
+                stop=completion.stop.name.lower(),
+                num_tokens=len(completion.token_ids),
+            )
+            for request, completion, text, judged, judgement in parts
+        ]
 
     def _text(self, completion: Completion) -> str:
         ended = completion.stop is Stop.EOS

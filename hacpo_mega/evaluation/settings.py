@@ -1,10 +1,9 @@
-"""Settings of an evaluation: those of the user, and those of a run's own folder.
+"""Settings of an evaluation: those of a run's own folder, overridden by those of the user (keys.py).
 
 Not here: benchmarks and their files (benchmarks.py).
 """
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
-from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem, parse_options
+from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem
 from hacpo_mega.config.checks.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
 from hacpo_mega.config.tables.schema import DataConfig, WeightedPartConfig
 from hacpo_mega.data.datasets import LAYOUTS, Layout, layouts_of
@@ -26,9 +25,9 @@ from hacpo_mega.evaluation.benchmarks import (
     load_benchmarks,
     load_suite,
 )
+from hacpo_mega.evaluation.keys import EvaluationTable
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.families.families import is_tied
-from hacpo_mega.models.files.documents import parse_toml, short
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.weight_files import require_one_reading, weights_fingerprint
@@ -131,7 +130,7 @@ def settings_for(
     grader = next(iter(config.reward.graders.values()))
     is_judged_alike = reward is None or (reward == grader.kind and not config.reward.parts)
     named = (*code_of_reward(config.reward, reward), *code_of_model(agent), *code_of_engine(agent))
-    require_trust(named, file, trusted=trust, instead="--reward names a grader of yours; ")
+    require_trust(named, file, trusted=trust, instead="reward.kind=FILE.py:NAME names a grader of yours; ")
     return EvaluationSettings(
         model,
         benchmarks,
@@ -180,113 +179,65 @@ def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str |
     return layouts_of(*fields, only=is_asked, tools_field=data.tools_field)
 
 
-def benchmarks_of(
-    files: Sequence[Path],
-    suite: str | None,
-    data: Path | None,
-    num_answers: int,
-    temperature: float | None,
-    limit: int | None,
-    *,
-    model: Path | None = None,
-    prompt_field: str | None = None,
-    gold_field: str | None = None,
-) -> tuple[Benchmark, ...]:
-    """The benchmarks that the command line names: files, or the suite "paper" below `data`.
+def benchmarks_of(table: EvaluationTable, files: Sequence[Path], model: Path | None = None) -> tuple[Benchmark, ...]:
+    """The benchmarks that are asked for: files, or the suite "paper" below `data`.
 
     Rows are read by the two fields, or as those of the run whose agent `model` is, or in any known layout. A suite says
     itself how many answers a problem gets, and at which temperature. ValueError for both or none.
     """
-    if suite is None:
-        if not files or data is not None:
-            raise ValueError("give benchmark files, or --suite paper with --data FOLDER")
-        sampled = 1.0 if num_answers > 1 else 0.0
-        layouts = _layouts_for(model, prompt_field, gold_field)
-        return load_benchmarks(files, num_answers, sampled if temperature is None else temperature, limit, layouts)
-    if suite != "paper":
-        raise ValueError(f"--suite {suite!r} is unknown; there is 'paper'")
-    if files or data is None or temperature is not None or num_answers != 1 or prompt_field or gold_field:
-        raise ValueError("--suite paper takes --data FOLDER, and neither files nor fields, --samples, --temperature")
-    return load_suite(PAPER_SUITE, data, limit)
-
-
-@dataclass(frozen=True)
-class Wording:
-    """The command line's wording of a problem; None leaves it unset.
-
-    template_args    texts KEY=VALUE for the chat template
-    prompt_template    a text, or @FILE that holds it
-    """
-
-    chat_template: bool | None = None
-    template_args: Sequence[str] = ()
-    system_prompt: str | None = None
-    prompt_template: str | None = None
-
-    def changed(self, prompting: Prompting) -> Prompting:
-        """`prompting` with this wording. ValueError for an argument or a file that cannot be read."""
-        given = {
-            "chat_template": self.chat_template,
-            "template_kwargs": dict(map(_template_argument, self.template_args)) or None,
-            "system_prompt": self.system_prompt,
-            "prompt_template": _text_of(self.prompt_template),
-        }
-        if self.chat_template is False:
-            prompting = replace(prompting, time=None)
-        return replace(prompting, **{key: value for key, value in given.items() if value is not None})
+    fields = table.prompt_field, table.gold_field
+    if table.suite is None:
+        if not files or table.data is not None:
+            raise ValueError("give benchmark files, or suite=paper with data=FOLDER")
+        sampled = 1.0 if table.num_answers > 1 else 0.0
+        temperature = sampled if table.temperature is None else table.temperature
+        return load_benchmarks(files, table.num_answers, temperature, table.limit, _layouts_for(model, *fields))
+    if files or table.data is None or table.temperature is not None or table.num_answers != 1 or any(fields):
+        raise ValueError("suite=paper takes data=FOLDER, and neither files nor fields, num_answers, temperature")
+    return load_suite(PAPER_SUITE, table.data, table.limit)
 
 
 def ask(
-    model: Path,
-    benchmarks: Sequence[Benchmark],
-    wording: Wording,
-    *,
-    is_suite: bool,
-    stop_text: str | None,
-    reward: str | None,
-    max_prompt_tokens: int | None,
-    max_answer_tokens: int | None,
-    seed: int,
-    options: Sequence[str] = (),
-    success: str | None = None,
-    trust: bool = False,
+    table: EvaluationTable, model: Path, benchmarks: Sequence[Benchmark], *, trust: bool = False
 ) -> EvaluationSettings:
-    """The settings of the model (`settings_for`), overridden by the command line; None sets nothing.
+    """The settings of the model (`settings_for`), overridden by what the table gives.
 
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """
-    settings = settings_for(model, benchmarks, reward=reward, trust=trust)
+    settings = settings_for(model, benchmarks, reward=table.reward.kind, trust=trust)
     asked = {
-        "prompting": wording.changed(settings.prompting),
-        "stop_text": stop_text,
-        "reward": reward,
-        "reward_options": {**settings.reward_options, **parse_options(options)},
-        "reward_success": success if success is None else _success_of(success, settings.reward_parts),
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_answer_tokens": PAPER_MAX_TOKENS if is_suite and max_answer_tokens is None else max_answer_tokens,
-        "seed": seed,
+        "prompting": worded(table, settings.prompting),
+        "stop_text": table.stop_text,
+        "reward": table.reward.kind,
+        "reward_options": {**settings.reward_options, **table.reward.options},
+        "reward_success": table.reward.success,
+        "max_prompt_tokens": table.max_prompt_tokens,
+        "max_answer_tokens": table.max_answer_tokens or (PAPER_MAX_TOKENS if table.suite else None),
+        "seed": table.seed,
     }
     settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
+    try:
+        RewardConfig(parts=settings.reward_parts, success=settings.reward_success)
+    except ValidationError as error:
+        raise ValueError(f"reward.success: {error.errors()[0]['ctx']['error']}") from error
     if problem := grader_problem(settings.reward, settings.reward_options):
-        raise ValueError(f"--reward: {problem}")
+        raise ValueError(f"reward.kind: {problem}")
     if problem := option_problem(settings.reward, settings.reward_options):
-        raise ValueError(f"--option: {problem}")
+        raise ValueError(f"reward.options: {problem}")
     return settings
 
 
-def _success_of(text: str, parts: Mapping[str, WeightedPartConfig]) -> str | float:
-    """The value of --success: a part, or a number. ValueError for a value that reward.success of a run could not be."""
-    try:
-        return RewardConfig(parts=parts, success=text if text in parts else _number_or_text(text)).success
-    except ValidationError as error:
-        raise ValueError(f"--success: {error.errors()[0]['ctx']['error']}") from error
-
-
-def _number_or_text(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def worded(table: EvaluationTable, prompting: Prompting) -> Prompting:
+    """`prompting` with the wording that the table gives. ValueError for a file that cannot be read."""
+    given = {
+        "chat_template": table.chat_template,
+        "template_kwargs": table.chat_template_kwargs or None,
+        "system_prompt": table.system_prompt,
+        "prompt_template": _text_of(table.prompt_template),
+    }
+    if table.chat_template is False:
+        prompting = replace(prompting, time=None)
+    return replace(prompting, **{key: value for key, value in given.items() if value is not None})
 
 
 def require_judge(settings: EvaluationSettings) -> None:
@@ -301,23 +252,10 @@ def require_weights(settings: EvaluationSettings) -> None:
         require_one_reading(settings.folder, tied=is_tied(settings.folder))
 
 
-def _template_argument(text: str) -> tuple[str, Any]:
-    """KEY=VALUE with a TOML value, as overrides of a configuration have it."""
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ValueError(f"--template-arg {text!r}: expected KEY=VALUE, such as enable_thinking=false")
-    try:
-        return key, parse_toml(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key, value
-    except ValueError as error:
-        raise ValueError(f"--template-arg {short(text)}: {error}") from error
-
-
 def _text_of(prompt_template: str | None) -> str | None:
     if prompt_template is None or not prompt_template.startswith("@"):
         return prompt_template
     try:
         return Path(prompt_template[1:]).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--prompt-template {prompt_template}: cannot be read ({error.strerror})") from error
+        raise ValueError(f"prompt_template={prompt_template}: cannot be read ({error.strerror})") from error

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hacpo_grading.judgement import Judgement, Stop
+from hacpo_grading.judgement import Asked, Judgement, Stop
 from hacpo_grading.registry import find_grader
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_grading.workers.grader_calls import RETURNED
@@ -85,10 +85,10 @@ def try_reward(reward: RewardConfig, judge: AnyJudge, rows: Sequence[PromptRow],
 
 def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -> RewardTrial:
     answers = _answers_with(reward, row.gold)
-    texts, number = [*answers, ""], len(answers) + 1
-    asked = [row.text] * number, [row.gold] * number, texts, [Stop.EOS] * number, [row.row] * number
     judge.take_report()
-    *of_gold, empty = judge.judge(*asked, agent, range(number))
+    *of_gold, empty = judge.judge(
+        [Asked(row.text, text, row.gold, Stop.EOS, row.row, agent, place) for place, text in enumerate([*answers, ""])]
+    )
     best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
     return RewardTrial(answers, best, empty, judge.take_report().errors)
 

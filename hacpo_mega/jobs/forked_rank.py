@@ -1,4 +1,4 @@
-"""A rank that is forked from its launcher, which has imported its modules once for all ranks.
+"""A rank on the CPU alone, forked from its launcher, which has imported its modules once for all ranks.
 
 It begins as a fresh interpreter would: no signal is handled, the command line is read again, and its output goes where
 its launcher's goes. Imported modules are shared memory. Not here: ranks in fresh interpreters, and waiting for any of

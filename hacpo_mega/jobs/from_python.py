@@ -17,7 +17,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.security.private_folder import job_folder
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.input_checks import missing_models
-from hacpo_mega.jobs.local import run_on_this_machine
+from hacpo_mega.jobs.local import run_on_this_machine, words_of
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_parts, read_rollouts
@@ -91,7 +91,7 @@ def train(
     with job_folder() as folder:
         file = folder / "run.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
-        code = run_on_this_machine(["train", str(file), *_options(how)], RankMap.of(config).world_size, seen.look)
+        code = run_on_this_machine(["train", str(file), *words_of(how)], RankMap.of(config).world_size, seen.look)
     seen.look(is_over=True)
     if code == SIGNALLED + 2:
         raise KeyboardInterrupt
@@ -101,13 +101,6 @@ def train(
         raise RunFailed(config.run_dir, code)
     agents = {agent.name: config.run_dir / "agents" / agent.name for agent in config.agents}
     return TrainedRun(config.run_dir, code == 0, agents if code == 0 else {})
-
-
-def _options(how: StartOptions) -> list[str]:
-    """The command-line options for `how`."""
-    words = [word for key in how.get("accept", ()) for word in ("--accept", key)]
-    words += ["--from", str(branch)] if (branch := how.get("branch")) is not None else []
-    return words + [f"--{name.replace('_', '-')}" for name in ("fresh", "last_whole") if how.get(name)]
 
 
 class _Seen:

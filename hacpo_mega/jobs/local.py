@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from hacpo_mega.checkpoint.files import StartOptions
 from hacpo_mega.cluster.launcher_env import FAILED, SIGNALLED, STORE_FILE
 from hacpo_mega.cluster.machine.environment import LAUNCHER_PID
 from hacpo_mega.cluster.machine.machine_limits import num_cores, num_memory_kills
@@ -33,6 +34,13 @@ MODULE = "hacpo_mega.cli"
 # After a rank has failed, the ring tells the others, who end by themselves. Then SIGTERM, which watchdog.py heeds when
 # the ring has had its time; and the end of whoever needs longer than that.
 LAST_WORDS_S, PATIENCE_S = 2.0, 30.0
+
+
+def words_of(how: StartOptions) -> list[str]:
+    """The options of `hacpo-mega train` that say the same."""
+    words = [word for key in how.get("accept", ()) for word in ("--accept", key)]
+    words += ["--from", str(branch)] if (branch := how.get("branch")) is not None else []
+    return words + [f"--{name.replace('_', '-')}" for name in ("fresh", "last_whole") if how.get(name)]
 
 
 def run_on_this_machine(

@@ -4,7 +4,7 @@
     <run_dir>/slurm/<job>.log        what the script and rank 0 say
 
 Neither is ever written again: a job that waits or is queued again finds what it was submitted with.
-Not here: who runs where (jobs/slurm_plan.py), what a node is asked for (jobs/slurm_request.py), what becomes of an
+Not here: who runs where and what a node is asked for (jobs/slurm_plan.py), what becomes of an
 attempt (the script itself).
 """
 
@@ -24,9 +24,8 @@ from hacpo_mega.checkpoint.files import plain
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
-from hacpo_mega.jobs.slurm_plan import Plan, seconds_of
+from hacpo_mega.jobs.slurm_plan import WHOLE_NODE, Plan, Request, request_of, seconds_of
 from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken
-from hacpo_mega.jobs.slurm_request import WHOLE_NODE, Request, request_of
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.hub import CACHE, HubModel
@@ -123,9 +122,7 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     `fresh` moves the content of the run's folder aside. ValueError without sbatch, if the run already has a job whose
     folder `fresh` would take, and with Slurm's own message if it refuses the job.
     """
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
-        raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster; --dry-run shows the script")
+    sbatch = _sbatch("; --dry-run shows the script")
     others = jobs_of(job.run_dir, CONTROLLER_S)
     if others is None:
         raise ValueError(
@@ -134,10 +131,7 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     require_no_job(job, others, fresh=fresh)
     _refuse_if_slurm_would(sbatch, job)
     script = write(job, fresh=fresh)
-    done = ask([sbatch, "--parsable", str(script)])
-    if done.returncode:
-        raise ValueError(f"Slurm refuses {script}: {_words(done.stderr)}")
-    number = done.stdout.strip().partition(";")[0]
+    number = _accepted(ask([sbatch, "--parsable", str(script)]), str(script))
     log = job.folder() / f"{number}.log"
     if others:
         yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
@@ -150,16 +144,10 @@ def hold(job: Job) -> Iterator[str]:
 
     ValueError without sbatch, for nodes of several kinds, and with Slurm's words when it refuses.
     """
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
-        raise ValueError("sbatch is not on the PATH: submit on a login node of the cluster")
-    held = replace(job, held=True)
+    sbatch, held = _sbatch(), replace(job, held=True)
     folder = _own_folder(job)
     text = HOLD.replace("@directives@", "\n".join(_directives(held)))
-    done = ask([sbatch, "--parsable"], script=text)
-    if done.returncode:
-        raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
-    number = done.stdout.strip().partition(";")[0]
+    number = _accepted(ask([sbatch, "--parsable"], script=text), "the job")
     yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'{number}.log'}"
     yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
     yield f"end:    scancel {number}"
@@ -175,12 +163,22 @@ def require_no_job(job: Job, others: Sequence[QueuedJob], *, fresh: bool) -> Non
 def _refuse_if_slurm_would(sbatch: str, job: Job) -> None:
     """ValueError, before anything is written, with Slurm's message, for an unknown account, qos or option."""
     done = ask([sbatch, "--test-only", "--output=/dev/null"], script=job.script(1))
-    if done.returncode and not MAY_CHANGE.search(done.stderr):
-        raise ValueError(f"Slurm refuses the job: {_words(done.stderr)}")
+    if not MAY_CHANGE.search(done.stderr):
+        _accepted(done, "the job")
 
 
-def _words(message: str) -> str:
-    return "; ".join(line.replace("sbatch: error: ", "") for line in message.strip().splitlines())
+def _sbatch(hint: str = "") -> str:
+    if (sbatch := shutil.which("sbatch")) is None:
+        raise ValueError(f"sbatch is not on the PATH: submit on a login node of the cluster{hint}")
+    return sbatch
+
+
+def _accepted(done: subprocess.CompletedProcess, what: str) -> str:
+    """The number of a job that sbatch has taken. ValueError with Slurm's words where it has not."""
+    if done.returncode:
+        words = "; ".join(line.replace("sbatch: error: ", "") for line in done.stderr.strip().splitlines())
+        raise ValueError(f"Slurm refuses {what}: {words}")
+    return done.stdout.strip().partition(";")[0]
 
 
 def write(job: Job, *, fresh: bool) -> Path:

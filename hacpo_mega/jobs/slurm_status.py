@@ -83,7 +83,7 @@ def _attempt(run_dir: Path) -> str:
     newest = max((int(number) for number in numbers if re.fullmatch("[0-9]{1,9}", number)), default=0)
     attempts = read_attempts(run_dir)
     if newest:
-        found = RANK_BEGINS.search(_first_bytes(run_dir / f"logs/attempt_{newest}/rank_0.log"))
+        found = RANK_BEGINS.search(_part(run_dir / f"logs/attempt_{newest}/rank_0.log", at_end=False))
         if found is None:
             return f"{newest}, of which rank 0 has not begun"
         number, job, step = int(found[1]), found[2], found[3]
@@ -175,25 +175,18 @@ def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:
     return []
 
 
-def _first_bytes(path: Path) -> str:
-    """The first bytes of a file; nothing without it, nor of a pipe or a device."""
-    if not path.is_file():
-        return ""
+def _part(path: Path, *, at_end: bool) -> str:
+    """The last or the first bytes of a file; nothing without it, nor of a pipe or a device, which would not end."""
     try:
+        if not path.is_file():
+            return ""
         with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - END_BYTES) if at_end else 0)
             return file.read(END_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
 def _last_lines(path: Path) -> list[str]:
-    """The whole lines in the last bytes of a file; none without it, nor of a pipe or a device, which would not end."""
-    if not path.is_file():
-        return []
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - END_BYTES))
-            content = file.read()
-    except OSError:
-        return []
-    return content.decode("utf-8", "replace").split("\n")
+    text = _part(path, at_end=True)
+    return text.split("\n") if text else []

@@ -8,8 +8,8 @@ comes. A round:
     every rank    reads the answer
 
 which is 3 operations a rank and 1 key, whatever the number of ranks. Nobody reads everybody's words but rank 0.
-Not here: what a node says of itself (node_report.py), what differs (node_comparison.py), the order of the rounds and
-what is printed (preflight/command.py).
+Not here: what a node says of itself and what differs (node_report.py), the order of the rounds and what is printed
+(preflight/command.py).
 """
 
 import json
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -174,20 +174,10 @@ def see_mark(folder: Path, token: str) -> str:
 
 
 @dataclass(frozen=True)
-class Link:
-    """A collective to time: `num_bytes` of every member; one member `tells`."""
-
-    kind: str
-    group: str
-    num_ranks: int
-    num_bytes: int
-    tells: bool
-
-
-@dataclass(frozen=True)
 class Measured:
-    """One collective over one group: the median of NUM_TIMED.
+    """One collective over one group, of `num_bytes` of every member.
 
+    seconds    the median of NUM_TIMED; 0 before it is timed
     GB_per_s   bus bandwidth as nccl-tests define it: what each link carries; 0 for a barrier
     """
 
@@ -195,16 +185,14 @@ class Measured:
     group: str
     num_ranks: int
     num_bytes: int
-    seconds: float
-    GB_per_s: float
+    seconds: float = 0.0
+    GB_per_s: float = 0.0
 
-    @classmethod
-    def of(cls, link: Link, seconds: float) -> Self:
+    def took(self, seconds: float) -> Self:
         """An all-gather carries all others' bytes over each link, an all-reduce 2 (n - 1) / n times its own."""
-        others = link.num_ranks - 1
-        times = others if "all-gather" in link.kind else 2.0 * others / link.num_ranks
-        carried = times * link.num_bytes / seconds / 1e9
-        return cls(link.kind, link.group, link.num_ranks, link.num_bytes, seconds, carried)
+        others = self.num_ranks - 1
+        times = others if "all-gather" in self.kind else 2.0 * others / self.num_ranks
+        return replace(self, seconds=seconds, GB_per_s=times * self.num_bytes / seconds / 1e9)
 
 
 class GroupTest:
@@ -230,7 +218,8 @@ class GroupTest:
             host = torch.zeros(num_bytes // 4)
             name = f"cell {my.cell} of {my.agent_name}"
             self._time(
-                Link("cell, all-reduce", name, shape.cell_size, num_bytes, my.is_leader),
+                Measured("cell, all-reduce", name, shape.cell_size, num_bytes),
+                my.is_leader,
                 lambda: place.whole_cell.allreduce([host]).wait(),
             )
         self._time_gather("lane", f"lane {my.lane}", lane, place.device, num_bytes)
@@ -238,11 +227,12 @@ class GroupTest:
         if dist.get_world_size() > 1:
             numbers = torch.zeros(num_bytes // 4, device=place.device)
             self._time(
-                Link("agent, all-reduce", my.agent_name, dist.get_world_size(), num_bytes, dist.get_rank() == 0),
+                Measured("agent, all-reduce", my.agent_name, dist.get_world_size(), num_bytes),
+                dist.get_rank() == 0,
                 lambda: dist.all_reduce(numbers),
             )
         if rank_map.world_size > 1:
-            self._time(Link("job, barrier", "job", rank_map.world_size, 0, my.global_rank == 0), place.barrier)
+            self._time(Measured("job, barrier", "job", rank_map.world_size, 0), my.global_rank == 0, place.barrier)
         self.stage = None
         place.end_groups()
 
@@ -254,11 +244,13 @@ class GroupTest:
         mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device if group.name() == "nccl" else "cpu")
         rows = [torch.empty_like(mine) for _ in range(group.size())]
         self._time(
-            Link(f"{kind}, all-gather", name, group.size(), num_bytes, group.rank() == 0),
+            Measured(f"{kind}, all-gather", name, group.size(), num_bytes),
+            group.rank() == 0,
             lambda: group.allgather([rows], [mine]).wait(),
         )
 
-    def _time(self, link: "Link", collective: Callable[[], object]) -> None:
+    def _time(self, link: Measured, tells: bool, collective: Callable[[], object]) -> None:
+        """Times a collective; one member `tells`."""
         self.stage = (link.kind, link.group)
         seconds = []
         for _ in range(1 + NUM_TIMED):  # the first one connects
@@ -268,8 +260,8 @@ class GroupTest:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         self.passed.append(self.stage)
-        if link.tells:
-            self.measured.append(Measured.of(link, statistics.median(seconds[1:])))
+        if tells:
+            self.measured.append(link.took(statistics.median(seconds[1:])))
 
     def word(self, error: str = "") -> Word:
         """This rank's report of the group."""

@@ -10,7 +10,6 @@ from statistics import fmean
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
@@ -142,16 +141,6 @@ def dots(axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | N
         axis.vlines(*zip(*bars), color=colour, alpha=0.55, linewidth=1.4)
 
 
-def band(
-    axis: Axes, x: Sequence[float], mean: Sequence[float], sd: Sequence[float], colour: str, dashes: str | tuple
-) -> Line2D:
-    """A curve with one `sd` of shade to both sides; returns its line, for a legend."""
-    low, high = [m - s for m, s in zip(mean, sd)], [m + s for m, s in zip(mean, sd)]
-    axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-    (drawn,) = axis.plot(x, mean, color=colour, linestyle=dashes, marker="o", markersize=2.5, linewidth=1.6)
-    return drawn
-
-
 def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     """Names curves at their last point, (series, name, colour) each, moved apart where they would overlap."""
     points = [(s.values[-1], s.steps[-1], name, c) for s, name, c in ends if s and math.isfinite(s.values[-1])]
@@ -240,8 +229,3 @@ def legend(figure: Figure, names: list[str], colours: list[str]) -> None:
     figure.legend(
         patches, names, loc="outside upper left", ncols=len(names), frameon=False, fontsize=8.5, handlelength=1
     )
-
-
-def line_legend(figure: Figure, names: Sequence[str], lines: Sequence[Line2D]) -> None:
-    """One legend below all panels, for more curves than their ends have room to name."""
-    figure.legend(lines, names, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)

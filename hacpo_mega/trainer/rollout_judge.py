@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Self
 
 from hacpo_grading.judge import JudgeReport
+from hacpo_grading.judgement import Asked
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
@@ -84,16 +85,12 @@ class RolloutJudge:
         return replace(self._judge.take_report(), hidden_s=self.hidden_s)
 
     def _judge_all(self, asked: Sequence[tuple[Prompt, Rollout]]) -> dict[AnswerKey, Judgement]:
-        judgements = self._judge.judge(
-            [prompt.text for prompt, _ in asked],
-            [prompt.gold for prompt, _ in asked],
-            [self._opened(prompt.text) + rollout.text for prompt, rollout in asked],
-            [rollout.stop for _, rollout in asked],
-            [prompt.row for prompt, _ in asked],
-            self._agent,
-            [prompt.index for prompt, _ in asked],
-        )
+        judgements = self._judge.judge([self._question(prompt, rollout) for prompt, rollout in asked])
         return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
+
+    def _question(self, prompt: Prompt, rollout: Rollout) -> Asked:
+        answer = self._opened(prompt.text) + rollout.text
+        return Asked(prompt.text, answer, prompt.gold, rollout.stop, prompt.row, self._agent, prompt.index)
 
     def _run(self) -> None:
         """Thread: judges the answers that have ended since its last look, until there are no more."""

@@ -18,6 +18,7 @@ from grading_benchmark import (
     plain_math_verify,
 )
 from hostile_answers import hostile_answers
+from judged import questions
 from labelled_pairs import same
 from repository import SHARED
 
@@ -56,7 +57,7 @@ KNOWN_DISAGREEMENTS = {
 
 def judge_all(judge, rows):
     prompts, golds, texts = zip(*rows)
-    return judge.judge(prompts, golds, texts, [Stop.EOS] * len(rows))
+    return judge.judge(questions(prompts, golds, texts, [Stop.EOS] * len(rows)))
 
 
 labelled_pairs = pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled pairs are not at {CASES}")

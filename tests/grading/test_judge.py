@@ -6,12 +6,11 @@ import threading
 
 import psutil
 import pytest
-from judged import CASES, FILE, verdicts
+from judged import CASES, FILE, questions, verdicts
 
 from hacpo_grading.graders import math_grader
 from hacpo_grading.judge import Judge, judgement_of
-from hacpo_grading.judgement import Judgement, Stop, Verdict
-from hacpo_grading.workers.guarded_workers import Outcome
+from hacpo_grading.judgement import Judgement, Outcome, Stop, Verdict
 from hacpo_mega.data.tasks import SKILLS, training_examples
 
 
@@ -44,7 +43,7 @@ def math_judge():
 )
 def test_arithmetic_wants_one_semicolon_and_exactly_the_result(answer, verdict, reward):
     with Judge("arithmetic", require_stop=True) as judge:
-        assert judge.judge(["47+85="] * 2, ["132"] * 2, [answer] * 2, [Stop.EOS, Stop.LENGTH]) == [
+        assert judge.judge(questions(["47+85="] * 2, ["132"] * 2, [answer] * 2, [Stop.EOS, Stop.LENGTH])) == [
             Judgement(verdict, reward),
             Judgement(Verdict.NO_ANSWER, 0.0),
         ]
@@ -58,8 +57,8 @@ def test_every_gold_working_is_correct_and_every_other_result_wrong():
             stops = [Stop.EOS] * len(examples)
             texts = [e.answer for e in examples]
             prompts = [e.prompt for e in examples]
-            assert {j.reward for j in judge.judge(prompts, golds, texts, stops)} == {1.0}
-            assert {j.reward for j in judge.judge(prompts, golds, [t + "0" for t in texts], stops)} == {0.0}
+            assert {j.reward for j in judge.judge(questions(prompts, golds, texts, stops))} == {1.0}
+            assert {j.reward for j in judge.judge(questions(prompts, golds, [t + "0" for t in texts], stops))} == {0.0}
 
 
 def test_comparing_text_starts_no_process(new_workers):
@@ -126,7 +125,7 @@ def test_a_policy_cannot_learn_to_be_unjudged(math_judge):
     """A tower of powers takes more time than there is, and yet the gold can be judged: the answer is wrong."""
     with Judge("math", timeout_s=2.0) as judge:
         texts = ["\\boxed{12^{23^{31^{22}}}}", "\\boxed{18}"]
-        found = judge.judge(["", ""], ["18", "18"], texts, [Stop.EOS] * 2)
+        found = judge.judge(questions(["", ""], ["18", "18"], texts, [Stop.EOS] * 2))
     assert [judgement.reward for judgement in found] == [0.0, 1.0]
     assert all(judgement.is_judged for judgement in found)
 
@@ -135,12 +134,12 @@ def test_a_policy_cannot_learn_to_be_unjudged(math_judge):
 def test_a_failure_is_the_judges_when_the_gold_fails_too():
     with Judge(CASES, timeout_s=1.0) as judge:
         golds = ["1", "hang", "raise", "die", "0.5"]
-        found = judge.judge([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5)
+        found = judge.judge(questions([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5))
         assert [j.verdict.name for j in found] == ["TIMEOUT", "TIMEOUT", "ERROR", "ERROR", "ERROR"]
         # nothing had worked before this call: the first answers that could prove the grader are the golds' own
         assert [j.is_judged for j in found] == [False] * 5
         assert verdicts(judge, ["1"]) == ["CORRECT"]
-        found = judge.judge([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5)
+        found = judge.judge(questions([""] * 5, golds, ["hang", "hang", "raise", "die", "die"], [Stop.EOS] * 5))
         assert [j.is_judged for j in found] == [True, False, False, False, True]
         assert judge.take_report().num_unjudged == 8
         assert judge.take_report().num_unjudged == 0
@@ -149,7 +148,7 @@ def test_a_failure_is_the_judges_when_the_gold_fails_too():
 def test_what_is_no_reward_is_an_error_that_names_it():
     names = ["half", "text", "two", "minus", "nan", "list", "object", "complex", "arrays", "nothing", "true", "numpy"]
     with Judge(f"{FILE}:misused") as judge:
-        found = judge.judge([""] * len(names), ["half"] * len(names), names, [Stop.EOS] * len(names))
+        found = judge.judge(questions([""] * len(names), ["half"] * len(names), names, [Stop.EOS] * len(names)))
         assert [j.verdict.name for j in found] == ["WRONG", *["ERROR"] * 8, "NO_ANSWER", "CORRECT", "WRONG"]
         assert [j.reward for j in found if j.is_judged] == [0.5, 0.0, 1.0, 0.5]
         said = list(judge.take_report().errors)
@@ -162,7 +161,7 @@ def test_what_is_no_reward_is_an_error_that_names_it():
 def test_equal_answers_are_graded_once():
     with Judge(CASES, num_workers=1) as judge:
         texts = ["count calls", "1", "count calls", "count calls"]
-        found = judge.judge(["p"] * 3 + ["q"], [""] * 4, texts, [Stop.EOS] * 4)
+        found = judge.judge(questions(["p"] * 3 + ["q"], [""] * 4, texts, [Stop.EOS] * 4))
         assert [j.reward for j in found] == [1.0, 1.0, 1.0, 0.5]
         assert (judge.counts.num_answers, judge.counts.num_distinct) == (4, 3)
 
@@ -214,7 +213,7 @@ def test_an_option_that_does_not_exist_is_said_at_once(kind, options, message, n
 
 def test_options_reach_the_grader():
     with Judge(f"{FILE}:with_options", options={"bonus": 0.75}) as judge:
-        assert judge.judge([""], [""], [""], [Stop.EOS])[0].reward == 0.75
+        assert judge.judge(questions([""], [""], [""], [Stop.EOS]))[0].reward == 0.75
     with Judge("number", options={"rel_tol": 0.1}) as judge:
         assert verdicts(judge, ["\\boxed{1.09}", "1.11"]) == ["CORRECT", "WRONG"]
 
@@ -236,7 +235,7 @@ def test_a_reward_is_a_success_up_to_the_rounding_of_a_sum(reward, success, verd
 
 def test_closing_twice_and_nothing_to_judge():
     judge = Judge(CASES, num_workers=1)
-    assert judge.judge([], [], [], []) == []
+    assert judge.judge(questions([], [], [], [])) == []
     judge.close()
     judge.close()
     with pytest.raises(AssertionError):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from judged import questions
 
 from hacpo_grading.graders import choice, graders, json_equality
 from hacpo_grading.graders.number import Number, last_number
@@ -168,14 +169,14 @@ def test_hostile_text_takes_time_that_grows_like_the_text(kind, gold):
     """They run in the trainer's own process, where nothing could end them."""
     texts = [piece * (100_000 // len(piece)) for piece in PIECES]
     with Judge(kind) as judge:
-        judge.judge([""] * len(texts), [gold] * len(texts), texts, [Stop.EOS] * len(texts))
+        judge.judge(questions([""] * len(texts), [gold] * len(texts), texts, [Stop.EOS] * len(texts)))
         assert judge.counts.num_errors == 0
         assert judge.counts.cpu_s < 0.5 * len(texts)  # a quadratic pattern takes minutes
 
 
 def explained(kind, answer, gold, **options):
     with Judge(kind, options=options) as judge:
-        ((judgement, explanation),) = judge.judge_and_explain([""], [gold], [answer], [Stop.EOS])
+        ((judgement, explanation),) = judge.judge_and_explain(questions([""], [gold], [answer], [Stop.EOS]))
     return judgement.reward, explanation
 
 
@@ -208,5 +209,5 @@ def test_thinking_that_goes_on_is_no_answer(kind, gold):
     said = {"choice": "\\boxed{B}", "json": "```\n[1]\n```"}.get(kind, "\\boxed{42}")
     texts = [said, f"<think>hm</think>{said}", f"hm</think>{said}", f"<think>so\n{said}", f"a</think><think>b\n{said}"]
     with Judge(kind) as judge:
-        judged = judge.judge([""] * 5, [gold] * 5, texts, [Stop.EOS] * 5)
+        judged = judge.judge(questions([""] * 5, [gold] * 5, texts, [Stop.EOS] * 5))
     assert [judgement.verdict for judgement in judged] == [Verdict.CORRECT] * 3 + [Verdict.NO_ANSWER] * 2

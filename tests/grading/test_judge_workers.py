@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from judged import CASES, FILE, verdicts
+from judged import CASES, FILE, questions, verdicts
 
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict
@@ -28,7 +28,7 @@ def new_workers():
 def test_every_way_to_fail_costs_one_answer_and_keeps_the_order(new_workers):
     texts = ["1", "hang", "0.25", "die", "raise", "1", "print", "no answer", "eat memory", "7", "nan", "0"] + ["1"] * 40
     with Judge(CASES, num_workers=2, timeout_s=1.0) as judge:
-        judgements = judge.judge([""] * len(texts), ["1"] * len(texts), texts, [Stop.EOS] * len(texts))
+        judgements = judge.judge(questions([""] * len(texts), ["1"] * len(texts), texts, [Stop.EOS] * len(texts)))
         assert [j.verdict.name for j in judgements[:12]] == [
             "CORRECT", "TIMEOUT", "WRONG", "ERROR", "ERROR", "CORRECT",
             "CORRECT", "NO_ANSWER", "ERROR", "ERROR", "ERROR", "WRONG",
@@ -57,7 +57,7 @@ def test_every_way_to_fail_costs_one_answer_and_keeps_the_order(new_workers):
 def test_an_outage_of_the_users_grader_is_no_wrong_answer():
     with Judge(f"{FILE}:outage") as judge:
         assert verdicts(judge, ["1", "0.5"]) == ["CORRECT", "WRONG"]
-        found = judge.judge(["", ""], ["2", "2"], ["1", "1 "], [Stop.EOS] * 2)
+        found = judge.judge(questions(["", ""], ["2", "2"], ["1", "1 "], [Stop.EOS] * 2))
         assert [(j.verdict.name, j.is_judged) for j in found] == [("ERROR", False)] * 2
         assert judge.take_report().first_error == "ConnectionError: no route to the reward service"
 
@@ -86,7 +86,7 @@ def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
     with Judge(CASES, memory_bytes=3 << 30) as judge:
         assert verdicts(judge, ["memory for good", "0", "memory for good ", "1"], gold="0")[3] == "CORRECT"
         texts = ["memory for good"] * 2
-        found = judge.judge(["a", "b"], ["0", "0"], texts, [Stop.EOS] * 2)
+        found = judge.judge(questions(["a", "b"], ["0", "0"], texts, [Stop.EOS] * 2))
         assert [j.verdict.name for j in found] == ["CORRECT", "CORRECT"]
 
 
@@ -99,7 +99,7 @@ def test_a_busy_machine_changes_no_verdict():
         with Judge(CASES, num_workers=2, timeout_s=1.0) as judge:
             texts = ["half a second", "hang", "half a second"]
             assert verdicts(judge, ["1"]) == ["CORRECT"]
-            found = judge.judge(["a", "b", "c"], ["1"] * 3, texts, [Stop.EOS] * 3)
+            found = judge.judge(questions(["a", "b", "c"], ["1"] * 3, texts, [Stop.EOS] * 3))
             assert [j.verdict.name for j in found] == ["CORRECT", "TIMEOUT", "CORRECT"]
             assert judge.counts.wall_s > 1.0
     finally:
@@ -119,7 +119,7 @@ def test_a_grader_that_sleeps_over_an_answer_is_named_and_loses_it_alone(capfd):
 @pytest.mark.nightly
 def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
     with Judge(f"{FILE}:hangs", timeout_s=0.2) as judge:
-        found = judge.judge([""] * 50, ["1"] * 50, [str(i) for i in range(50)], [Stop.EOS] * 50)
+        found = judge.judge(questions([""] * 50, ["1"] * 50, [str(i) for i in range(50)], [Stop.EOS] * 50))
         assert not any(judgement.is_judged for judgement in found)
         report = judge.take_report()
         slept, *not_tried = report.errors.items()
@@ -161,7 +161,7 @@ def test_workers_that_cannot_be_replaced_leave_answers_unjudged(tmp_path):
     with Judge(f"{grader}:reward") as judge:
         assert verdicts(judge, ["fine"]) == ["CORRECT"]
         grader.write_text("import os\nos._exit(5)\n")
-        found = judge.judge([""] * 2, ["fine"] * 2, ["fine", "die"], [Stop.EOS] * 2)
+        found = judge.judge(questions([""] * 2, ["fine"] * 2, ["fine", "die"], [Stop.EOS] * 2))
         assert [j.verdict.name for j in found] == ["CORRECT", "ERROR"]
         assert "ends its process (exit status 5) while it is loaded" in judge.take_report().first_error
         assert not found[1].is_judged
@@ -215,7 +215,7 @@ def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
     with Judge(f"{file}:reward", start_timeout_s=10.0) as judge:
         assert verdicts(judge, ["fine"]) == ["CORRECT"]
         file.write_text("import time\ntime.sleep(600)\n")
-        found = judge.judge([""] * 2, ["fine"] * 2, ["die", "fine"], [Stop.EOS] * 2)
+        found = judge.judge(questions([""] * 2, ["fine"] * 2, ["die", "fine"], [Stop.EOS] * 2))
         assert not found[0].is_judged
         assert "is not loaded after 10 s" in judge.take_report().first_error
         assert judge.counts.num_workers_replaced == 1

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from judged import questions
 
 from hacpo_grading.graders.model_judge import ModelJudge, score_of
 from hacpo_grading.judge import Judge
@@ -130,9 +131,9 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     texts = [f"answer {i}" for i in range(58)]
     texts += ["wrong", "busy at first", "nonsense", "unknown", "no chat", "hang"]
     with judge_of(server, api_key_env="JUDGE_KEY", cache=str(tmp_path)) as judge:
-        found = judge.judge(["p"] * 64, ["g"] * 64, texts, [Stop.EOS] * 64)
+        found = judge.judge(questions(["p"] * 64, ["g"] * 64, texts, [Stop.EOS] * 64))
         errors = judge.take_report().errors
-        again = judge.judge(["p"] * 60, ["g"] * 60, texts[:60], [Stop.EOS] * 60)
+        again = judge.judge(questions(["p"] * 60, ["g"] * 60, texts[:60], [Stop.EOS] * 60))
     assert [judgement.reward for judgement in found[:60]] == [1.0] * 58 + [0.0, 1.0] == [j.reward for j in again]
     assert [judgement.verdict for judgement in found[60:]] == [Verdict.ERROR] * 4
     assert all(math.isnan(judgement.reward) for judgement in found[60:])
@@ -142,9 +143,9 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     assert server.seen.count("p g answer 0") == 1 and server.seen.count("p g busy at first") == 2
     asked = len(server.seen)
     with judge_of(server, cache=str(tmp_path)) as other:  # another rank, or a run that goes on
-        assert [j.reward for j in other.judge(["p"] * 59, ["g"] * 59, texts[:59], [Stop.EOS] * 59)] == [1.0] * 58 + [
-            0.0
-        ]
+        assert [j.reward for j in other.judge(questions(["p"] * 59, ["g"] * 59, texts[:59], [Stop.EOS] * 59))] == [
+            1.0
+        ] * 58 + [0.0]
     assert len(server.seen) == asked
 
 
@@ -155,7 +156,7 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
     # A limit that no other reply reaches on a crowded machine, and a short one for what never ends.
     for texts, request_s in ((["endless", "bomb", "elsewhere", "deep"], 60.0), (["drop by drop"], 1.0)):
         with judge_of(server, attempts=1, api_key_env="JUDGE_KEY", request_s=request_s) as judge:
-            found = judge.judge(["p"] * len(texts), ["g"] * len(texts), texts, [Stop.EOS] * len(texts))
+            found = judge.judge(questions(["p"] * len(texts), ["g"] * len(texts), texts, [Stop.EOS] * len(texts)))
             errors |= judge.take_report().errors
         assert all(math.isnan(judgement.reward) for judgement in found)
     parts = ("more than 4,194,304 bytes", "gave no reply (TimeoutError", "status 307", "no reply of a chat")
@@ -167,7 +168,7 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
 def test_a_server_that_is_not_there_leaves_all_unjudged():
     options = {"url": "http://127.0.0.1:9/v1", "model": "judge", "attempts": 1}
     with Judge("model", options=options) as judge:
-        found = judge.judge(["p"] * 2, ["g"] * 2, ["a", "b"], [Stop.EOS] * 2)
+        found = judge.judge(questions(["p"] * 2, ["g"] * 2, ["a", "b"], [Stop.EOS] * 2))
         assert all(math.isnan(judgement.reward) for judgement in found)
         assert "http://127.0.0.1:9/v1/chat/completions gave no reply (ConnectError" in judge.take_report().first_error
 
@@ -197,10 +198,10 @@ def test_what_is_no_score_is_not_taken_for_one(reply):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"url": "judge:8000"}, "url must begin with http:// or https://, found 'judge:8000'"),
+        ({"url": "judge:8000"}, "must be an address that begins with http:// or https://"),
         ({"template": "{prompt}"}, "template does not hold {answer}"),
         ({"api_key_env": "NOT_SET_ANYWHERE"}, "the environment variable NOT_SET_ANYWHERE is not set"),
-        ({"attempts": 0}, "must be above 0"),
+        ({"attempts": 0}, "must be a whole number from 1"),
         ({"extra_body": "top_p=1"}, "extra_body is no JSON: Expecting value"),
         ({"extra_body": "[1]"}, "must be a JSON object of request fields, found '\\[1\\]'"),
         ({"extra_body": '{"n": 4, "model": "m"}'}, "extra_body has model, n, which the judge decides"),

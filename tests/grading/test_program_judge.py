@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from judged import questions
 
 from hacpo_grading.graders import program
 from hacpo_grading.graders.program import Case, Program
@@ -219,12 +220,12 @@ def test_where_the_kernel_forbids_isolation_nothing_runs_by_itself(monkeypatch, 
 def test_in_the_judge_and_explained():
     with Judge("program", options=LIMITS | {"graded": True}) as judge:
         texts = [written(ADD), written(ADD.replace("a + b", "3")), "no program"]
-        found = judge.judge_and_explain([""] * 3, [GOLD] * 3, texts, [Stop.EOS] * 3)
+        found = judge.judge_and_explain(questions([""] * 3, [GOLD] * 3, texts, [Stop.EOS] * 3))
         assert [judgement.reward for judgement, _ in found] == [1.0, pytest.approx(1 / 3), 0.0]
         failed = found[1][1]
         assert (failed["failed case"], failed["expected"], failed["printed"]) == (2, "0", "3\n")
         assert found[0][1]["failed case"] is None
-        (refused,) = judge.judge([""], ["no cases"], [written(ADD)], [Stop.EOS])
+        (refused,) = judge.judge(questions([""], ["no cases"], [written(ADD)], [Stop.EOS]))
         assert not refused.is_judged
         assert judge.take_report().first_error.startswith("ValueError: gold must be a JSON list")
 

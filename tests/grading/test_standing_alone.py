@@ -6,6 +6,7 @@ import re
 from contextlib import nullcontext
 
 import pytest
+from judged import questions
 from repository import ROOT
 
 from hacpo_grading.judge import Judge
@@ -93,7 +94,7 @@ def test_a_gold_earns_the_full_reward_by_its_record(name, examples):
     answer = (grader.solution or grader.gold_as_answer)(gold)
     options = {"isolated": False} if name == "program" else {}
     with nullcontext(examples["judge"]) if name == "math" else Judge(name, options=options) as judge:
-        (found,) = judge.judge(["1+6="], [gold], [answer], [Stop.EOS])
+        (found,) = judge.judge(questions(["1+6="], [gold], [answer], [Stop.EOS]))
     assert (found.verdict.name, found.reward) == ("CORRECT", 1.0)
 
 
@@ -101,13 +102,13 @@ def test_a_gold_earns_the_full_reward_by_its_record(name, examples):
 def test_a_worker_loads_no_more_than_its_grader_asks_for(first, tmp_path):
     (tmp_path / "mine.py").write_text(first + LOADED)
     with Judge(f"{tmp_path / 'mine.py'}:reward") as judge:
-        assert judge.judge([""], ["1"], ["1"], [Stop.EOS])[0].is_success
+        assert judge.judge(questions([""], ["1"], ["1"], [Stop.EOS]))[0].is_success
     loaded = json.loads((tmp_path / "mine.json").read_text())
     assert [name for name in loaded if name.startswith(HEAVY)] == []
-    parts = ("grader_calls", "grader_signature", "grading_worker", "own_file")
+    parts = ("judgement", *(f"workers.{part}" for part in ("grader_calls", "grader_signature", "grading_worker")))
     if not first:
         ours = [name for name in loaded if name.startswith(("hacpo_grading", "hacpo_mega"))]
-        assert ours == [f"hacpo_grading.workers.{part}" for part in parts]
+        assert ours == [f"hacpo_grading.{part}" for part in (*parts, "workers.own_file")]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_graders_of_users_find_what_they_have_imported_so_far(tmp_path):
     (tmp_path / "mine.py").write_text(code + "def reward(answer, gold):\n    return Number()('', answer, gold)\n")
     for kind in (f"{tmp_path / 'mine.py'}:reward", "hacpo_mega.grading.graders.graders:exact"):
         with Judge(kind) as judge:
-            (found,) = judge.judge([""], [RIGHT], [RIGHT], [Stop.EOS])
+            (found,) = judge.judge(questions([""], [RIGHT], [RIGHT], [Stop.EOS]))
         assert grader_problem(kind) is None and found.is_success
     problem = grader_problem("hacpo_mega.grading.math_grader:boxd")
     assert problem.endswith("math_grader.py has no function 'boxd'; did you mean 'boxed'?")

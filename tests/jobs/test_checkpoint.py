@@ -130,7 +130,7 @@ def test_the_clock_of_a_chat_template_stands_over_starts_and_evaluations(tmp_pat
     for number, model in enumerate((run / "agents" / "a", folder_of(run, 2) / "a")):
         problems, out = tmp_path / "problems.jsonl", tmp_path / f"out_{number}"
         problems.write_text("".join(json.dumps({"prompt": f"{n}+1", "answer": "1"}) + "\n" for n in range(8)))
-        run_command(1, "eval", str(model), str(problems), "--out", str(out), "--max-tokens", "4", "--trust")
+        run_command(1, "eval", str(model), str(problems), "--out", str(out), "max_answer_tokens=4", "--trust")
         lines = [line for file in sorted((out / "answers").iterdir()) for line in file.read_text().splitlines()]
         seen[number] = {answer["id"]: answer["prompt_seen"] for answer in map(json.loads, lines)}
         texts += seen[number].values()

@@ -48,8 +48,8 @@ def random_model(tmp_path_factory) -> Path:
 def asked(folder: Path, *options: str) -> list[str]:
     """`hacpo-mega eval` of the random model on 50 problems, 30 answers each."""
     command = ["eval", str(folder / "model"), str(folder / "fifty.jsonl"), "--out", str(folder / "out")]
-    command += ["--samples", "30", "--reward", f"{folder / 'grader.py'}:grade", "--max-tokens", "20"]
-    return [*command, "--max-prompt-tokens", "19", "--chat-template", *options]
+    command += ["num_answers=30", f"reward.kind={folder / 'grader.py'}:grade", "max_answer_tokens=20"]
+    return [*command, "max_prompt_tokens=19", "chat_template=true", *options]
 
 
 def answer_lines(folder: Path) -> list[bytes]:
@@ -68,7 +68,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
     before = [line for line in answer_lines(random_model) if line.endswith(b"\n")]
     assert 0 < len(before) < 1500
 
-    process = start_command(*asked(random_model, "--engines", "2"))
+    process = start_command(*asked(random_model, "engines=2"))
     table, errors = process.communicate()
     assert process.returncode == 0, errors[-3000:]
     lines = answer_lines(random_model)
@@ -120,8 +120,8 @@ def test_the_papers_suite_from_public_files(tmp_path):
     for file in (REAL.parent / "tokenizers" / "gpt-2").iterdir():
         shutil.copy(file, model)
     wording = r"{prompt} Please answer within \boxed{}."
-    command = ["eval", model, "--out", tmp_path / "out", "--suite", "paper", "--data", REAL, "--limit", "2"]
-    run_command(1, *command, "--max-tokens", "16", "--prompt-template", wording)
+    command = ["eval", model, "--out", tmp_path / "out", "suite=paper", f"data={REAL}", "limit=2"]
+    run_command(1, *command, "max_answer_tokens=16", f"prompt_template={wording}")
     evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     found = {result["name"]: (result["headline"], result["num_answers"]) for result in evaluation["benchmarks"]}
     assert found.pop("aime25") == ("best@30", 60)

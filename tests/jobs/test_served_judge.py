@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from job import ENVIRONMENT, free_port
+from judged import questions
 from repository import ROOT
 from tiny_models import make_model
 
@@ -56,7 +57,7 @@ class Server:
         """The verdicts of a judge that asks this server, and its errors."""
         given = {"url": f"{self.root}/v1", "model": "judge", "template": TEMPLATE, "attempts": 1} | options
         with Judge("model", options=given) as judge:
-            found = judge.judge(["p"] * len(texts), ["g"] * len(texts), texts, [Stop.EOS] * len(texts))
+            found = judge.judge(questions(["p"] * len(texts), ["g"] * len(texts), texts, [Stop.EOS] * len(texts)))
             return found, dict(judge.take_report().errors)
 
     async def replies(self, texts: list[str], max_tokens: int) -> list[str]:

@@ -12,7 +12,7 @@ from repository import ROOT
 
 # The program itself, which is started by its name and not imported.
 PROGRAM = "hacpo_mega.cli"
-MODULE_NAME = re.compile(r"hacpo_(mega|lab)(\.\w+)+")
+MODULE_NAME = re.compile(r"hacpo_(mega|lab|grading)(\.\w+)+")
 # Packages beside the product, each in a folder of its own.
 BESIDE = re.compile(r"^(kernels|packages/\w+)/")
 DESCRIBED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -7,7 +7,7 @@ kernel, of the cgroups around this process and of Slurm.
 node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
 share the same processors anew, each near its GPU. Everybody computes the same, so that nobody asks anybody. That runs
 before any thread starts; no torch. Not here: placement of ranks (rank_map.py), how many processors a process gets
-(slurm_request.py).
+(slurm_plan.py).
 """
 
 import os

@@ -140,12 +140,12 @@ def check_positions(folder: Path, max_prompt_tokens: int, max_answer_tokens: int
 
 
 def _fitting(positions: int, prompt: int, answer: int) -> str:
-    """The options with which prompt and answer fit: a shorter answer, else a shorter prompt, else both."""
+    """The keys with which prompt and answer fit: a shorter answer, else a shorter prompt, else both."""
     if positions > prompt:
-        return f"--max-tokens {positions - prompt}"
+        return f"max_answer_tokens={positions - prompt}"
     if positions > answer:
-        return f"--max-prompt-tokens {positions - answer}"
-    return f"--max-prompt-tokens {max(1, positions // 2)} --max-tokens {max(1, positions - positions // 2)}"
+        return f"max_prompt_tokens={positions - answer}"
+    return f"max_prompt_tokens={max(1, positions // 2)} max_answer_tokens={max(1, positions - positions // 2)}"
 
 
 def tokenizer_problem(folder: Path, needs_template: bool) -> str | None:

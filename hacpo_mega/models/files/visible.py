@@ -9,6 +9,7 @@ Not here: files for machines, which keep the text as it is.
 import re
 import sys
 import unicodedata
+from collections.abc import Sequence
 from typing import TextIO
 
 PLAIN = re.compile(r"[^\n\t -~]")
@@ -27,6 +28,12 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     r"""As `visible`, with line ends as \n, so that one line of a log stays one, whatever it quotes."""
     return visible(text).replace("\n", "\\n")
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines of text: every column as wide as its longest cell, two spaces between them."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def say(text: object, file: TextIO | None = None) -> None:

@@ -13,21 +13,19 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Self
 
-from hacpo_grading.judgement import Judgement, Stop, Verdict
+from hacpo_grading.judgement import Asked, Judgement, Outcome, Stop, Verdict
 from hacpo_grading.registry import find_grader
-from hacpo_grading.workers.grader_calls import UNIT, GraderCall, asked_of, explain, missing_field
+from hacpo_grading.workers.grader_calls import UNIT, GraderCall, explain, missing_field
 from hacpo_grading.workers.grader_signature import Signature
 from hacpo_grading.workers.guarded_workers import (
     MEMORY_BYTES,
     START_TIMEOUT_S,
     GraderSpec,
     GuardedWorkers,
-    Outcome,
-    Task,
 )
 
 # How many answers a grader of the user's own is tried on before it is known to work at all.
@@ -42,11 +40,13 @@ Explained = tuple[Judgement, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class JudgeCounts:
-    """Totals over the life of a judge; cpu_s is of the graders, wall_s of the calls.
+class JudgeReport:
+    """Totals of a judge over its life, or since the last report; cpu_s is of the graders, wall_s of the calls.
 
     num_distinct   what was left to grade after equal tasks were put together
     num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
+    hidden_s   seconds of judging beside the engine, which nobody waited for
+    errors     since the last report: every distinct text with its number, in order of coming
     """
 
     num_answers: int = 0
@@ -57,27 +57,18 @@ class JudgeCounts:
     num_workers_replaced: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class JudgeReport:
-    """The failures since the last report. `errors` has every distinct text with its number, in order of coming.
-
-    num_timeouts, num_errors   of answers, whether they cost the answer its reward or left it unjudged
-    hidden_s     seconds of judging beside the engine, which nobody waited for
-    """
-
-    num_answers: int
-    num_unjudged: int
-    num_timeouts: int
-    num_errors: int
-    errors: Mapping[str, int]
     hidden_s: float = 0.0
+    errors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def first_error(self) -> str | None:
         """The text of the first error; None without any."""
         return next(iter(self.errors), None)
+
+    def since(self, before: "JudgeReport", errors: Mapping[str, int]) -> "JudgeReport":
+        """The difference to the totals of `before`, with its errors."""
+        names = [one.name for one in fields(self) if one.name != "errors"]
+        return JudgeReport(**{name: getattr(self, name) - getattr(before, name) for name in names}, errors=errors)
 
 
 class Judge:
@@ -107,12 +98,11 @@ class Judge:
         self.kind = kind
         self.success = success
         self.require_stop = require_stop
-        self.counts = JudgeCounts()
+        self.counts = self._reported = JudgeReport()
         self._kind = find_grader(kind)
-        self._reported = JudgeCounts()
         self._errors: Counter[str] = Counter()
         self._has_worked = not self._kind.is_own
-        self._sound: set[Task] = set()
+        self._sound: set[Asked] = set()
         self._lock = threading.Lock()
         self._grader: GraderCall | None = None
         self._workers: GuardedWorkers | None = None
@@ -154,106 +144,61 @@ class Judge:
                 if name not in fields:
                     raise ValueError(f"reward kind {self.kind!r}: {missing_field(name, fields)}")
 
-    def judge(
-        self,
-        prompts: Sequence[str],
-        golds: Sequence[str],
-        texts: Sequence[str],
-        stops: Sequence[Stop],
-        rows: Sequence[str] = (),
-        agent: str = "",
-        places: Sequence[int] = (),
-    ) -> list[Judgement]:
-        """One judgement per answer, in order.
+    def judge(self, asked: Sequence[Asked]) -> list[Judgement]:
+        """One judgement per answer, in order."""
+        return [judgement for judgement, _ in self._judge(asked)]
 
-        `rows` are the other fields of each prompt's data row as JSON text, none where there are none; `agent` wrote all
-        answers. Those of one of `places` (where prompts stand in a step) are a group; without places, those to equal
-        prompts in one call.
-        """
-        return [judgement for judgement, _ in self._judge(prompts, golds, texts, stops, rows, agent, places)]
-
-    def judge_and_explain(
-        self,
-        prompts: Sequence[str],
-        golds: Sequence[str],
-        texts: Sequence[str],
-        stops: Sequence[Stop],
-        rows: Sequence[str] = (),
-        agent: str = "",
-        places: Sequence[int] = (),
-    ) -> list[Explained]:
+    def judge_and_explain(self, asked: Sequence[Asked]) -> list[Explained]:
         """Each judgement with what the grader says about it: what it took for the answer, how it read both sides."""
-        return self._judge(prompts, golds, texts, stops, rows, agent, places, is_explained=True)
+        return self._judge([replace(one, is_explained=True) for one in asked])
 
     def take_report(self) -> JudgeReport:
         """The failures since the last report, for the console of a step."""
         with self._lock:
-            now, before = self.counts, self._reported
-            self._reported, errors, self._errors = now, self._errors, Counter()
-        return JudgeReport(
-            num_answers=now.num_answers - before.num_answers,
-            num_unjudged=now.num_unjudged - before.num_unjudged,
-            num_timeouts=now.num_timeouts - before.num_timeouts,
-            num_errors=now.num_errors - before.num_errors,
-            errors=errors,
-        )
+            report = self.counts.since(self._reported, self._errors)
+            self._reported, self._errors = self.counts, Counter()
+        return report
 
-    def _judge(
-        self,
-        prompts: Sequence[str],
-        golds: Sequence[str],
-        texts: Sequence[str],
-        stops: Sequence[Stop],
-        rows: Sequence[str],
-        agent: str,
-        places: Sequence[int],
-        is_explained: bool = False,
-    ) -> list[Explained]:
-        rows = rows or [""] * len(prompts)
-        groups_of = list(places) or list(zip(prompts, golds, rows))
-        assert len(prompts) == len(golds) == len(texts) == len(stops) == len(rows), (
-            len(prompts),
-            len(golds),
-            len(rows),
-        )
-        wants = self.signature.wants
+    def _judge(self, asked: Sequence[Asked]) -> list[Explained]:
         groups: dict[Hashable, list[str]] = defaultdict(list)
-        for group, text in zip(groups_of, texts, strict=True) if "group" in wants else ():
-            groups[group].append(text)
+        for one in asked:
+            groups[_group_of(one)].append(one.answer)
         with self._lock:
             start = time.monotonic()
-            asked = [
-                Task(
-                    prompt,
-                    text,
-                    gold,
-                    row if "row" in wants else "",
-                    agent if "agent" in wants else "",
-                    tuple(groups[group]) if "group" in wants else (),
-                    is_explained,
-                )
-                if stop == Stop.EOS or not self.require_stop
-                else None
-                for prompt, gold, text, stop, row, group in zip(prompts, golds, texts, stops, rows, groups_of)
+            tasks = [
+                self._task(one, groups[_group_of(one)]) if one.stop == Stop.EOS or not self.require_stop else None
+                for one in asked
             ]
-            distinct = list(dict.fromkeys(task for task in asked if task is not None))
+            distinct = list(dict.fromkeys(task for task in tasks if task is not None))
             outcomes = dict(zip(distinct, self._outcomes(distinct)))
             failed = [task for task, outcome in outcomes.items() if outcome.is_failure and not outcome.is_misuse]
             sound = self._sound_among(failed) if failed else set()
             judged = [
-                (NOT_ENDED, {"rule": "the answer did not end by itself"} if is_explained else {})
+                (NOT_ENDED, {"rule": "the answer did not end by itself"} if one.is_explained else {})
                 if task is None
-                else (self._judgement(task, outcomes[task], sound), outcomes[task].explanation or {})
-                for task in asked
+                else (
+                    judgement_of(outcomes[task], self._gold_task(task) in sound, self.success),
+                    outcomes[task].explanation or {},
+                )
+                for one, task in zip(asked, tasks, strict=True)
             ]
-            self._errors.update(outcomes[task].error for task in asked if task is not None and outcomes[task].error)
+            self._errors.update(outcomes[task].error for task in tasks if task is not None and outcomes[task].error)
             self._count([judgement for judgement, _ in judged], outcomes.values(), time.monotonic() - start)
         return judged
 
-    def _judgement(self, task: Task, outcome: Outcome, sound: set[Task]) -> Judgement:
-        return judgement_of(outcome, self._gold_task(task) in sound, self.success)
+    def _task(self, asked: Asked, group: Sequence[str]) -> Asked:
+        """A question with no more than its grader asks for, so that questions that it cannot tell apart are equal."""
+        wants = self.signature.wants
+        return replace(
+            asked,
+            stop=Stop.EOS,
+            place=None,
+            row=asked.row if "row" in wants else "",
+            agent=asked.agent if "agent" in wants else "",
+            group=tuple(group) if "group" in wants else (),
+        )
 
-    def _outcomes(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def _outcomes(self, tasks: Sequence[Asked]) -> list[Outcome]:
         """One per task. A grader of the user's own that fails on the first few is not tried on the rest."""
         if self._has_worked:
             return self._run(tasks)
@@ -262,20 +207,20 @@ class Judge:
         rest = tasks[NUM_TRIED:]
         return first + (self._run(rest) if self._has_worked else [Outcome(None, NOT_TRIED)] * len(rest))
 
-    def _run(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def _run(self, tasks: Sequence[Asked]) -> list[Outcome]:
         if self._workers is not None:
             return self._workers.run(tasks)
         return [self._in_process(task) for task in tasks]
 
-    def _in_process(self, task: Task) -> Outcome:
+    def _in_process(self, task: Asked) -> Outcome:
         start = time.process_time()
-        (reply,) = self._grader.grade([asked_of(task.prompt, task.answer, task.gold, task.row, task.agent, task.group)])
+        (outcome,) = self._grader.grade([task])
         if task.is_explained:
-            explainer = self._kind.explainer
-            reply["explanation"] = explain(self._grader.grader, explainer, self.kind, task.answer, task.gold)
-        return Outcome(**reply, cpu_s=time.process_time() - start)
+            how = explain(self._grader.grader, self._kind.explainer, self.kind, task)
+            outcome = replace(outcome, explanation=how)
+        return replace(outcome, cpu_s=time.process_time() - start)
 
-    def _sound_among(self, failed: Sequence[Task]) -> set[Task]:
+    def _sound_among(self, failed: Sequence[Asked]) -> set[Asked]:
         """The gold tasks of failed ones that come to a verdict.
 
         Then the answer is to blame. A kind of this house is asked once per gold; the user's grader at every call, since
@@ -289,22 +234,23 @@ class Judge:
         self._sound |= {task for task, outcome in zip(unknown, self._run(unknown)) if not outcome.is_failure}
         return self._sound
 
-    def _gold_task(self, task: Task) -> Task:
+    def _gold_task(self, task: Asked) -> Asked:
         """The same question with its gold as the answer."""
         answer = self._kind.gold_as_answer(task.gold)
         return replace(task, answer=answer, group=(answer,) if task.group else (), is_explained=False)
 
     def _count(self, judgements: Sequence[Judgement], outcomes: Collection[Outcome], seconds: float) -> None:
         verdicts = [judgement.verdict for judgement in judgements]
-        self.counts = JudgeCounts(
-            num_answers=self.counts.num_answers + len(verdicts),
-            num_distinct=self.counts.num_distinct + len(outcomes),
-            num_unjudged=self.counts.num_unjudged + sum(not judgement.is_judged for judgement in judgements),
-            num_timeouts=self.counts.num_timeouts + verdicts.count(Verdict.TIMEOUT),
-            num_errors=self.counts.num_errors + verdicts.count(Verdict.ERROR),
+        so_far = self.counts
+        self.counts = JudgeReport(
+            num_answers=so_far.num_answers + len(verdicts),
+            num_distinct=so_far.num_distinct + len(outcomes),
+            num_unjudged=so_far.num_unjudged + sum(not judgement.is_judged for judgement in judgements),
+            num_timeouts=so_far.num_timeouts + verdicts.count(Verdict.TIMEOUT),
+            num_errors=so_far.num_errors + verdicts.count(Verdict.ERROR),
             num_workers_replaced=self._workers.num_replaced if self._workers else 0,
-            cpu_s=self.counts.cpu_s + sum(outcome.cpu_s for outcome in outcomes),
-            wall_s=self.counts.wall_s + seconds,
+            cpu_s=so_far.cpu_s + sum(outcome.cpu_s for outcome in outcomes),
+            wall_s=so_far.wall_s + seconds,
         )
 
     def close(self) -> None:
@@ -317,6 +263,10 @@ class Judge:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _group_of(asked: Asked) -> Hashable:
+    return (asked.prompt, asked.gold, asked.row) if asked.place is None else asked.place
 
 
 def is_success(reward: float, least: float = FULL) -> bool:

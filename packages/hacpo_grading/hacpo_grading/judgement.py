@@ -1,8 +1,14 @@
-"""The end of an answer, as a judge is told it, and the judgement of it."""
+"""An answer as a judge is asked about it, and the judgement of it. Imported by worker processes: the standard library
+alone.
+"""
 
 import enum
+import functools
+import json
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Stop(enum.IntEnum):
@@ -12,6 +18,55 @@ class Stop(enum.IntEnum):
     LENGTH = 1
     ABORT = 2
     CUT = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer to a prompt, as it is judged, and as it travels to a worker.
+
+    row      the other fields of the prompt's data row as JSON text; "" for a row without fields
+    agent    the author of the answer
+    place    the place of the prompt in a step: answers to one place are a group. None: those to an equal prompt are
+    group    all answers of the group, which the judge adds for a grader that asks for them
+    is_explained   asks the grader how its verdict comes about
+    """
+
+    prompt: str
+    answer: str
+    gold: str
+    stop: Stop = Stop.EOS
+    row: str = ""
+    agent: str = ""
+    place: int | None = None
+    group: tuple[str, ...] = ()
+    is_explained: bool = False
+
+    @functools.cached_property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of `row`."""
+        return json.loads(self.row) if self.row else {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of grading an answer: a reward, or None with `error` or `timed_out`; None alone: it has no answer.
+
+    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
+    `parts` are other numbers that it returned with the reward.
+    """
+
+    reward: float | None
+    error: str | None = None
+    timed_out: bool = False
+    is_misuse: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)
+    explanation: Mapping[str, Any] | None = None
+    cpu_s: float = 0.0
+
+    @property
+    def is_failure(self) -> bool:
+        """Tells whether the grader reached no end."""
+        return self.timed_out or self.error is not None
 
 
 class Verdict(enum.IntEnum):

@@ -1,7 +1,7 @@
-"""Options of graders: which values each takes, and that in words."""
+"""Options of graders: which values each takes, and that in words. Graders check their own with these tables."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,3 +29,19 @@ ADDRESS = Option(
     "an address that begins with http:// or https://",
     lambda value: isinstance(value, str) and value.startswith(("http://", "https://")),
 )
+NUMBER_OPTIONS = {"rel_tol": SHARE, "abs_tol": DISTANCE}
+PROGRAM_OPTIONS = {
+    **dict.fromkeys(("graded", "isolated"), FLAG),
+    **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
+}
+MODEL_OPTIONS = {
+    **{"url": ADDRESS, "model": NAME, "template": TEXT},
+    **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
+    **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
+}
+
+
+def wrong_value(known: Mapping[str, Option], given: Mapping[str, Any]) -> str | None:
+    """The first of the given options that has a value it does not take; None without one. All names are known."""
+    wrong = ((name, value) for name, value in given.items() if not known[name].takes(value))
+    return next((f"option {name} ({value!r}) must be {known[name].said}" for name, value in wrong), None)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hacpo_grading.options import ADDRESS, COUNT, DISTANCE, FLAG, NAME, SECONDS, SHARE, TEXT, Option
+from hacpo_grading.options import MODEL_OPTIONS, NUMBER_OPTIONS, PROGRAM_OPTIONS, SHARE, Option, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, last_boxed, plain
 
 HERE = "hacpo_grading.graders"
@@ -86,7 +86,7 @@ _BUILT_IN = (
     Grader(
         name="number",
         function=f"{HERE}.number:Number",
-        options={"rel_tol": SHARE, "abs_tol": DISTANCE},
+        options=NUMBER_OPTIONS,
         is_linear=True,
     ),
     Grader(name="choice", function=f"{HERE}.choice:choice", explainer=f"{HERE}.choice:explain", is_linear=True),
@@ -99,10 +99,7 @@ _BUILT_IN = (
     Grader(
         name="program",
         function=f"{HERE}.program:Program",
-        options={
-            **dict.fromkeys(("graded", "isolated"), FLAG),
-            **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
-        },
+        options=PROGRAM_OPTIONS,
         graded_by="graded",
         acts=True,
         solution=lambda gold: PROGRAM.format(gold=gold),
@@ -119,11 +116,7 @@ _BUILT_IN = (
     Grader(
         name="model",
         function=f"{HERE}.model_judge:ModelJudge",
-        options={
-            **{"url": ADDRESS, "model": NAME, "template": TEXT},
-            **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
-            **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
-        },
+        options=MODEL_OPTIONS,
         needed=("url", "model"),
         is_binary=False,
         acts=True,
@@ -147,8 +140,7 @@ def value_problem(name: str, options: Mapping[str, Any]) -> str | None:
     grader = GRADERS[name]
     if missing := [option for option in grader.needed if option not in options]:
         return f"{name!r} needs {' and '.join(f'{option} ({grader.options[option].said})' for option in missing)}"
-    wrong = ((option, value) for option, value in options.items() if not grader.options[option].takes(value))
-    return next((f"option {key} ({value!r}) must be {grader.options[key].said}" for key, value in wrong), None)
+    return wrong_value(grader.options, options)
 
 
 def gives_parts(name: str, options: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from hacpo_grading.judge import FULL, NO_OPTIONS, Explained, Judge, JudgeReport, is_success
-from hacpo_grading.judgement import Judgement, Stop, Verdict
+from hacpo_grading.judgement import Asked, Judgement, Verdict
 from hacpo_grading.workers.grader_calls import UNIT
 
 
@@ -77,14 +77,14 @@ class WeightedJudge:
         for judge in self._judges:
             judge.require_fields(rows)
 
-    def judge(self, *answers: Sequence[str] | Sequence[Stop] | str) -> list[Judgement]:
-        """One judgement per answer, in order; the arguments are those of `Judge.judge`."""
-        judged = [judge.judge(*answers) for judge in self._judges]
+    def judge(self, asked: Sequence[Asked]) -> list[Judgement]:
+        """One judgement per answer, in order."""
+        judged = [judge.judge(asked) for judge in self._judges]
         return [self._together(of_answer) for of_answer in zip(*judged, strict=True)]
 
-    def judge_and_explain(self, *answers: Sequence[str] | Sequence[Stop] | str) -> list[Explained]:
+    def judge_and_explain(self, asked: Sequence[Asked]) -> list[Explained]:
         """Each judgement with what every part's grader says about it, by the part's name."""
-        explained = [judge.judge_and_explain(*answers) for judge in self._judges]
+        explained = [judge.judge_and_explain(asked) for judge in self._judges]
         return [
             (self._together([judgement for judgement, _ in of_answer]), self._by_part(said for _, said in of_answer))
             for of_answer in zip(*explained, strict=True)

@@ -38,7 +38,7 @@ from math_verify import parse, verify
 
 from hacpo_grading.graders import math_grader
 from hacpo_grading.judge import Judge
-from hacpo_grading.judgement import Stop
+from hacpo_grading.judgement import Asked
 from hacpo_grading.texts.answer_text import last_boxed
 from hacpo_mega.data.datasets import read_dataset
 
@@ -259,7 +259,7 @@ def hostile_run(number: int, seed: int = 0) -> HostileRun:
         answers = generated_answers(number, seed, str(canary))
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with Judge("math", num_workers=1, timeout_s=5.0) as judge:
-            judged = judge.judge([""] * number, [GENERATED_GOLD] * number, answers, [Stop.EOS] * number)
+            judged = judge.judge([Asked("", answer, GENERATED_GOLD) for answer in answers])
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         verdicts = tuple(judgement.verdict.name for judgement in judged)

@@ -12,8 +12,7 @@ from megatron.core import parallel_state
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.commands.doctor import diagnose
-from hacpo_mega.commands.doctor_findings import worst_of
+from hacpo_mega.commands.doctor import diagnose, worst_of
 from hacpo_mega.config import load_config
 from hacpo_mega.rollout.weights import engine_weights
 from hacpo_mega.rollout.weights.held_weights import EMBEDDING

@@ -7,8 +7,7 @@ import pytest
 from hacpo_mega.cluster.machine import machine_limits
 from hacpo_mega.cluster.machine.machine_limits import listed, near_shares
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
-from hacpo_mega.preflight.node_comparison import report_findings, warnings
-from hacpo_mega.preflight.node_report import NodeReport
+from hacpo_mega.preflight.node_report import NodeReport, report_findings, warnings
 
 CARDS = """\
 0, GPU-aa, NVIDIA H100, 81559, 500, 580, 1980, 2619

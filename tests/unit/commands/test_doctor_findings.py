@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hacpo_mega.commands.doctor_findings import TOLERANCES, finding_of, table, worst_of
+from hacpo_mega.commands.doctor import TOLERANCES, finding_of, table, worst_of
 
 
 def found(dtype: torch.dtype, num_off: int, off: float = 3.0, **options):

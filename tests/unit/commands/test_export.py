@@ -264,7 +264,7 @@ def test_a_checkpoint_is_evaluated_as_what_the_run_exported(run_dir, tmp_path):
     answers = {}
     for model in (run_dir / "agents" / "second", folder_of(run_dir, 1) / "second"):
         out = tmp_path / model.parent.name
-        arguments = ("eval", model, bench, "--out", out, "-k", "2", "--trust")  # its grader is a file
+        arguments = ("eval", model, bench, "--out", out, "num_answers=2", "--trust")  # its grader is a file
         run_command(1, *arguments)
         (file,) = (out / "answers").iterdir()
         answers[out.name] = file.read_text()
@@ -282,7 +282,7 @@ def test_what_cannot_be_evaluated_of_a_checkpoint_is_one_line(going_on, tmp_path
     done = run_here("eval", folder, bench, "--out", tmp_path / "out")
     agents = f"give one of them, {folder}/first, {folder}/second"
     assert (done.returncode, done.stderr) == (2, f"{folder} holds all agents of a run: {agents}\n")
-    arguments = ("eval", f"{folder}/first", str(bench), "--reward", "exact", "--out")
+    arguments = ("eval", f"{folder}/first", str(bench), "reward.kind=exact", "--out")
     for harm, said in (
         (flip_a_bit, "first/__0_0.distcp is damaged"),
         (
@@ -352,7 +352,7 @@ def test_vllm_serves_fp8_where_it_has_the_kernels(fp8, tmp_path):
     """On a GPU it answers. vLLM's CPU build reads the folder, and then has no operator that scales to FP8."""
     bench = tmp_path / "bench.jsonl"
     bench.write_text('{"prompt": "1+2=", "answer": "3"}\n')
-    options = ("--reward", "exact", "--max-prompt-tokens", "8", "--max-tokens", "8")
+    options = ("reward.kind=exact", "max_prompt_tokens=8", "max_answer_tokens=8")
     arguments = ["eval", fp8, bench, "--out", tmp_path / "out", *options]
     (rank,) = start_ranks(1, tmp_path, play_command, *map(str, arguments))
     rank.join()

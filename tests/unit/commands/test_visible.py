@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cli import app as cli
-from hacpo_mega.evaluation.scores import Estimate
-from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, print_table
+from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, print_table
 from hacpo_mega.logbook.console import Console, warn
 from hacpo_mega.models.files.visible import one_line, say, visible
 from hacpo_mega.report.html import tag

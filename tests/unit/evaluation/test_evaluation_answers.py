@@ -12,11 +12,13 @@ from hacpo_mega.evaluation.benchmarks import (
     Benchmark,
 )
 from hacpo_mega.evaluation.evaluate import Request, request_seed
-from hacpo_mega.evaluation.scores import (
-    Answers,
-)
 from hacpo_mega.evaluation.settings import EvaluationSettings
-from hacpo_mega.evaluation.table import judged, summarize, warnings_of
+from hacpo_mega.evaluation.table import (
+    Answers,
+    judged,
+    summarize,
+    warnings_of,
+)
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.weight_files import weights_fingerprint
 
@@ -124,11 +126,11 @@ def test_weights_are_told_apart_by_content(tmp_path):
     folders = [make_model(tmp_path / str(i), "qwen3", seed=i % 2, **size) for i in range(3)]
     prints = [weights_fingerprint(folder) for folder in folders]
     assert prints[0] == prints[2] != prints[1]
-    with pytest.raises(ValueError, match="lower one of them, for example --max-tokens 56"):
+    with pytest.raises(ValueError, match="lower one of them, for example max_answer_tokens=56"):
         check_positions(folders[0], 200, 100)
-    with pytest.raises(ValueError, match=r"lower one of them, for example --max-prompt-tokens 232$"):
+    with pytest.raises(ValueError, match=r"lower one of them, for example max_prompt_tokens=232$"):
         check_positions(folders[0], 1024, 24)
-    with pytest.raises(ValueError, match=r"for example --max-prompt-tokens 128 --max-tokens 128$"):
+    with pytest.raises(ValueError, match=r"for example max_prompt_tokens=128 max_answer_tokens=128$"):
         check_positions(folders[0], 1024, 512)
     for fitting in ((200, 56), (232, 24), (128, 128)):
         check_positions(folders[0], *fitting)

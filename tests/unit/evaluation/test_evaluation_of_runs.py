@@ -7,22 +7,27 @@ import pytest
 from job import run_here
 
 from hacpo_mega.config import Prompting
-from hacpo_mega.evaluation.settings import Wording, ask, benchmarks_of, settings_for
+from hacpo_mega.evaluation.keys import EvaluationTable, read_words
+from hacpo_mega.evaluation.settings import ask, benchmarks_of, settings_for, worded
+
+
+def given(*pairs: str) -> EvaluationTable:
+    return read_words(["model", *pairs])[1]
 
 
 def test_questions_that_make_no_sense_are_refused(tmp_path):
     file = tmp_path / "b.jsonl"
     file.write_text('{"prompt": "1+1", "answer": "2"}\n')
     with pytest.raises(ValueError, match="4 answers at temperature 0 are the same answer 4 times"):
-        benchmarks_of([file], None, None, 4, 0.0, None)
-    with pytest.raises(ValueError, match="give benchmark files, or --suite paper"):
-        benchmarks_of([], None, None, 1, None, None)
-    with pytest.raises(ValueError, match="'papers' is unknown"):
-        benchmarks_of([], "papers", tmp_path, 1, None, None)
-    with pytest.raises(ValueError, match="takes --data FOLDER, and neither"):
-        benchmarks_of([file], "paper", tmp_path, 1, None, None)
-    assert benchmarks_of([file], None, None, 2, None, None)[0].temperature == 1.0
-    assert benchmarks_of([file], None, None, 1, None, None)[0].temperature == 0.0
+        benchmarks_of(given("num_answers=4", "temperature=0"), [file])
+    with pytest.raises(ValueError, match="give benchmark files, or suite=paper"):
+        benchmarks_of(given(), [])
+    with pytest.raises(ValueError, match=r"^suite: must be 'paper', found 'papers'"):
+        given("suite=papers")
+    with pytest.raises(ValueError, match="takes data=FOLDER, and neither"):
+        benchmarks_of(given("suite=paper", f"data={tmp_path}"), [file])
+    assert benchmarks_of(given("num_answers=2"), [file])[0].temperature == 1.0
+    assert benchmarks_of(given(), [file])[0].temperature == 0.0
 
 
 RUN = """
@@ -44,17 +49,15 @@ prompt_template = "Q: {prompt}"
 def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     (tmp_path / "agents" / "a").mkdir(parents=True)
     (tmp_path / "config.toml").write_text(RUN)
-    nothing = dict.fromkeys(("stop_text", "reward", "max_prompt_tokens"))
     model = tmp_path / "agents" / "a"
     trained = settings_for(model, [])
     time = "2024-02-29T23:59:58"
     assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}", time)
-    assert Wording(chat_template=False).changed(Prompting(True, time=time)) == Prompting()
+    assert worded(given("chat_template=false"), Prompting(True, time=time)) == Prompting()
     assert (trained.reward, trained.require_stop) == ("arithmetic", True)
     assert (trained.max_prompt_tokens, trained.max_answer_tokens) == (9, 21)
-    asked = nothing | {"max_answer_tokens": 5, "seed": 1, "is_suite": False}
-    wording = Wording(template_args=["enable_thinking=true", "name=x y"], system_prompt="S")
-    settings = ask(model, [], wording, **asked)
+    wording = ("chat_template_kwargs.enable_thinking=true", "chat_template_kwargs.name=x y", "system_prompt=S")
+    settings = ask(given(*wording, "max_answer_tokens=5", "seed=1"), model, [])
     assert settings.prompting == Prompting(True, {"enable_thinking": True, "name": "x y"}, "S", "Q: {prompt}", time)
     assert (settings.reward, settings.max_answer_tokens, settings.max_prompt_tokens) == ("arithmetic", 5, 9)
     assert settings_for(tmp_path, []).reward == "math"
@@ -63,28 +66,20 @@ def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
 def test_a_success_is_the_runs_unless_another_is_asked_for(tmp_path):
     """A grader of another kind gets nothing of it; final answers are voted on as the part reads them that decides."""
     parts = 'parts = { short = { kind = "exact" }, right = { kind = "arithmetic", weight = 4.0 } }'
-    model, asked = (
-        tmp_path / "agents" / "a",
-        {"is_suite": False, "stop_text": None, "max_prompt_tokens": None, "seed": 0},
-    )
-    asked |= {"max_answer_tokens": None, "reward": None}
+    model = tmp_path / "agents" / "a"
     model.mkdir(parents=True)
     run = RUN.replace('{ kind = "arithmetic", require_stop = true }', f'{{ success = "right", {parts} }}')
     (tmp_path / "config.toml").write_text(run)
-    trained = ask(model, [], Wording(), **asked)
+    trained = ask(given(), model, [])
     assert trained.rewarded().success == "right" == trained.record("w")["reward_success"]
     assert trained.voted == "arithmetic"
-    other = ask(model, [], Wording(), **asked, success="0.5")
+    other = ask(given("reward.success=0.5"), model, [])
     assert (other.rewarded().success, other.voted) == (0.5, "exact")
-    assert ask(model, [], Wording(), **(asked | {"reward": "math"})).rewarded().success is None
-    with pytest.raises(
-        ValueError, match=r"^--success: 'rihgt' is no part of the reward; there are: short, right\. Nea"
-    ):
-        ask(model, [], Wording(), **asked, success="rihgt")
-    with pytest.raises(
-        ValueError, match=r"^--success: needs the name of a part, or a number above 0, at most 1, found 2"
-    ):
-        ask(tmp_path, [], Wording(), **asked, success="2")
+    assert ask(given("reward.kind=math"), model, []).rewarded().success is None
+    with pytest.raises(ValueError, match=r"^reward\.success: 'rihgt' is no part of the reward; there are: short, righ"):
+        ask(given("reward.success=rihgt"), model, [])
+    with pytest.raises(ValueError, match=r"^reward\.success: needs the name of a part, or a number above 0, at most 1"):
+        given("reward.success=2")
 
 
 OWN = """
@@ -118,7 +113,7 @@ def own_run(tmp_path) -> Path:
 
 
 def pairs(model: Path | None, file: str, folder: Path, **fields: str) -> list[tuple[str, str]]:
-    (benchmark,) = benchmarks_of([folder / file], None, None, 1, None, None, model=model, **fields)
+    (benchmark,) = benchmarks_of(EvaluationTable(**fields), [folder / file], model)
     return [(row.text, row.gold) for row in benchmark.rows]
 
 
@@ -137,7 +132,7 @@ def test_a_file_is_read_by_the_fields_of_the_run_or_by_those_given(own_run, tmp_
     with pytest.raises(ValueError, match="has not 'input' and 'target', and fits no known layout"):
         pairs(own_run, "null.jsonl", tmp_path)
     with pytest.raises(ValueError, match="neither files nor fields"):
-        benchmarks_of([], "paper", tmp_path, 1, None, None, prompt_field="x")
+        benchmarks_of(given("suite=paper", f"data={tmp_path}", "prompt_field=x"), [])
 
 
 def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
@@ -149,12 +144,15 @@ def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--reward", "choise"], "--reward: 'choise' is unknown; known: math, math_any, "),
-        (["--reward", "number", "--option", "tol=1"], "--option: 'number' has no option tol; its options are: rel_tol"),
-        (["--reward", "math", "--option", "relative"], "option 'relative' of the judge has no value"),
-        (["--trust", "--option", "bonsu=1"], "has no option bonsu; its parameters are: prompt, answer, gold, bonus; "),
-        (["--reward", "OWN:Strict", "--option", "limit=no"], "limit is no whole number"),
-        (["--reward", "program", "--option", "cpu_s=0"], "option cpu_s (0) must be a whole number from 1"),
+        (["reward.kind=choise"], "reward.kind: 'choise' is unknown; known: math, math_any, "),
+        (["reward.kind=number", "reward.options.tol=1"], "reward.options: 'number' has no option tol; its options are"),
+        (["reward.kind=math", "reward.options=relative"], "reward.options: needs a table, found 'relative'"),
+        (["--trust", "reward.options.bonsu=1"], "has no option bonsu; its parameters are: prompt, answer, gold, bonus"),
+        (["reward.kind=OWN:Strict", "reward.options.limit=no"], "limit is no whole number"),
+        (["reward.kind=program", "reward.options.cpu_s=0"], "option cpu_s (0) must be a whole number from 1"),
+        (["num_answer=3"], "num_answer: unknown key; did you mean 'num_answers'?"),
+        (["--foo"], "--foo: there is no such option; hacpo-mega eval --help lists options and keys"),
+        (["--seed"], "--seed needs a value: write seed=VALUE"),
     ],
 )
 def test_a_bad_grader_or_option_ends_an_evaluation_before_models_load(own_run, tmp_path, arguments, says):
@@ -162,3 +160,18 @@ def test_a_bad_grader_or_option_ends_an_evaluation_before_models_load(own_run, t
     done = run_here("eval", own_run, tmp_path / "own.jsonl", "--out", tmp_path / "out", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert says in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_the_options_that_keys_were_before_are_read_for_one_release(tmp_path):
+    """Each gives the same table as its key, and a line that says the key."""
+    old = "--suite paper --data d -k 2 --temperature=0.5 --limit 3 --max-tokens 4 --no-chat-template --success 0.5"
+    old += " --template-arg a=true --stop-text 5 --reward number --option rel_tol=.5 --judges 2 --prompt-field p --tp 2"
+    new = "suite=paper data=d num_answers=2 temperature=0.5 limit=3 max_answer_tokens=4 chat_template=false tp=2"
+    new += " reward.success=0.5 chat_template_kwargs.a=true stop_text='5' reward.kind=number reward.options.rel_tol=.5"
+    new += " reward.num_workers=2 prompt_field=p"
+    places, table, notices = read_words([*old.split()[:4], "model", "a.jsonl", *old.split()[4:]])
+    assert table == given(*new.split())
+    assert places == ["model", "a.jsonl"]
+    assert notices[2] == "-k: write num_answers=2 instead; the option goes with the next release"
+    (tmp_path / "seed=1").write_text("")
+    assert read_words(["model", f"{tmp_path}/seed=1", "prompt_template={prompt}\\boxed{}"])[0][1:]

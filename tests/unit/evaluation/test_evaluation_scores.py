@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from judged import questions
 from repository import SHARED
 
 from hacpo_grading.judge import Judge
@@ -20,16 +21,18 @@ from hacpo_mega.evaluation.benchmarks import (
     names_of,
     read_rows,
 )
-from hacpo_mega.evaluation.scores import (
+from hacpo_mega.evaluation.table import (
     Answers,
+    Evaluation,
     average,
     best,
     majority,
     mean_of_benchmarks,
     over_problems,
     pass_at,
+    print_table,
+    summarize,
 )
-from hacpo_mega.evaluation.table import Evaluation, print_table, summarize
 from hacpo_mega.records import Stop
 
 REAL = SHARED / "data"
@@ -209,17 +212,17 @@ def test_a_suite_names_all_files_that_are_missing(tmp_path):
 
 
 def test_only_physical_quantities_of_minerva_may_be_rounded():
-    tolerances = {entry.name: entry.relative for entry in PAPER_SUITE if entry.relative}
+    tolerances = {one.name: one.relative for one, _ in PAPER_SUITE if one.relative}
     assert tolerances == {"minerva_math": 1e-5}
     answers = [r"\boxed{4.50003 \times 10^{33}}", r"\boxed{4.501e33}"]
     with Judge("math", options={"relative": tolerances["minerva_math"]}) as tolerant, Judge("math") as exact:
         asked = (["?"] * 2, ["4.5e33"] * 2, answers, [Stop.EOS] * 2)
-        assert [judgement.reward for judgement in tolerant.judge(*asked)] == [1.0, 0.0]
-        assert [judgement.reward for judgement in exact.judge(*asked)] == [0.0, 0.0]
+        assert [judgement.reward for judgement in tolerant.judge(questions(*asked))] == [1.0, 0.0]
+        assert [judgement.reward for judgement in exact.judge(questions(*asked))] == [0.0, 0.0]
 
 
 def test_the_suite_is_the_papers():
-    by_score = {entry.name: (entry.headline, entry.num_answers) for entry in PAPER_SUITE}
+    by_score = {one.name: (one.headline, one.num_answers) for one, _ in PAPER_SUITE}
     assert by_score.pop("aime25") == ("best", 30)
     assert set(by_score.values()) == {("avg", 1)} and len(by_score) == 6
 

@@ -10,9 +10,8 @@ from job import run_here
 
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import SlurmConfig
-from hacpo_mega.jobs.slurm_plan import Plan
+from hacpo_mega.jobs.slurm_plan import Plan, request_of
 from hacpo_mega.jobs.slurm_queue import NodeGroup, job_name, num_gpus, partitions
-from hacpo_mega.jobs.slurm_request import request_of
 
 KNOWN = {"": [NodeGroup(2, 96, 8)], "gpu": [NodeGroup(2, 96, 8)], "cpu": [NodeGroup(4, 32, 0)]}
 

@@ -26,7 +26,7 @@ from hacpo_mega.logbook.steps.alarms import (
 def report(num_unjudged: int, error: str | None, num_errors: int | None = None) -> JudgeReport:
     """The report of 64 answers; the unjudged ones are those that failed, unless another number is given."""
     num_errors = num_unjudged if num_errors is None else num_errors
-    return JudgeReport(64, num_unjudged, 0, num_errors, {} if error is None else {error: num_errors})
+    return JudgeReport(64, 64, num_unjudged, 0, num_errors, errors={} if error is None else {error: num_errors})
 
 
 def test_an_agent_without_reward_is_named_once_for_each_pair_it_breaks():

@@ -195,13 +195,12 @@ def test_an_evaluation_tells_what_is_cheap_before_a_download(tmp_path, cache, mo
     (tmp_path / "good.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("")
-    sound = {"file": "good.jsonl", "--out": "out", "--reward": "math"}
-    wrong = ({"file": "god.jsonl"}, {"--out": "full"}, {"--out": "good.jsonl"}, {"--reward": "mth"})
-    wrong += ({"--option": "x=1"}, {"--template-arg": "x"}, {"--prompt-template": "@gone.txt"})
-    for given in (*wrong, {}):
-        options = sound | given
-        file = options.pop("file")
-        done = run_here("eval", "org/far", file, *(word for option in options.items() for word in option))
+    sound = {"file": "good.jsonl", "out": "out", "key": "reward.kind=math"}
+    wrong = ({"file": "god.jsonl"}, {"out": "full"}, {"out": "good.jsonl"}, {"key": "reward.kind=mth"})
+    keys = ("reward.options.x=1", "chat_template_kwargs=x", "prompt_template=@gone.txt")
+    for given in (*wrong, *({"key": key} for key in keys), {}):
+        asked = sound | given
+        done = run_here("eval", "org/far", asked["file"], "--out", asked["out"], asked["key"])
         assert done.returncode == 2 and done.stderr.count("\n") == 1, (given, done.stderr)
         assert bool(fetched) == (given == {}), (given, done.stderr)
     assert done.stderr.startswith("model folder org/far has no config.json, and the Hugging Face cache has no model")

@@ -329,7 +329,7 @@ def test_check_train_doctor_and_eval_refuse_it_alike(folder, tmp_path, spoil):
     file, problems = run_file(folder), tmp_path / "b.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     said = [run_here(command, file) for command in ("check", "train", "doctor")]
-    said.append(run_here("eval", folder, problems, "--out", tmp_path / "out", "--reward", "arithmetic"))
+    said.append(run_here("eval", folder, problems, "--out", tmp_path / "out", "reward.kind=arithmetic"))
     assert [done.returncode for done in said] == [2, 2, 2, 2]
     assert {done.stderr.removeprefix(f"{file}: agents.one: ") for done in said} == {said[-1].stderr}
     assert str(folder) in said[-1].stderr and said[-1].stderr.count("\n") == 1

@@ -27,7 +27,7 @@ from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
 from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS
-from hacpo_mega.report.page import render_page
+from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import (
     draw_bands,
     draw_cosine,
@@ -41,7 +41,6 @@ from hacpo_mega.report.plots import (
     draw_signs,
 )
 from hacpo_mega.report.run import Run, load_run
-from hacpo_mega.report.samples import choose_prompts
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hacpo_mega.evaluation.scores import Estimate
-from hacpo_mega.evaluation.table import BenchmarkResult, Evaluation, write_evaluation
+from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.report.page import render_benchmarks
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+from judged import questions
 
 from hacpo_grading.judge import Judge
 from hacpo_grading.workers.grader_calls import GraderCall
@@ -24,7 +25,9 @@ def judged(function: str, texts, golds=None, rows=(), **options):
     """Judgements and the report of answers to one prompt."""
     number = len(texts)
     with Judge(f"{HERE}:{function}", **options) as judge:
-        found = judge.judge(["p"] * number, golds or ["1"] * number, texts, [Stop.EOS] * number, rows, "qwen")
+        found = judge.judge(
+            questions(["p"] * number, golds or ["1"] * number, texts, [Stop.EOS] * number, rows, "qwen")
+        )
         return found, judge.take_report()
 
 
@@ -102,7 +105,7 @@ def test_trl_s_completions_are_messages_where_the_prompts_are():
     prompts = [messages_text([{"role": "user", "content": "p"}]), "p"]
     with Judge(f"{HERE}:of_trl_either") as judge:
         for prompt in prompts:
-            found = judge.judge([prompt] * 2, ["1"] * 2, ["p", "q"], [Stop.EOS] * 2)
+            found = judge.judge(questions([prompt] * 2, ["1"] * 2, ["p", "q"], [Stop.EOS] * 2))
             assert [judgement.reward for judgement in found] == [1.0, 0.0]
 
 
@@ -138,7 +141,7 @@ PARTS = {
 def test_several_rewards_are_weighted_and_kept_by_name():
     row = json.dumps({"level": 1.0, "extra_info": {"split": 0}})
     with judge_of(RewardConfig(parts=PARTS)) as judge:
-        right, wrong = judge.judge(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2, [row] * 2)
+        right, wrong = judge.judge(questions(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2, [row] * 2))
     assert (right.verdict, right.reward) == (Verdict.CORRECT, 1.0)
     assert (wrong.verdict, wrong.reward) == (Verdict.WRONG, pytest.approx(0.25 / 5.0, abs=1e-15))
     assert dict(wrong.parts) == {"right": 0.0, "level": 0.25, "table": 0.0, "table_acc": 0.0, "table_split": 0.0}
@@ -163,7 +166,7 @@ def test_a_success_is_what_the_reward_says_it_is(success, successes):
     parts["near"] = {"kind": "number", "options": {"abs_tol": 1.5}}
     answers = ["1.0", "1", "2", "9", "none"]
     with judge_of(RewardConfig(parts=parts, success=success)) as judge:
-        found = judge.judge(["p"] * 5, ["1.0"] * 5, answers, [Stop.EOS] * 5)
+        found = judge.judge(questions(["p"] * 5, ["1.0"] * 5, answers, [Stop.EOS] * 5))
     assert [one.reward for one in found] == pytest.approx([1.0, 4 / 5, 1 / 5, 0.0, 0.0], abs=1e-15)
     assert {answer for answer, one in zip(answers, found, strict=True) if one.is_success} == successes
     assert {one.verdict for one in found if not one.is_success} == {Verdict.WRONG}
@@ -173,14 +176,14 @@ def test_a_success_of_one_grader_has_a_least_reward():
     for success, wanted in ((None, [False, False, True]), (0.5, [False, True, True])):
         with judge_of(RewardConfig(kind=f"{HERE}:by_name", success=success)) as judge:
             rows = [json.dumps({"level": level}) for level in (0.0, 0.5, 1.0)]
-            found = judge.judge(["p"] * 3, ["1"] * 3, ["1"] * 3, [Stop.EOS] * 3, rows)
+            found = judge.judge(questions(["p"] * 3, ["1"] * 3, ["1"] * 3, [Stop.EOS] * 3, rows))
         assert [one.is_success for one in found] == wanted
         assert [one.reward for one in found] == [0.0, 0.5, 1.0]
 
 
 def test_a_part_that_cannot_judge_is_named_and_leaves_the_answer_unjudged():
     with judge_of(RewardConfig(parts=PARTS)) as judge:
-        (found,) = judge.judge(["p"], ["1"], ["1"], [Stop.EOS], ['{"extra_info": {"split": 0}}'])
+        (found,) = judge.judge(questions(["p"], ["1"], ["1"], [Stop.EOS], ['{"extra_info": {"split": 0}}']))
         report = judge.take_report()
     assert math.isnan(found.reward) and dict(found.parts)["right"] == 1.0
     assert report.num_unjudged == 1 and report.first_error.startswith("reward.parts.level: Unjudged: the grader asks")
@@ -290,7 +293,7 @@ def test_a_reward_file_named_like_a_library_shadows_nothing(tmp_path):
     (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
     before = list(sys.path)
     with Judge(f"{tmp_path}/math.py:own") as judge:
-        found = judge.judge(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2)
+        found = judge.judge(questions(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2))
         assert [judgement.reward for judgement in found] == [1.0, 0.0], judge.take_report()
     assert named_function(f"{tmp_path}/math.py:own")("1", "1") == 1.0
     assert sys.modules["math"] is math and sys.path == before

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from judged import questions
 
 from hacpo_grading.judge import Judge
 from hacpo_mega.config import RewardConfig
@@ -34,7 +35,9 @@ def rollouts(num_each: int) -> list[Rollout]:
 def judged_at_once(judge: Judge, asked: list[Rollout]):
     texts, stops = [rollout.text for rollout in asked], [rollout.stop for rollout in asked]
     prompts = [PROMPTS[rollout.prompt_index] for rollout in asked]
-    return judge.judge([prompt.text for prompt in prompts], [prompt.gold for prompt in prompts], texts, stops)
+    return judge.judge(
+        questions([prompt.text for prompt in prompts], [prompt.gold for prompt in prompts], texts, stops)
+    )
 
 
 def test_answers_that_end_in_any_order_are_judged_as_all_at_once():

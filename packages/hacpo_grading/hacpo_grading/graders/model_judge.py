@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from hacpo_grading.options import MODEL_OPTIONS, wrong_value
 from hacpo_grading.workers.grader_calls import Unjudged
 
 TEMPLATE = """You grade an answer to a question. Compare it with the reference, not with your own opinion.
@@ -74,16 +75,13 @@ class ModelJudge:
         extra_body: str = "",
     ) -> None:
         """ValueError for an option that cannot be used; the server is not asked yet."""
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"url must begin with http:// or https://, found {url!r}; give the server's, ending in /v1"
-            )
+        numbers = {"max_tokens": max_tokens, "attempts": attempts, "request_s": request_s}
+        if problem := wrong_value(MODEL_OPTIONS, {"url": url, **numbers}):
+            raise ValueError(problem)
         if template.startswith("@"):
             template = Path(template[1:]).read_text()
         if missing := {"prompt", "answer"} - set(FIELDS.findall(template)):
             raise ValueError(f"template does not hold {', '.join(f'{{{name}}}' for name in sorted(missing))}")
-        if attempts < 1 or request_s <= 0 or max_tokens < 1:
-            raise ValueError("attempts, request_s and max_tokens must be above 0")
         headers = {}
         if api_key_env:
             if not (key := os.environ.get(api_key_env)):

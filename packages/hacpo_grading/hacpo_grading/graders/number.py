@@ -9,7 +9,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hacpo_grading.registry import value_problem
+from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed
 
 SPACING = re.compile(r"\\[,;!: ]|\\left|\\right|\$")
@@ -36,7 +36,7 @@ class Number:
     abs_tol: float = 0.0
 
     def __post_init__(self) -> None:
-        if problem := value_problem("number", asdict(self)):
+        if problem := wrong_value(NUMBER_OPTIONS, asdict(self)):
             raise ValueError(problem)
 
     def __call__(self, prompt: str, answer: str, gold: str) -> float | None:

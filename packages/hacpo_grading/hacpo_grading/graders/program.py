@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_grading.graders.json_equality import fenced
-from hacpo_grading.registry import value_problem
+from hacpo_grading.options import PROGRAM_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking
 from hacpo_grading.workers.sandbox import SETUP_FAILED
 from hacpo_grading.workers.system_calls import filter_program
@@ -73,7 +73,7 @@ class Program:
 
     def __post_init__(self) -> None:
         """ValueError for an option that makes no sense, and where the kernel does not allow the isolation."""
-        if problem := value_problem("program", asdict(self)):
+        if problem := wrong_value(PROGRAM_OPTIONS, asdict(self)):
             raise ValueError(problem)
         trial = self.run("print(1)", Case("", "1"))
         if not trial.passes(Case("", "1")):

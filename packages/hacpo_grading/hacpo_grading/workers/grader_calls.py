@@ -10,13 +10,12 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+from hacpo_grading.judgement import Asked, Outcome
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 from hacpo_grading.workers.own_file import own_module
 
-Reply = dict[str, Any]
 MAX_SAID = 500
 MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
 UNIT = (0.0, 1.0)
@@ -25,18 +24,6 @@ RETURNED = "the grader returned"  # begins what is said of a value that is no re
 
 class Unjudged(Exception):
     """Raised by a grader that is at fault itself, such as a server out of reach: the answer stays unjudged."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One answer as a grader may ask for it; `row` has every field of the data row but the prompt."""
-
-    prompt: str
-    answer: str
-    gold: str
-    row: Mapping[str, Any]
-    agent: str = ""
-    group: tuple[str, ...] = ()
 
 
 class GraderCall:
@@ -59,7 +46,7 @@ class GraderCall:
         self._low, self._high = reward_range
         self._patience_s = patience_s
 
-    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Reply]:
+    def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Outcome]:
         """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
 
         A batch that fails as a whole is called again for each of its answers alone, so that each answers for itself.
@@ -76,7 +63,7 @@ class GraderCall:
             return [_failed(error)] * len(asked)
         if len(results) != len(asked):
             what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
-            return [_reply(error=what, is_misuse=True)] * len(asked)
+            return [Outcome(None, what, is_misuse=True)] * len(asked)
         return [_failed(found) if isinstance(found, BaseException) else self._read(found) for found in results]
 
     def _call(self, asked: Sequence[Asked]) -> Sequence[Any]:
@@ -102,39 +89,42 @@ class GraderCall:
 
         return asyncio.run(together())
 
-    def _read(self, found: Any) -> Reply:
+    def _read(self, found: Any) -> Outcome:
         parts: dict[str, float] = {}
         if isinstance(found, Mapping):
             if "score" not in found:
-                return _reply(error=f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
+                return Outcome(None, f'{RETURNED} a table without "score": {_shown(found)}'[:MAX_SAID], is_misuse=True)
             parts = _numbers_of(found)
             found = found["score"]
         if found is None:
-            return _reply(parts=parts)
+            return Outcome(None, parts=parts)
         number = _number(found)
         if not self._low <= number <= self._high:
             shown = f"{RETURNED} {type(found).__name__} {_shown(found)}"[:MAX_SAID]
             what = f"{shown}, expected a number in [{self._low:g}, {self._high:g}] or None"
-            return _reply(error=what, is_misuse=True)
-        return _reply((number - self._low) / (self._high - self._low), parts=parts)
+            return Outcome(None, what, is_misuse=True)
+        return Outcome((number - self._low) / (self._high - self._low), parts=parts)
 
 
 def _single(signature: Signature, asked: Asked) -> dict[str, Any]:
     """Arguments of a grader that asks by name, for one answer. Unjudged names a field that the row lacks."""
-    given = {name: getattr(asked, name) for name in SINGLE}
-    return _by_name(signature, given, asked.row)
+    return _by_name(signature, {name: _value(asked, name) for name in SINGLE}, asked.fields)
+
+
+def _value(asked: Asked, name: str) -> Any:
+    """The value of one of SINGLE; `row` has every field of the data row but the prompt."""
+    return asked.fields if name == "row" else getattr(asked, name)
 
 
 def _verl(signature: Signature, asked: Asked) -> dict[str, Any]:
     """As verl's reward managers call. Its other parameters keep their defaults, whatever fields a row has."""
-    return _by_name(
-        signature, _verl_values(asked), {name: asked.row[name] for name in signature.fields if name in asked.row}
-    )
+    row = {name: asked.fields[name] for name in signature.fields if name in asked.fields}
+    return _by_name(signature, _verl_values(asked), row)
 
 
 def _verl_values(asked: Asked) -> dict[str, Any]:
     """The values of verl's names: ground_truth is the row's reward_model's where it has one, else the gold."""
-    row, of_model = asked.row, asked.row.get("reward_model")
+    row, of_model = asked.fields, asked.fields.get("reward_model")
     has_truth = isinstance(of_model, Mapping) and "ground_truth" in of_model
     truth = of_model["ground_truth"] if has_truth else asked.gold
     values = (row.get("data_source", ""), asked.answer, truth, row.get("extra_info", row))
@@ -155,8 +145,8 @@ def _by_name(signature: Signature, given: Mapping[str, Any], row: Mapping[str, A
 
 def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any]]:
     """Lists, one place per answer; a field that only some rows have is None in the others."""
-    fields = dict.fromkeys(name for one in asked for name in one.row)
-    row = {name: [one.row.get(name) for one in asked] for name in fields}
+    fields = dict.fromkeys(name for one in asked for name in one.fields)
+    row = {name: [one.fields.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
         chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
         talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
@@ -167,7 +157,7 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
         each = [_verl_values(one) for one in asked]
         return _by_name(signature, {f"{name}s": [one[name] for one in each] for name in VERL}, {})
     else:
-        given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
+        given = {plural: [_value(one, name) for one in asked] for plural, name in PLURAL.items()}
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
 
 
@@ -211,13 +201,13 @@ def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
     return found(**options) if isinstance(found, type) else functools.partial(found, **options)
 
 
-def explain(grader: Callable, explainer: str | None, kind: str, answer: str, gold: str) -> dict[str, Any]:
+def explain(grader: Callable, explainer: str | None, kind: str, asked: Asked) -> dict[str, Any]:
     """Explains how a verdict came about: from the grader's own `explain`, else from the function (kind, answer, gold)
     of that name; nothing where there is neither."""
     try:
         if hasattr(grader, "explain"):
-            return grader.explain(answer, gold)
-        return load_by_name(explainer)(kind, answer, gold) if explainer else {}
+            return grader.explain(asked.answer, asked.gold)
+        return load_by_name(explainer)(kind, asked.answer, asked.gold) if explainer else {}
     except Exception as error:
         return {"explanation failed": said(error)}
 
@@ -236,10 +226,10 @@ def _numbers_of(table: Mapping[Any, Any]) -> dict[str, float]:
     return dict(good[:MAX_PARTS])
 
 
-def _failed(error: BaseException) -> Reply:
+def _failed(error: BaseException) -> Outcome:
     if isinstance(error, TimeoutError):  # of asyncio.wait_for, or of what the grader itself waited for
-        return _reply(timed_out=True)
-    return _reply(error=said(error), is_misuse=isinstance(error, Unjudged))
+        return Outcome(None, timed_out=True)
+    return Outcome(None, said(error), is_misuse=isinstance(error, Unjudged))
 
 
 def said(error: BaseException) -> str:
@@ -252,25 +242,3 @@ def _shown(found: object, show: Callable[[Any], str] = repr) -> str:
         return show(found)
     except Exception:  # such as an int of too many digits
         return "that cannot be shown"
-
-
-def _reply(
-    reward: float | None = None,
-    error: str | None = None,
-    is_misuse: bool = False,
-    timed_out: bool = False,
-    parts: Mapping[str, float] = {},
-) -> Reply:
-    return {
-        "reward": reward,
-        "error": error,
-        "is_misuse": is_misuse,
-        "timed_out": timed_out,
-        "parts": dict(parts),
-        "explanation": None,
-    }
-
-
-def asked_of(prompt: str, answer: str, gold: str, row: str = "", agent: str = "", group: Sequence[str] = ()) -> Asked:
-    """An answer from the plain values that travel to a worker; `row` is JSON text, "" for a row without fields."""
-    return Asked(prompt, answer, gold, json.loads(row) if row else {}, agent, tuple(group))

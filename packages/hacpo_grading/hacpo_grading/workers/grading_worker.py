@@ -11,15 +11,12 @@ the standard library and its grader alone. What happens here guards against ever
 - a grader that prints or reads: the protocol has descriptors of its own, which a forked child loses. A print goes to
   standard error, standard input is empty. Whoever writes into them does not know the token of the request, and is told
   from a reply. That is against accidents: the grader is the user's own code, and could look the token up in here.
-Protocol: JSON lines in, first {"kind", "grader", "options", "explainer", "reward_range", "patience_s", "path",
-"memory_bytes", "cpu_s", "token"}, then lists of [prompt, answer, gold, row, agent, group, explain, token]. Frames out,
-each the token of what it replies to, the length of what follows, and JSON: {"ready": the grader's signature} or
-{"error"}; then for each answer, in order, {"reward": number or null, "error": text or null, "is_misuse": bool,
-"timed_out": bool, "parts": {name: number}, "explanation": object or null, "cpu_s": number}.
+Protocol: JSON lines in, first the fields of GraderSpec with "patience_s", "path", "memory_bytes", "cpu_s" and "token",
+then lists of [fields of Asked, token]. Frames out, each the token of what it replies to, the length of what follows,
+and JSON: {"ready": the grader's signature} or {"error"}; then for each answer, in order, the fields of Outcome.
 Not here: how a grader is called (grader_calls.py).
 """
 
-import dataclasses
 import json
 import os
 import resource
@@ -28,9 +25,11 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import TextIO
 
-from hacpo_grading.workers.grader_calls import GraderCall, asked_of, explain, said
+from hacpo_grading.judgement import Asked
+from hacpo_grading.workers.grader_calls import GraderCall, explain, said
 
 TOKEN_BYTES = 16
 HEADER = struct.Struct(f"!{TOKEN_BYTES}sI")
@@ -44,28 +43,29 @@ def serve(requests: TextIO, replies: int) -> None:
     sys.path[:] = setup["path"]
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     try:
-        call = GraderCall(setup["grader"], setup["options"], setup["reward_range"], setup["patience_s"])
+        call = GraderCall(setup["name"], setup["options"], setup["reward_range"], setup["patience_s"])
     except BaseException as error:  # sys.exit among them: the user is to be told of it
         _say(replies, setup["token"], {"error": said(error)})
         return
     if os.getpid() != pid:
         os._exit(0)  # a child that the grader's file has forked
-    _say(replies, setup["token"], {"ready": dataclasses.asdict(call.signature)})
+    _say(replies, setup["token"], {"ready": asdict(call.signature)})
     for line in requests:
-        tasks = json.loads(line)
+        tasks = [(Asked(**asked | {"group": tuple(asked["group"])}), token) for asked, token in json.loads(line)]
         for together in [tasks] if call.signature.takes_many else [[task] for task in tasks]:
             signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"] * len(together))
             started = time.process_time()
-            graded = call.grade([asked_of(*task[:-2]) for task in together], is_worker=True)
-            for (_, answer, gold, *_, is_explained, _), reply in zip(together, graded, strict=True):
-                if is_explained:
-                    reply["explanation"] = explain(call.grader, setup["explainer"], setup["kind"], answer, gold)
+            graded = call.grade([asked for asked, _ in together], is_worker=True)
+            explained = [
+                explain(call.grader, setup["explainer"], setup["kind"], asked) if asked.is_explained else None
+                for asked, _ in together
+            ]
             if os.getpid() != pid:
                 os._exit(1)  # a child that the grader has forked and returned in
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             cpu_s = (time.process_time() - started) / len(together)
-            for task, reply in zip(together, graded, strict=True):
-                _say(replies, task[-1], reply | {"cpu_s": cpu_s})
+            for (_, token), outcome, how in zip(together, graded, explained, strict=True):
+                _say(replies, token, vars(outcome) | {"explanation": how, "cpu_s": cpu_s})
 
 
 def _say(replies: int, token: str, message: dict) -> None:

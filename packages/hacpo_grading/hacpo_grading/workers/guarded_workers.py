@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from hacpo_grading.judgement import Asked, Outcome
 from hacpo_grading.workers.grader_calls import UNIT
 from hacpo_grading.workers.grader_signature import Signature
 from hacpo_grading.workers.worker_process import Worker
@@ -42,44 +43,6 @@ MAX_HUNG = 3
 
 
 @dataclass(frozen=True)
-class Task:
-    """One answer as a grader sees it (grader_calls.Asked), `row` as JSON text.
-
-    With `is_explained` the outcome says how the verdict came about.
-    """
-
-    prompt: str
-    answer: str
-    gold: str
-    row: str = ""
-    agent: str = ""
-    group: tuple[str, ...] = ()
-    is_explained: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a task: a reward, or None with `error` or `timed_out`; None alone: the text has no answer.
-
-    `is_misuse`: the grader returned what is no reward, or no worker could be started; the answer is not the cause.
-    `parts` are other numbers that it returned with the reward.
-    """
-
-    reward: float | None
-    error: str | None = None
-    timed_out: bool = False
-    is_misuse: bool = False
-    parts: Mapping[str, float] = field(default_factory=dict)
-    explanation: Mapping[str, Any] | None = None
-    cpu_s: float = 0.0
-
-    @property
-    def is_failure(self) -> bool:
-        """Tells whether the grader reached no end."""
-        return self.timed_out or self.error is not None
-
-
-@dataclass(frozen=True)
 class GraderSpec:
     """The grader that a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts.
 
@@ -101,7 +64,7 @@ class _CannotStart(Exception):
 class _Batch:
     """The tasks of one `run`: which wait, which have an outcome, which had a second try."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Asked]) -> None:
         self.tasks = tasks
         self.waiting = collections.deque(range(len(tasks)))
         self.outcomes: dict[int, Outcome] = {}
@@ -145,12 +108,8 @@ class GuardedWorkers:
         self._grader = grader
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._num_workers = num_workers
-        self._setup = {
-            "kind": grader.kind,
-            "grader": grader.name,
+        self._setup = vars(grader) | {
             "options": dict(grader.options),
-            "explainer": grader.explainer,
-            "reward_range": grader.reward_range,
             "patience_s": SLEEP_FACTOR * timeout_s if grader.limits_sleep else None,
             "path": sys.path,
             "memory_bytes": memory_bytes,
@@ -176,7 +135,7 @@ class GuardedWorkers:
             raise
         self._is_starting = False
 
-    def run(self, tasks: Sequence[Task]) -> list[Outcome]:
+    def run(self, tasks: Sequence[Asked]) -> list[Outcome]:
         """Grades the tasks; the outcomes come in the order of the tasks, whatever happened to the workers."""
         assert not self._is_closed, "the workers are closed"
         batch = _Batch(tasks)
@@ -269,8 +228,7 @@ class GuardedWorkers:
         indices = [batch.waiting.popleft()]
         while len(indices) < share and not batch.alone & {indices[0], batch.waiting[0]}:
             indices.append(batch.waiting.popleft())
-        asked = {i: astuple(batch.tasks[i]) for i in indices}
-        if not worker.ask(asked, self._wall_limit_s(worker)):
+        if not worker.ask({i: batch.tasks[i] for i in indices}, self._wall_limit_s(worker)):
             self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
     @property

@@ -62,15 +62,8 @@ def _call(what: str, function, *arguments) -> None:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    _call(
-        f"mount {target}",
-        LIBC.mount,
-        source.encode(),
-        target.encode(),
-        kind.encode(),
-        ctypes.c_ulong(flags),
-        data.encode(),
-    )
+    named = source.encode(), target.encode(), kind.encode()
+    _call(f"mount {target}", LIBC.mount, *named, ctypes.c_ulong(flags), data.encode())
 
 
 def _die_with_parent(parent: int) -> None:

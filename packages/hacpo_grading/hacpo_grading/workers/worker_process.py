@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hacpo_grading.judgement import Asked
 from hacpo_grading.workers.grading_worker import HEADER, MAX_FRAME_BYTES, TOKEN_BYTES
 
 PROGRAM = Path(__file__).with_name("start_worker.py")
@@ -76,12 +77,13 @@ class Worker:
         self._tokens = collections.deque([_token()])
         self._write(setup | {"token": self._tokens[0].hex()})
 
-    def ask(self, tasks: Mapping[int, Sequence[Any]], limit_s: float) -> bool:
+    def ask(self, tasks: Mapping[int, Asked], limit_s: float) -> bool:
         """Hands over tasks by index, the first with `limit_s` of wall time. False: the process is gone."""
         self.tasks.extend(tasks)
         self._tokens.extend(_token() for _ in tasks)
         self.begin(limit_s)
-        return self._write([[*task, token.hex()] for task, token in zip(tasks.values(), self._tokens, strict=True)])
+        asked = zip(map(asdict, tasks.values()), self._tokens, strict=True)
+        return self._write([[fields, token.hex()] for fields, token in asked])
 
     def begin(self, limit_s: float) -> None:
         """It is at the next answer now."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hacpo_lab.commands.ranks import bench_rank
+from hacpo_mega.cli.start import ConfigFile, Overrides
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment
 from hacpo_mega.models.files.visible import say
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def bench(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Folder for bench.md, bench.csv, bench.json and bench.png.")] = Path(
         "bench"
     ),

@@ -10,6 +10,7 @@ import typer
 
 from hacpo_lab.chaos.faults import KINDS
 from hacpo_lab.commands.ranks import train_rank
+from hacpo_mega.cli.start import ConfigFile, Overrides
 from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.input_checks import missing_models
@@ -21,11 +22,8 @@ STALL_S = 30.0
 
 
 def chaos(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="num_steps=20, ...; stall_s is 30 unless given."),
-    ] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     faults: Annotated[int, typer.Option(min=0, help="How many faults strike over the run.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Kinds, ranks and moments are drawn from it.")] = 1,
     kinds: Annotated[str, typer.Option(help=f"Any of {', '.join(KINDS)}, with commas.")] = ",".join(KINDS),
@@ -36,7 +34,10 @@ def chaos(
         Path | None, typer.Option(metavar="RUN", help="The finished run to compare with; else it is made first.")
     ] = None,
 ) -> None:
-    """Run under kills, stops, full disks and lack of memory; compare every bit with an undisturbed run."""
+    """Run under kills, stops, full disks and lack of memory; compare every bit with an undisturbed run.
+
+    The key stall_s is 30 unless given.
+    """
     asked = tuple(kinds.split(","))
     if unknown := sorted(set(asked) - set(KINDS)):
         raise ValueError(f"--kinds: {', '.join(unknown)} is not known. Known: {', '.join(KINDS)}")

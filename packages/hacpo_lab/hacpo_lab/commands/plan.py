@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from hacpo_mega.cli.start import ConfigFile, Overrides
 from hacpo_mega.models.files.visible import say
 
 
 def plan(
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    config_file: ConfigFile,
+    overrides: Overrides = None,
     cluster_file: Annotated[
         Path, typer.Option("--cluster", help="The machines' TOML file, docs/guide/planning.md.")
     ] = ...,

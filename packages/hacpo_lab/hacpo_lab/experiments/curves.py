@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
-from hacpo_mega.report.canvas import band, dressed, line_legend, panels, to_inline_svg, to_png
+from hacpo_mega.report.canvas import dressed, panels, to_inline_svg, to_png
 from hacpo_mega.report.colours import AGENT_COLOURS
 from hacpo_mega.report.plots import Picture
 
@@ -54,14 +54,15 @@ def _draw(stem: str, title: str, regime: RegimeEvidence, x_axis: XAxis, methods:
         axis.set_title("mean of all agents" if agent == ALL_AGENTS else agent)
         if axis.get_xlabel():  # the lowest of each column
             axis.set_xlabel(x_axis.label)
-        found = [regime.methods[method] for method in methods]
-        looks = [_look(regime, method) for method in methods]
-        lines = [
-            band(axis, x_axis.values(one), one.curves[agent].mean, one.curves[agent].sd, *look)
-            for one, look in zip(found, looks)
-        ]
+        lines = []
+        for method in methods:
+            colour, dashes = _look(regime, method)
+            x, curve = x_axis.values(regime.methods[method]), regime.methods[method].curves[agent]
+            low, high = ([m + sign * s for m, s in zip(curve.mean, curve.sd)] for sign in (-1, 1))
+            axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
+            lines += axis.plot(x, curve.mean, color=colour, linestyle=dashes, marker="o", markersize=2.5, linewidth=1.6)
     axes[0].set_ylabel(f"{regime.measure} on held-out prompts")
-    line_legend(figure, methods, lines)
+    figure.legend(lines, methods, loc="outside lower center", ncols=5, frameon=False, fontsize=8.5)
     note = "Mean over seeds; the shade is one standard deviation between seeds to both sides."
     shown = f"{title}: {regime.measure} against {x_axis.label}"
     return Picture(stem, shown, note, to_png(figure), to_inline_svg(figure, stem))

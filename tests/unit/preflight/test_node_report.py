@@ -7,8 +7,15 @@ from unittest import mock
 import pytest
 
 from hacpo_mega.cluster.launcher_env import LauncherEnv, expand_nodes, tasks_of_nodes
-from hacpo_mega.preflight.node_comparison import Look, look_findings, neighbours, report_findings, suspects
-from hacpo_mega.preflight.node_report import NodeReport, size
+from hacpo_mega.preflight.node_report import (
+    Look,
+    NodeReport,
+    look_findings,
+    neighbours,
+    report_findings,
+    size,
+    suspects,
+)
 
 SOUND = NodeReport("", 0, 1, "A", {"code": "c1"}, {"devices": "8 x H100"}, memory_bytes=100)
 
