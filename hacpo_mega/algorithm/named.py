@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import checked_rewards
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.config.named_function import named_function
+from hacpo_mega.config.user_code import named_function
 
 
 def named_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:

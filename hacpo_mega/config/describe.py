@@ -19,7 +19,6 @@ from rich.text import Text
 
 from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.config.tables.choices import SYNONYMS
-from hacpo_mega.config.tables.effects import flat
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import SHOWN
 
@@ -275,3 +274,16 @@ def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[s
         else:
             found |= {key: as_toml(part) for key, part in flat({name: dumped[name]})}
     return found
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every entry; an agent's are under agents.NAME, and `agents` itself is their names."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" == "agents":
+            yield "agents", [agent["name"] for agent in value]
+            for agent in value:
+                yield from flat({k: v for k, v in agent.items() if k != "name"}, f"agents.{agent['name']}.")
+        elif value not in ({}, None):
+            yield f"{prefix}{key}", value

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hacpo_grading.texts.answer_text import gold_answer, last_boxed
-from hacpo_mega.config.tables.chat_messages import messages_of
+from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.data.reading.containers import Record, Row, rows_of
 from hacpo_mega.data.reading.files import (
     MAX_BAD_ROWS,

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
+from hacpo_grading.texts.chat_messages import messages_of, tools_of
 from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read_rollouts
 from hacpo_mega.logbook.steps.sharing import WORDS
 from hacpo_mega.report.colours import agent_colour

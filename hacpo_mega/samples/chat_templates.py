@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from hacpo_grading.texts.chat_messages import tools_of
 from hacpo_mega.config import Prompting
-from hacpo_mega.config.tables.chat_messages import tools_of
 from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
 from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws

@@ -20,8 +20,8 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hacpo_grading.texts.chat_messages import contents, lost_message
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.tables.chat_messages import contents, lost_message
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import read_config, read_json
 from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES

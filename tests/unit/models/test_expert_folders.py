@@ -11,7 +11,7 @@ from test_families import MIXTRAL, QWEN3_MOE, read
 from tiny_models import make_model
 from transformers import AutoConfig
 
-from hacpo_mega.config.checks.unused_fields import unused_fields
+from hacpo_mega.config.checks.notes import unused_fields
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout, layout_problems
 from hacpo_mega.models.sharding.segments import all_sources, rectangles, segments, shard_shape, stage_slots

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
 from hacpo_grading.workers.own_file import own_module
 
@@ -158,7 +159,7 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     fields = dict.fromkeys(name for one in asked for name in one.row)
     row = {name: [one.row.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
-        chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
+        chats = [messages_of(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
         talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
         completions = [[{"role": "assistant", "content": one.answer}] if talks else one.answer for one in asked]
         prompts = [one.prompt if chat is None else chat for one, chat in zip(asked, chats)]
@@ -169,18 +170,6 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     else:
         given = {plural: [getattr(one, name) for one in asked] for plural, name in PLURAL.items()}
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
-
-
-def messages_in(prompt: str) -> list[dict[str, str]] | None:
-    """The chat messages that a prompt's text stands for, which is their JSON; None for plain text."""
-    if not prompt.startswith('[{"role":"'):
-        return None
-    try:
-        found = json.loads(prompt)
-    except ValueError:
-        return None
-    is_chat = all(isinstance(message, dict) and message.keys() == {"role", "content"} for message in found)
-    return [message for message in found if message["role"] != "tools"] if is_chat else None
 
 
 def missing_field(name: str, row: Mapping[str, Any]) -> str:
