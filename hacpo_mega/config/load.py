@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks.checks import find_problems
-from hacpo_mega.config.describe import in_a_run, nearest_key
+from hacpo_mega.config.describe import in_a_run, inner_table, nearest_key
 from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_options
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.models.files.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
+from hacpo_mega.models.files.documents import SHOWN, one_line, parse_toml, short, toml_file
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 
 # What a field takes, where pydantic would name a Python type that no TOML file has.
@@ -81,8 +81,6 @@ def _apply(table: dict[str, Any], override: str) -> None:
         key, text = key.strip(), text.strip()
     if not equals or not all(key.split(".")):
         raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
-    if key.count(".") >= MAX_DEPTH:
-        raise ValueError(f"override {short(override)}: no key has more than {MAX_DEPTH} parts")
     *way, last = key.split(".")
     value = _value(text, override)
     for place in _places(table, way, override):
@@ -255,13 +253,8 @@ def _section(location: tuple[int | str, ...], schema: type[BaseModel]) -> type[B
     """The table of the schema that holds `location`."""
     section = schema
     for step in location:
-        candidates = [section.model_fields[step].annotation] if step in section.model_fields else []
-        while candidates:
-            candidate = candidates.pop()
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                section = candidate
-                break
-            candidates += getattr(candidate, "__args__", ())
+        if step in section.model_fields:
+            section = inner_table(section.model_fields[step].annotation)[0] or section
     return section
 
 

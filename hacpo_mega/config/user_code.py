@@ -21,7 +21,7 @@ from typing import Any
 
 from hacpo_grading.registry import GRADERS, value_problem
 from hacpo_grading.workers.grader_signature import form_of
-from hacpo_grading.workers.own_file import own_module
+from hacpo_grading.workers.own_file import load_by_name
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config, RewardConfig
 
@@ -270,9 +270,8 @@ def require_named_functions(config: Config) -> None:
 @functools.lru_cache(maxsize=64)
 def named_function(name: str) -> Callable:
     """The function or class of that name; a file is executed once per process. ValueError, one line, where it fails."""
-    place, _, attribute = name.rpartition(":")
     try:
-        found = getattr(own_module(place, "own_code"), attribute)
+        found = load_by_name(name, "own_code")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: {type(error).__name__} while it was loaded: {error}".splitlines()[0]) from error
     if not callable(found):

@@ -54,8 +54,13 @@ def missing_models(config: Config) -> list[str]:
     return [
         f"agents.{agent.name}: model folder {agent.model} does not exist yet; `hacpo-mega init` makes it"
         for agent in config.agents
-        if agent.init is not None and not (agent.model / "config.json").is_file()
+        if is_planned(agent)
     ]
+
+
+def is_planned(agent: AgentConfig) -> bool:
+    """True for an agent whose model `init` has yet to make."""
+    return agent.init is not None and not (agent.model / "config.json").is_file()
 
 
 def _own_code(config: Config) -> Iterator[str]:

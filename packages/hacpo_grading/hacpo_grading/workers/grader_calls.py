@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat
 
 from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
-from hacpo_grading.workers.own_file import own_module
+from hacpo_grading.workers.own_file import load_by_name
 
 Reply = dict[str, Any]
 MAX_SAID = 500
@@ -178,14 +178,6 @@ def missing_field(name: str, row: Mapping[str, Any]) -> str:
         f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
         f"{', '.join(map(str, row)) or 'none'}"
     )
-
-
-def load_by_name(spec: str) -> Any:
-    """The object that "package.module:name" or "path/to/file.py:name" names."""
-    place, _, name = spec.rpartition(":")
-    if not place:
-        raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
-    return getattr(own_module(place, "own_grader"), name)
 
 
 def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:
