@@ -107,7 +107,7 @@ def test_a_worker_loads_no_more_than_its_grader_asks_for(first, tmp_path):
     parts = ("grader_calls", "grader_signature", "grading_worker", "own_file")
     if not first:
         ours = [name for name in loaded if name.startswith(("hacpo_grading", "hacpo_mega"))]
-        assert ours == [f"hacpo_grading.workers.{part}" for part in parts]
+        assert ours == ["hacpo_grading.texts.chat_messages", *(f"hacpo_grading.workers.{part}" for part in parts)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The program that a grading worker starts as: loads its four modules by their files, then serves.
+"""The program that a grading worker starts as: loads its five modules by their files, then serves.
 
 A worker is replaced whenever an answer ends it, and others wait for its start, so it loads no more than it needs. Under
 their full names in `sys.modules` they are the same modules for a grader that imports them.
@@ -10,6 +10,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1]
 for name in (
+    "texts.chat_messages",
     "workers.own_file",
     "workers.grader_signature",
     "workers.grader_calls",
