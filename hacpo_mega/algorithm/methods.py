@@ -32,7 +32,7 @@ from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages, own_advantages
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.config.named_function import named_function
+from hacpo_mega.config.user_code import named_function
 
 
 class Judged(NamedTuple):

@@ -25,8 +25,8 @@ from typing import Any, TypedDict, Unpack
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
 from hacpo_mega.config.checks.run_dirs import require_displaceable
-from hacpo_mega.config.run import completed
-from hacpo_mega.config.template_time import with_times_of
+from hacpo_mega.config.checks.tokenizer_checks import with_times_of
+from hacpo_mega.config.load import completed
 from hacpo_mega.models.files.documents import parse_json, require_file
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.weight_files import weights_fingerprint

@@ -20,15 +20,12 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budgets, memory_summary, memory_table, model_size
-from hacpo_mega.config.checks.grader_checks import shown_grader
 from hacpo_mega.config.checks.input_checks import missing_models
-from hacpo_mega.config.checks.quantization import suggestions
+from hacpo_mega.config.checks.notes import default_success_note, suggestions, unused_fields, weak_settings
 from hacpo_mega.config.checks.tokenizer_checks import template_notes
-from hacpo_mega.config.checks.unused_fields import unused_fields
 from hacpo_mega.config.describe import batch_arithmetic, differing
-from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.tables.slurm import SlurmConfig, time_note
-from hacpo_mega.config.weak_settings import weak_settings
+from hacpo_mega.config.user_code import shown_grader
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.files.visible import say
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hacpo_mega.config.checks.grader_checks import parse_options
+from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.models.files.visible import say
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import typer
 
 from hacpo_mega.cli.start import Trust
 from hacpo_mega.cluster.machine.environment import prepare_environment
-from hacpo_mega.config.checks.named_code import code_of_model, require_trust
+from hacpo_mega.config.user_code import code_of_model, require_trust
 from hacpo_mega.models.files.visible import say
 
 

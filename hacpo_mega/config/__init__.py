@@ -1,7 +1,6 @@
 """The configuration of a run. Imports no torch and no model library, so that `hacpo-mega check` answers at once."""
 
-from hacpo_mega.config.load import load_config
-from hacpo_mega.config.run import config_of_run, config_of_table
+from hacpo_mega.config.load import config_of_run, config_of_table, load_config
 from hacpo_mega.config.tables.agents import (
     AgentConfig,
     DataParallelConfig,

@@ -1,5 +1,8 @@
 """Differences, key by key, between the configuration that a run was begun with and the one it is to go on with.
 
+The effect of each key (none on training, on results by rounding only, on results) is decided here alone, for comparing
+runs, too (hacpo_lab/experiments/identity.py). A key that no pattern names changes results.
+
 free      changes nothing that is trained: goes through (num_steps too, though it moves the rates of a falling schedule)
 asked     would make another run of it: refused, unless the user accepts this key
 fixed     a run cannot have another value
@@ -10,15 +13,46 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from hacpo_mega.config.describe import as_toml, in_a_run, keys_of, nearest_key
-from hacpo_mega.config.tables.effects import covers, effect_of, flat
+from hacpo_mega.config.describe import as_toml, flat, in_a_run, keys_of, nearest_key
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import one_line, short
+from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL
 
+Effect = Literal["none", "rounding", "results"]
+
+# A pattern names a key, or a table with all that is in it.
+NONE = (
+    *("run_dir", "checkpoint", "logging", "slurm", "device_memory_gib", "placement", "wait_s", "reward.num_workers"),
+    *("training.diagnose_every", "training.verify_weights_every"),
+    *("training.score_in_first_update", "reward.while_sampling", "agents.*.recompute", "agents.*.offload"),
+    "data.repeated",  # it refuses files, or takes the same rows of them
+    # limits at which a run gives up change nothing in one that finishes
+    *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
+)
+# Who computes what, and in which order it is added up.
+ROUNDING = (
+    *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
+    *("agents.*.engine_tp", "agents.*.rollout_gpus"),
+    *("training.share_prompts", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
+    *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL)),
+)
 # What changes results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
 # Keys of adapters that fix the shapes in their checkpoint.
 FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")
+
+
+def effect_of(key: str) -> Effect:
+    """The effect of a dotted key; those of an agent are under agents.NAME."""
+    for effect, patterns in (("none", NONE), ("rounding", ROUNDING)):
+        if any(covers(pattern, key) for pattern in patterns):
+            return effect
+    return "results"
+
+
+def covers(pattern: str, key: str) -> bool:
+    """True if the pattern names the key or a table around it."""
+    return fnmatchcase(key, pattern) or fnmatchcase(key, f"{pattern}.*")
 
 
 @dataclass(frozen=True)

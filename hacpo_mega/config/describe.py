@@ -19,7 +19,6 @@ from rich.text import Text
 
 from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.config.tables.choices import SYNONYMS
-from hacpo_mega.config.tables.effects import flat
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import SHOWN
 
@@ -47,14 +46,18 @@ class FieldDescription:
 
 def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Iterator[FieldDescription]:
     """Every field of a table and its inner tables, in the order of the schema. `NAME` stands for any key."""
-    for name, field in table.model_fields.items():
-        described = FieldDescription(
-            section, name, _allowed(field.annotation, field.metadata), _default(field), _one_line(field.description)
-        )
-        yield described
-        inner, is_named = _inner_table(field.annotation)
+    for place, name, field in _fields(table, section):
+        allowed = _allowed(field.annotation, field.metadata)
+        yield FieldDescription(place, name, allowed, _default(field), _one_line(field.description))
+
+
+def _fields(schema: type[BaseModel], section: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
+    """(section, name, field) of a table and its inner tables."""
+    for name, field in schema.model_fields.items():
+        yield section, name, field
+        inner, is_named = inner_table(field.annotation)
         if inner is not None:
-            yield from describe_fields(inner, f"{described.key}.NAME" if is_named else described.key)
+            yield from _fields(inner, ".".join(filter(None, (section, name, "NAME" if is_named else ""))))
 
 
 def describe(key: str | None = None) -> Group:
@@ -105,14 +108,9 @@ def in_a_run(key: str, agent: str = "*") -> str:
     return f"agents.{agent}.{key.removeprefix('agents.')}" if key.startswith("agents.") else key
 
 
-def keys_of(schema: type[BaseModel], table: str = "") -> Iterator[str]:
+def keys_of(schema: type[BaseModel]) -> Iterator[str]:
     """Every dotted key of a schema; those of an agent begin with agents."""
-    for name, field in schema.model_fields.items():
-        key = f"{table}.{name}" if table else name
-        yield key
-        inner, is_named = _inner_table(field.annotation)
-        if inner is not None:
-            yield from keys_of(inner, f"{key}.NAME" if is_named else key)
+    return (f"{section}.{name}" if section else name for section, name, _ in _fields(schema))
 
 
 def _depth(key: str) -> tuple[int, int]:
@@ -202,14 +200,14 @@ def _allowed(kind: Any, metadata: list[Any]) -> str:
     return ", ".join([WORDS[kind], " and ".join(bounds)] if bounds else [WORDS[kind]])
 
 
-def _inner_table(kind: Any) -> tuple[type[BaseModel] | None, bool]:
+def inner_table(kind: Any) -> tuple[type[BaseModel] | None, bool]:
     """The table that a field's values are, and whether the user names its entries (`skills.add`)."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind, False
     for part in get_args(kind):
-        inner, _ = _inner_table(part)
+        inner, _ = inner_table(part)
         if inner is not None:
-            return inner, get_origin(kind) is dict or _inner_table(part)[1]
+            return inner, get_origin(kind) is dict or inner_table(part)[1]
     return None, False
 
 
@@ -275,3 +273,16 @@ def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[s
         else:
             found |= {key: as_toml(part) for key, part in flat({name: dumped[name]})}
     return found
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every entry; an agent's are under agents.NAME, and `agents` itself is their names."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" == "agents":
+            yield "agents", [agent["name"] for agent in value]
+            for agent in value:
+                yield from flat({k: v for k, v in agent.items() if k != "name"}, f"agents.{agent['name']}.")
+        elif value not in ({}, None):
+            yield f"{prefix}{key}", value

@@ -1,4 +1,7 @@
-"""Reads a TOML file and `key=value` overrides into a checked, frozen Config. All complaints come at once."""
+"""Reads a TOML file and `key=value` overrides into a checked, frozen Config, or the one that a run wrote.
+
+All complaints come at once.
+"""
 
 import copy
 import difflib
@@ -12,12 +15,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks.checks import find_problems
-from hacpo_mega.config.describe import in_a_run, nearest_key
-from hacpo_mega.config.tables.algorithm import AlgorithmConfig
+from hacpo_mega.config.describe import in_a_run, inner_table, nearest_key
+from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_options
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.models.files.documents import MAX_DEPTH, SHOWN, one_line, parse_toml, short, toml_file
-from hacpo_mega.models.files.links import require_inside_its_run
+from hacpo_mega.models.files.documents import SHOWN, one_line, parse_toml, short, toml_file
+from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 
 # What a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
@@ -78,8 +81,6 @@ def set_key(table: dict[str, Any], override: str) -> None:
         key, text = key.strip(), text.strip()
     if not equals or not all(key.split(".")):
         raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
-    if key.count(".") >= MAX_DEPTH:
-        raise ValueError(f"override {short(override)}: no key has more than {MAX_DEPTH} parts")
     *way, last = key.split(".")
     value = _value(text, override)
     for place in _places(table, way, override):
@@ -252,11 +253,55 @@ def _section(location: tuple[int | str, ...], schema: type[BaseModel]) -> type[B
     """The table of the schema that holds `location`."""
     section = schema
     for step in location:
-        candidates = [section.model_fields[step].annotation] if step in section.model_fields else []
-        while candidates:
-            candidate = candidates.pop()
-            if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-                section = candidate
-                break
-            candidates += getattr(candidate, "__args__", ())
+        if step in section.model_fields:
+            section = inner_table(section.model_fields[step].annotation)[0] or section
     return section
+
+
+def config_of_run(run_dir: Path) -> Config:
+    """The resolved configuration that a run wrote. ValueError when the folder is none of a run, or the file is broken.
+
+    Unlike `load_config` it looks at no model and no data file: the run is over, and they may be gone.
+    """
+    file = run_dir / "config.toml"
+    require_inside(run_dir, file)
+    if not file.exists():
+        raise ValueError(f"{run_dir} has no config.toml: give the run_dir of a run")
+    return config_of_table(toml_file(file, "the run_dir of a run"), file)
+
+
+def config_of_table(table: dict[str, Any], file: Path) -> Config:
+    """The resolved configuration that `file` holds as a table. ValueError, which names the file, when it is none."""
+    try:
+        return Config.model_validate(of_today(table))
+    except ValidationError as error:
+        lines = readable_problems(error, table)
+        raise ValueError("\n".join(f"{file} is not the configuration of a run: {line}" for line in lines)) from error
+
+
+def of_today(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration without the keys of older runs that have moved or are gone.
+
+    algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
+    The keys of the calibrated band are gone.
+    """
+    algorithm, reward = table.get("algorithm"), table.get("reward", {})
+    if not isinstance(algorithm, dict) or not isinstance(reward, dict):
+        return table
+    kept = {key: value for key, value in algorithm.items() if key not in {"success_reward", *REMOVED}}
+    before = algorithm.get("success_reward", 1.0)
+    return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
+
+
+def completed(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration as plain values, with the keys that its version did not have or called otherwise.
+
+    New ones are at their defaults, with which a run does what it did before there were such keys.
+    """
+    try:
+        found = Config.model_validate(of_today(table)).model_dump(mode="json", exclude_none=True)
+    except ValidationError:  # a key that is gone since: `changes` names it
+        return table
+    if table.get("algorithm", {}).get("band") == "calibrated":  # the run trained otherwise: `changes` asks
+        found["algorithm"]["band"] = "calibrated"
+    return found

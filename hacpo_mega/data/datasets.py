@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hacpo_grading.texts.answer_text import gold_answer, last_boxed
-from hacpo_mega.config.tables.chat_messages import messages_of
+from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.data.reading.files import (
     MAX_BAD_ROWS,
     MAX_LINE_BYTES,

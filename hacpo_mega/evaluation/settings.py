@@ -13,9 +13,15 @@ from pydantic import ValidationError
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
-from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem
-from hacpo_mega.config.checks.named_code import code_of_engine, code_of_model, code_of_reward, require_trust
 from hacpo_mega.config.tables.schema import DataConfig, WeightedPartConfig
+from hacpo_mega.config.user_code import (
+    code_of_engine,
+    code_of_model,
+    code_of_reward,
+    grader_problem,
+    option_problem,
+    require_trust,
+)
 from hacpo_mega.data.datasets import LAYOUTS, Layout, layouts_of
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_MAX_TOKENS,

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
+from hacpo_grading.texts.chat_messages import messages_of, tools_of
 from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read_rollouts
 from hacpo_mega.logbook.steps.held_out import score_name
 from hacpo_mega.logbook.steps.sharing import WORDS, Fates

@@ -23,8 +23,8 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hacpo_grading.texts.chat_messages import contents, lost_message, tools_of
 from hacpo_mega.config import AgentConfig, Prompting
-from hacpo_mega.config.tables.chat_messages import contents, lost_message, tools_of
 from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
 from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws

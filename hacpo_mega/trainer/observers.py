@@ -21,7 +21,7 @@ from hacpo_mega.cluster.groups.job_groups import device_identity
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
-from hacpo_mega.config.named_function import named_function
+from hacpo_mega.config.user_code import named_function
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers

@@ -13,7 +13,7 @@ from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop
 from hacpo_grading.registry import GRADERS, find_grader, gives_parts, value_problem
 from hacpo_grading.workers.grader_calls import Unjudged
-from hacpo_mega.config.checks.grader_checks import grader_problem
+from hacpo_mega.config.user_code import grader_problem
 
 README = ROOT / "packages" / "hacpo_grading" / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

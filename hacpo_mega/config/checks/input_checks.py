@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hacpo_mega.config.checks.grader_checks import grader_problem, option_problem, own_code_problem, tracker_problem
-from hacpo_mega.config.checks.run_dirs import long_names, run_dir_problems
+from hacpo_mega.config.checks.run_dirs import run_dir_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.config.user_code import grader_problem, option_problem, own_code_problem, tracker_problem
 from hacpo_mega.models.files.documents import one_line, parse_json
 from hacpo_mega.models.files.folder import tokenizer_problem
 
@@ -31,7 +31,7 @@ TABLES = (".csv", ".tsv", ".xlsx")
 
 def input_problems(config: Config) -> Iterator[str]:
     """Problems of the files that the configuration names, a line each."""
-    yield from _run_folder(config)
+    yield from run_dir_problems(config)
     yield from _prompt_files(config)
     for key, grader in config.reward.graders.items():
         if problem := grader_problem(grader.kind, grader.options):
@@ -54,8 +54,13 @@ def missing_models(config: Config) -> list[str]:
     return [
         f"agents.{agent.name}: model folder {agent.model} does not exist yet; `hacpo-mega init` makes it"
         for agent in config.agents
-        if agent.init is not None and not (agent.model / "config.json").is_file()
+        if is_planned(agent)
     ]
+
+
+def is_planned(agent: AgentConfig) -> bool:
+    """True for an agent whose model `init` has yet to make."""
+    return agent.init is not None and not (agent.model / "config.json").is_file()
 
 
 def _own_code(config: Config) -> Iterator[str]:
@@ -75,46 +80,14 @@ def _own_code(config: Config) -> Iterator[str]:
             yield f"logging.trackers: {tracker!r} is not installed here; `pip install {tracker}`, or leave it out"
 
 
-def _run_folder(config: Config) -> Iterator[str]:
-    """Problems of a run folder's place: another run would rename it, so it must be the run's alone."""
-    given, folder = config.run_dir, _real(config.run_dir)
-    if Path.cwd().is_relative_to(folder):
-        yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
-        return
-    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not existing.is_dir():
-        yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
-    # The folder itself is renamed and made anew, which is written into the folder above it.
-    elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
-        yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
-        return
-    named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
-    named += [("data.files", file) for file in config.data.files]
-    named += [("evaluation.files", file) for file in config.evaluation.files]
-    inside = [(key, path) for key, path in named if _real(path).is_relative_to(folder)]
-    for key, path in inside:
-        yield (
-            f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
-            f"Nearest: run_dir = '{given}.next'"
-        )
-    if not inside:
-        yield from run_dir_problems(given)
-    yield from long_names(config)
-
-
-def _real(path: Path) -> Path:
-    # Not Path.resolve, which raises for a circle of links.
-    return Path(os.path.realpath(path))
-
-
 def _prompt_files(config: Config) -> Iterator[str]:
     fields = (("prompt_field", config.data.prompt_field), ("gold_field", config.data.gold_field))
-    trained = {_real(file) for file in config.data.files}
+    trained = {os.path.realpath(file) for file in config.data.files}
     for key, files in (("data.files", config.data.files), ("evaluation.files", config.evaluation.files)):
-        seen: dict[Path, Path] = {}
+        seen: dict[str, Path] = {}
         for file in files:
-            earlier = seen.setdefault(_real(file), file)
-            if key == "evaluation.files" and _real(file) in trained:
+            earlier = seen.setdefault(os.path.realpath(file), file)
+            if key == "evaluation.files" and os.path.realpath(file) in trained:
                 yield f"{key}: {file} is also in data.files; measure on prompts that are not trained"
             elif earlier is not file:
                 yield f"{key}: {file} is listed before, as {earlier}; list it once"

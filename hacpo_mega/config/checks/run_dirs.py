@@ -7,7 +7,6 @@ Only the third is ever moved away, and a run is written into the first two alone
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +26,8 @@ RECORD, RECORD_BYTES = (
 OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes a blank in a list
 FIRST_BYTES = 4 << 20
 NAMES_SHOWN = 3
-TOKEN = 32  # characters after a lock's name while it is taken over
-RANK_DIGITS, TIME_DIGITS, PID_DIGITS = 6, 19, 7
-MODEL_FILE = 64  # characters of a file of a model folder, which may not be on this machine
+# Bytes of a name, and of the run folder's path, that leave room for what is named after it and lies below it.
+MOST_BYTES = {"name": 200, "path": 3600}
 
 
 def contents(folder: Path) -> list[str]:
@@ -76,10 +74,43 @@ def is_mount_point(folder: Path) -> bool:
     return any(OCTAL.sub(lambda found: bytes([int(found[1], 8)]), line.split()[4]) == bytes(folder) for line in lines)
 
 
-def run_dir_problems(given: Path) -> Iterator[str]:
-    """Problems of a run's folder, by its content or its place; a line each."""
-    folder = Path(os.path.realpath(given))
-    above = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+def run_dir_problems(config: Config) -> Iterator[str]:
+    """Problems of a run's folder, a line each. Another run would rename it, so it must be the run's alone."""
+    given, folder = config.run_dir, _real(config.run_dir)
+    if Path.cwd().is_relative_to(folder):
+        yield f"run_dir: {str(given)!r} is a folder around the current one; a run needs its own. Nearest: runs/run"
+        return
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir():
+        yield f"run_dir: {given} cannot be made, since {existing} is a file. Nearest: {existing}.run"
+    # The folder itself is renamed and made anew, which is written into the folder above it.
+    elif not os.access(existing.parent if existing == folder else existing, os.W_OK | os.X_OK):
+        yield f"run_dir: {given} cannot be made, since {existing} is not writable; give a folder that you may write"
+        return
+    named = [(f"agents.{agent.name}.model", agent.model) for agent in config.agents]
+    named += [("data.files", file) for file in config.data.files]
+    named += [("evaluation.files", file) for file in config.evaluation.files]
+    inside = [(key, path) for key, path in named if _real(path).is_relative_to(folder)]
+    for key, path in inside:
+        yield (
+            f"run_dir: {given} holds {path} of {key}, and an old run folder is moved away before a run starts. "
+            f"Nearest: run_dir = '{given}.next'"
+        )
+    if not inside:
+        yield from _folder_problems(given, folder, existing)
+    names = [(f"agents.{agent.name}", "name", agent.name) for agent in config.agents]
+    for key, what, text in (*names, ("run_dir", "name", folder.name), ("run_dir", "path", folder)):
+        if (number := len(os.fsencode(text))) > (most := MOST_BYTES[what]):
+            yield f"{key}: a {what} of {number} bytes is too long for the run's files. Nearest: at most {most} bytes"
+
+
+def _real(path: Path) -> Path:
+    # Not Path.resolve, which raises for a circle of links.
+    return Path(os.path.realpath(path))
+
+
+def _folder_problems(given: Path, folder: Path, above: Path) -> Iterator[str]:
+    """Problems of a run's folder by its content or its file system; `above` is the last part of it that exists."""
     if folder.is_symlink():  # although it is where all links lead to
         yield f"run_dir: {given} is a link that leads in a circle. Nearest: runs/run"
     elif above.is_dir() and os.statvfs(above).f_blocks == 0:
@@ -98,45 +129,6 @@ def run_dir_problems(given: Path) -> Iterator[str]:
                 f"run_dir: {given} holds {shown(found)} and no run; a run needs an empty or a new folder, or a run to "
                 f"go on with. Nearest: run_dir = '{given / 'run'}'"
             )
-
-
-def long_names(config: Config) -> Iterator[str]:
-    """A line for every name that would make a file's name, or its path, longer than the file system takes."""
-    folder = Path(os.path.realpath(config.run_dir))
-    above = next(path for path in (folder, *folder.parents) if os.path.isdir(path))
-    most_name, most_path = os.pathconf(above, "PC_NAME_MAX"), os.pathconf(above, "PC_PATH_MAX") - 1  # with its zero
-    names = {f"agents.{agent.name}": (agent.name, _names_of(agent.name)) for agent in config.agents}
-    names["run_dir"] = (folder.name, [f".{folder.name}.lock.{'x' * TOKEN}"])
-    is_short = True
-    for key, (name, files) in names.items():
-        longest = max(files, key=_num_bytes)
-        if (number := _num_bytes(longest)) > most_name:
-            is_short, most = False, most_name - number + _num_bytes(name)
-            yield (
-                f"{key}: a name of {_num_bytes(name)} bytes makes one of {number} in the run's files, and {above} "
-                f"takes {most_name}. Nearest: at most {most} bytes"
-            )
-    step, rank = f"step_{config.num_steps:06d}", "9" * RANK_DIGITS
-    below = [f"rollouts/.{step}.lane_{config.lanes:04d}.jsonl.{'9' * PID_DIGITS}.tmp"]
-    below.append(f"tensorboard/events.out.tfevents.{'9' * TIME_DIGITS}.{socket.gethostname()}")
-    for agent in config.agents:
-        below.append(f"checkpoints/{step}.removing/{agent.name}/__{rank}_answers")
-        below.append(f"agents/.{agent.name}.partial/{'x' * MODEL_FILE}")
-        below += [f"logs/{name}" for name in _names_of(agent.name)]
-    longest = max((f"{folder}/{name}" for name in below), key=_num_bytes)
-    if is_short and (number := _num_bytes(longest)) > most_path:
-        yield (
-            f"run_dir: a path of {_num_bytes(str(folder))} bytes makes one of {number} in the run ({longest[-60:]}), "
-            f"and the system takes {most_path}. Nearest: at most {most_path - number + _num_bytes(str(folder))} bytes"
-        )
-
-
-def _names_of(agent: str) -> list[str]:
-    return [f".{agent}.partial", f"{agent}.cell_{'9' * RANK_DIGITS}.skipped_updates.json"]
-
-
-def _num_bytes(name: str) -> int:
-    return len(os.fsencode(name))
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
-from hacpo_mega.config.tables.chat_messages import messages_of
+from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.models.files.chat_template import names_in, utc_now
 
 PLACE = "{prompt}"

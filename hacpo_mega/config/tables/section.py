@@ -61,7 +61,7 @@ def _flag_or_auto(value: Any) -> Any:
 
 
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
-# of the user's own; whether there is one is looked up in its source (grader_checks.py)
+# of the user's own; whether there is one is looked up in its source (user_code.py)
 OwnFunction = Annotated[str, AfterValidator(_own_function)]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 

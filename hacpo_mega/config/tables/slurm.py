@@ -14,7 +14,7 @@ from hacpo_mega.config.tables.section import Count, CountOrZero, FilePath, Flag,
 
 
 def _as_text(value: Any) -> Any:
-    """TOML reads 90 as a number and 12:00:00 as a time of day; both are limits that Slurm reads."""
+    """TOML reads 90 as a number and 12:00:00 as a time of day; to Slurm they are sizes and limits."""
     return str(value) if type(value) in (int, datetime.time) else value
 
 
@@ -43,11 +43,6 @@ def _gres(text: str) -> str:
     return text if text == "none" or text.startswith("gpu:") else f"gpu:{text}"
 
 
-def _memory(value: Any) -> Any:
-    """TOML reads 0 as a number."""
-    return str(value) if type(value) is int else value
-
-
 def _line(text: str) -> str:
     """A value for one line of the job script. ValueError if it would begin another."""
     if not text or not text.isprintable():
@@ -56,7 +51,7 @@ def _line(text: str) -> str:
 
 
 Line = Annotated[str, AfterValidator(_line)]
-Memory = Annotated[str, BeforeValidator(_memory), Field(pattern=r"^\d+[KMGT]?$")]
+Memory = Annotated[str, BeforeValidator(_as_text), Field(pattern=r"^\d+[KMGT]?$")]
 TimeLimit = Annotated[str, BeforeValidator(_as_text), AfterValidator(_limit)]
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hacpo_mega.config.tables.chat_messages import messages_of, messages_problem, messages_text, tools_problem
+from hacpo_grading.texts.chat_messages import messages_of, messages_problem, messages_text, tools_problem
 from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hacpo_mega.config.tables.chat_messages import messages_of, messages_problem, messages_text, tools_of, tools_problem
+from hacpo_grading.texts.chat_messages import messages_of, messages_problem, messages_text, tools_of, tools_problem
 from hacpo_mega.logbook.files.backlog import Backlog
 from hacpo_mega.logbook.files.json_lines import (
     COUNT,

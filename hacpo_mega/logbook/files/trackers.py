@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from hacpo_mega.config import Config
-from hacpo_mega.config.named_function import named_function
+from hacpo_mega.config.user_code import named_function
 from hacpo_mega.logbook.files.metrics import StepMetrics
 
 IDENTITY = "tracked_as"  # the file of a run folder that names the run for its trackers

@@ -4,8 +4,8 @@ A template is a program of whoever made the folder. It is rendered in a process 
 script: bounded in CPU seconds, memory and output, whatever the template does. The environment is that of
 transformers.utils.chat_template_utils, which imports torch; a test holds the two against each other.
 A template may read the clock (`strftime_now`) and draw at random. Here its clock stands at one time, in UTC, which a
-run keeps (config/template_time.py), and what it draws follows from the messages: a prompt is one text, wherever and
-whenever it is rendered.
+run keeps (config/checks/tokenizer_checks.py), and what it draws follows from the messages: a prompt is one text,
+wherever and whenever it is rendered.
 Not here: what a prompt must be in the end (config/tables/prompting.py), and rendering in a run (samples/tokenizers.py).
 """
 

@@ -9,7 +9,7 @@ from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, r
 from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands.grade import grade_file
-from hacpo_mega.config.checks.grader_checks import parse_options
+from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.records import Verdict
 

@@ -25,7 +25,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_grading.registry import GRADERS
-from hacpo_grading.workers.grader_calls import load_by_name
+from hacpo_grading.workers.own_file import load_by_name
 from hacpo_mega.cli import app as cli
 from hacpo_mega.commands.check_prompts import check_prompts
 from hacpo_mega.config import load_config

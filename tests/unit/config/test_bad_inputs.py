@@ -31,7 +31,7 @@ from hacpo_mega.cluster.machine.environment import (
     prepare_environment,
 )
 from hacpo_mega.config.describe import describe_fields
-from hacpo_mega.config.run import config_of_run
+from hacpo_mega.config.load import config_of_run
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.data.reading.files import MAX_LINE_BYTES
 from hacpo_mega.evaluation.answers import SETTINGS, check_folder, read_answers
@@ -41,14 +41,11 @@ from hacpo_mega.logbook.run.provenance import read_starts
 
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
 SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")
-# What is wrong without being far outside, and what only the source of vLLM knows.
+# What is wrong without being far outside.
 VALUES = (
     ("rollout.rollouts_per_prompt", "1000000000"),
     ("agents.a.vllm.max_num_seqs", "0"),
-    ("agents.a.vllm.quantization", "'magic'"),
     ("agents.a.vllm.hf_overrides", "'no.such:module'"),
-    ("agents.a.vllm.worker_extension_cls", "'no.such.Module'"),
-    ("agents.a.vllm.logits_processors", "['no.such.Module']"),
     ("agents.a.megatron.init_method_std", "-1"),
 )
 DEEP = "[" * 100_000

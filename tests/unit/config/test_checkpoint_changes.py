@@ -11,8 +11,8 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.checkpoint.files import plain, read_checkpoint
 from hacpo_mega.config import load_config
 from hacpo_mega.config.changes import changes, refusals, unknown_keys
-from hacpo_mega.config.run import completed
-from hacpo_mega.config.template_time import lacks_time, with_times, with_times_of
+from hacpo_mega.config.checks.tokenizer_checks import lacks_time, with_times, with_times_of
+from hacpo_mega.config.load import completed
 
 
 @pytest.mark.parametrize(

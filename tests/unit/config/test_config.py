@@ -15,12 +15,12 @@ from repository import ROOT
 
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
+from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
+from hacpo_mega.config.checks.notes import default_success_note, weak_settings
+from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
-from hacpo_mega.config.success import default_success_note
 from hacpo_mega.config.tables.algorithm import PRESETS
-from hacpo_mega.config.tables.effects import NONE, ROUNDING, covers, effect_of, flat
 from hacpo_mega.config.tables.methods import METHODS
-from hacpo_mega.config.weak_settings import weak_settings
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

@@ -8,8 +8,7 @@ import pyarrow.parquet
 import pytest
 from dataset_rows import check_data, write_lines
 
-from hacpo_grading.workers.grader_calls import messages_in
-from hacpo_mega.config.tables.chat_messages import messages_of, tools_of
+from hacpo_grading.texts.chat_messages import messages_of, tools_of
 from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.reading.files import load_prompts
 
@@ -66,7 +65,7 @@ def test_tools_of_a_row_are_part_of_its_prompt(tmp_path, written):
     lines = write_lines(tmp_path / "a.jsonl", *rows, {"prompt": "2+2=", "answer": 4, "tools": None})
     one, chat, none = load_prompts([lines], tools_field="tools")
     assert [tools_of(row.text) for row in (one, chat, none)] == [[TOOL], [TOOL], []]
-    assert messages_of(one.text) == said(("user", "1+1=")) and messages_of(chat.text) == CHAT == messages_in(chat.text)
+    assert messages_of(one.text) == said(("user", "1+1=")) and messages_of(chat.text) == CHAT
     table = pyarrow.Table.from_pylist([rows[0] | {"tools": [TOOL]}, {"tools": [{"other": 1}]}]).slice(0, 1)
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")  # where every tool has every key
     assert load_prompts([tmp_path / "a.parquet"], tools_field="tools")[0].text == one.text

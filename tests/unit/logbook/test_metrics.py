@@ -20,9 +20,9 @@ import torch.multiprocessing as mp
 from run_cases import CHARACTERS, agent_table, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_mega.cluster.groups.tree import gather_bytes
 from hacpo_mega.config import load_config
-from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.jobs import from_python
 from hacpo_mega.logbook.console import Console, StepLine, phase_seconds
 from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads

@@ -11,7 +11,7 @@ from test_families import MIXTRAL, QWEN3_MOE, read
 from tiny_models import make_model
 from transformers import AutoConfig
 
-from hacpo_mega.config.checks.unused_fields import unused_fields
+from hacpo_mega.config.checks.notes import unused_fields
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.weight_files import published_names, weight_problems

@@ -7,9 +7,9 @@ import time
 import pytest
 from run_cases import CHARACTERS
 
+from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.checks.tokenizer_checks import template_notes
-from hacpo_mega.config.tables.chat_messages import messages_text
 from hacpo_mega.models.files.chat_template import render
 from hacpo_mega.samples.tokenizers import (
     TextCodec,

@@ -9,10 +9,10 @@ import pytest
 from judged import questions
 
 from hacpo_grading.judge import Judge
+from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_grading.workers.grader_calls import GraderCall
 from hacpo_mega.config import RewardConfig
-from hacpo_mega.config.named_function import named_function
-from hacpo_mega.config.tables.chat_messages import messages_text
+from hacpo_mega.config.user_code import named_function
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import try_reward
 from hacpo_mega.grading.run_judge import judge_of

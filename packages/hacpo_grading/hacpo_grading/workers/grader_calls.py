@@ -7,14 +7,14 @@ numbers, which are logged; of a batch a list of these. Imported by worker proces
 import asyncio
 import functools
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from hacpo_grading.judgement import Asked, Outcome
+from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_grading.workers.grader_signature import PLURAL, SINGLE, VERL, Signature, signature_of
-from hacpo_grading.workers.own_file import own_module
+from hacpo_grading.workers.own_file import load_by_name
 
 MAX_SAID = 500
 MAX_PARTS, MAX_PART_NAME = 16, 40  # of a table that a grader returns
@@ -148,7 +148,7 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     fields = dict.fromkeys(name for one in asked for name in one.fields)
     row = {name: [one.fields.get(name) for one in asked] for name in fields}
     if signature.style == "trl":
-        chats = [messages_in(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
+        chats = [messages_of(one.prompt) for one in asked]  # as TRL does, completions are what prompts are
         talks = signature.has_messages or (not signature.has_texts and all(chat is not None for chat in chats))
         completions = [[{"role": "assistant", "content": one.answer}] if talks else one.answer for one in asked]
         prompts = [one.prompt if chat is None else chat for one, chat in zip(asked, chats)]
@@ -161,32 +161,12 @@ def _columns(signature: Signature, asked: Sequence[Asked]) -> dict[str, list[Any
     return _by_name(signature, given, row) | ({"prompts": given["prompts"]} if signature.is_open else {})
 
 
-def messages_in(prompt: str) -> list[dict[str, str]] | None:
-    """The chat messages that a prompt's text stands for, which is their JSON; None for plain text."""
-    if not prompt.startswith('[{"role":"'):
-        return None
-    try:
-        found = json.loads(prompt)
-    except ValueError:
-        return None
-    is_chat = all(isinstance(message, dict) and message.keys() == {"role", "content"} for message in found)
-    return [message for message in found if message["role"] != "tools"] if is_chat else None
-
-
 def missing_field(name: str, row: Mapping[str, Any]) -> str:
     """The complaint about a parameter that has no value."""
     return (
         f"the grader asks for {name!r}, which is none of {', '.join(SINGLE)} and no field of the row, which has: "
         f"{', '.join(map(str, row)) or 'none'}"
     )
-
-
-def load_by_name(spec: str) -> Any:
-    """The object that "package.module:name" or "path/to/file.py:name" names."""
-    place, _, name = spec.rpartition(":")
-    if not place:
-        raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
-    return getattr(own_module(place, "own_grader"), name)
 
 
 def _with_options(found: Any, options: Mapping[str, Any]) -> Callable:

@@ -96,7 +96,13 @@ class Signature:
 
 def signature_of(grader: Callable) -> Signature:
     """The form in which a callable is called, from its parameters' names. ValueError where it fits no known form."""
-    parameters = inspect.signature(grader).parameters.values()
+    is_async = inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(grader).__call__)
+    return form_of(inspect.signature(grader), is_async=is_async)
+
+
+def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signature:
+    """The same for a signature that may have been read from source. ValueError where it fits no known form."""
+    parameters = signature.parameters.values()
     fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     named = [
         p
@@ -106,7 +112,7 @@ def signature_of(grader: Callable) -> Signature:
     names = {p.name: p.default is not inspect.Parameter.empty for p in named}
     common = {
         "is_open": any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
-        "is_async": inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(grader).__call__),
+        "is_async": is_async,
     }
     if "completions" in names:
         notes = str(next(p.annotation for p in named if p.name == "completions"))
@@ -121,10 +127,10 @@ def signature_of(grader: Callable) -> Signature:
     if "answer" in names:
         return Signature("names", names, **common)
     try:
-        inspect.signature(grader).bind("", "", "")
+        signature.bind("", "", "")
     except TypeError as error:
         raise ValueError(
-            f"it takes {inspect.signature(grader)}, and is called with (prompt, answer, gold), or by name where it "
+            f"it takes {signature}, and is called with (prompt, answer, gold), or by name where it "
             f"takes an `answer`, `answers`, TRL's `completions`, or verl's `solution_str` and `ground_truth`: {error}"
         ) from error
-    return Signature("position", {}, is_async=common["is_async"])
+    return Signature("position", {}, is_async=is_async)

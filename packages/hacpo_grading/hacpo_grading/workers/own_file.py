@@ -11,6 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+
+def load_by_name(spec: str, kind: str = "own_grader") -> Any:
+    """The object that "package.module:name" or "path/to/file.py:name" names."""
+    place, _, name = spec.rpartition(":")
+    if not place:
+        raise ValueError(f"{spec!r} is no grader; write module:function or file.py:function")
+    return getattr(own_module(place, kind), name)
 
 
 def own_module(place: str, kind: str) -> ModuleType:

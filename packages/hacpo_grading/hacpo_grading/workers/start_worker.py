@@ -11,6 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 for name in (
     "judgement",
+    "texts.chat_messages",
     "workers.own_file",
     "workers.grader_signature",
     "workers.grader_calls",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config import Config, RewardConfig
-from hacpo_mega.config.tables.effects import effect_of, flat
+from hacpo_mega.config.changes import effect_of
+from hacpo_mega.config.describe import flat
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
 from hacpo_mega.data.reading.files import data_digest, digest_of, file_digest

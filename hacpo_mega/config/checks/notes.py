@@ -1,0 +1,83 @@
+"""Lines for people about a configuration that is taken: what it does not use, leaves open, or learns less by.
+
+Not here: settings that are refused (checks.py, pass_through.py), and chat templates (tokenizer_checks.py).
+"""
+
+from collections.abc import Iterator
+
+from hacpo_mega.config.tables.schema import Config
+from hacpo_mega.models.files.folder import PREDICTS, read_json
+from hacpo_mega.models.sharding.megatron_fields import AUX_LOSS
+
+# Below it a model that has been trained gives nearly one answer to a prompt.
+COLD = 0.2
+UNUSED = {
+    "router_aux_loss_coef": "megatron.moe_aux_loss_coeff alone switches on the loss that evens the load of experts",
+    **dict.fromkeys(PREDICTS, "layers that predict further tokens are not loaded, trained or exported"),
+}
+
+
+def weak_settings(config: Config) -> Iterator[str]:
+    """A line for each such setting."""
+    algorithm, answers = config.algorithm, config.rollout.rollouts_per_prompt
+    if config.answers_compared == 1 and algorithm.advantages is None:
+        yield (
+            f"rollout.rollouts_per_prompt = {answers}: {algorithm.method!r} has no second answer to measure one of its "
+            "own against, so an agent learns from the others' alone"
+        )
+    if (temperature := config.rollout.temperature) < COLD:
+        yield (
+            f"rollout.temperature = {temperature:g}: answers to a prompt will hardly differ, and equal rewards teach "
+            "nothing"
+        )
+    if algorithm.cross_objective == "band" and len(config.agents) > 1 and algorithm.delta == 0.0:
+        yield "algorithm.delta = 0: others' answers train only where their ratio is exactly 1, which is hardly ever"
+    updates = config.num_steps * config.updates_per_step
+    for agent in config.agents:
+        if (warmup := agent.optimizer.warmup_updates) > updates:
+            yield (
+                f"agents.{agent.name}.optimizer.warmup_updates = {warmup}: the run has {updates} updates, so its "
+                f"learning rate ends at {agent.optimizer.lr * updates / warmup:.3g} instead of {agent.optimizer.lr:g}"
+            )
+
+
+def default_success_note(config: Config) -> Iterator[str]:
+    """The line for a run without reward.success whose rewards may lie between 0 and 1."""
+    reward = config.reward
+    if reward.success is not None or not reward.may_be_graded:
+        return
+    readers = ", ".join((*config.algorithm.success_readers, "pass@k and maj@k of eval"))
+    heaviest = max(reward.parts, key=lambda name: reward.parts[name].weight, default=None)
+    whole = next((name for name, part in reward.parts.items() if not part.may_be_graded), heaviest)
+    part = "" if whole is None else f'reward.success = "{whole}", for the full reward of that part, or '
+    yield (
+        "reward.success is not given: nothing says which answers are a success, so those with the full reward of 1 "
+        f"count, for {readers}. Set {part}the least reward of one, such as reward.success = 0.9"
+    )
+
+
+def unused_fields(config: Config) -> Iterator[str]:
+    """A line for each such field of an agent's folder, if it has one."""
+    for agent in config.agents:
+        fields = read_json(agent.model / "config.json")
+        for name in UNUSED.keys() & fields.keys():
+            if fields[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):
+                yield f"{agent.name}: config.json has {name} = {fields[name]!r}, which is not used: {UNUSED[name]}"
+
+
+def suggestions(config: Config) -> Iterator[str]:
+    """A line for each agent that samples from another policy than the trained one.
+
+    Where answers are of one step before, the ratio is to the engine's own log-probs already.
+    """
+    if config.rollout.engine_correction != "none" or config.mode.one_step_off:
+        return
+    for agent in config.agents:
+        kind, cache = agent.vllm.get("quantization"), agent.vllm.get("kv_cache_dtype")
+        named = {"quantization": kind, "kv_cache_dtype": cache if str(cache).startswith("fp8") else None}
+        for key, value in named.items():
+            if value is not None:
+                yield (
+                    f"agents.{agent.name}.vllm.{key} = {value!r}: its answers are drawn from a coarser policy than the "
+                    "one that is trained; rollout.engine_correction = 'token' weighs every token by how much"
+                )

@@ -1,0 +1,324 @@
+"""The user's own code that a configuration names, "FILE.py:name" or "module:name": found, judged by source, loaded.
+
+`check` runs none of it: a module is looked for where Python would, and its source is parsed for the name and the
+signature. Paths count from the current folder. `eval` and `export` read a configuration that lies beside the model and
+may be another person's: its keys that lead to code need --trust. Not here: the call of graders, which run in processes
+of their own (hacpo_grading/workers/grader_calls.py).
+"""
+
+import ast
+import difflib
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hacpo_grading.registry import GRADERS, value_problem
+from hacpo_grading.workers.grader_signature import form_of
+from hacpo_grading.workers.own_file import load_by_name
+from hacpo_mega.config.tables.agents import AgentConfig
+from hacpo_mega.config.tables.schema import Config, RewardConfig
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+# Engine arguments that are numbers and switches of memory, batches and schedules, by any value of these types.
+ENGINE_NUMBERS = frozenset(
+    (
+        "async_scheduling",
+        "block_size",
+        "cpu_offload_gb",
+        "disable_cascade_attn",
+        "disable_custom_all_reduce",
+        "disable_hybrid_kv_cache_manager",
+        "disable_sliding_window",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "long_prefill_token_threshold",
+        "max_logprobs",
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "max_num_seqs",
+        "num_gpu_blocks_override",
+    )
+)
+ENGINE_WORDS = frozenset(("kv_cache_dtype", "quantization"))  # which vLLM looks up among its own
+
+
+def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({})) -> str | None:
+    """The problem of a reward kind, or None; `options` are passed to it as well."""
+    place, colon, name = kind.rpartition(":")
+    if kind in GRADERS:
+        return None
+    if not colon:
+        near = difflib.get_close_matches(kind, GRADERS, n=1, cutoff=0.5)
+        return (
+            f"{kind!r} is unknown; known: {', '.join(GRADERS)}, or your own as module:function or file.py:function"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    if not place or not name.isidentifier():
+        return f"{kind!r} is no grader; write module:function or file.py:function"
+    found, problem = _read(kind)
+    return problem or (found and _call_problem(kind, found, options))
+
+
+def _call_problem(kind: str, found: Definition, options: Mapping[str, object]) -> str | None:
+    """The reason why a grader cannot be called, by its source; a worker asks the function itself."""
+    if isinstance(found, ast.ClassDef):
+        may_call = found.bases or found.decorator_list or "__call__" in _bound_names(found.body)
+        return None if may_call else f"{kind!r} is a class without __call__, and a grader is called"
+    try:
+        form_of(_signature(found.args, options))
+    except ValueError:
+        return (
+            f"{kind!r} takes ({ast.unparse(found.args)}), and a grader is called with (prompt, answer, gold), or by "
+            "name where it takes answer, answers, TRL's completions, or verl's solution_str and ground_truth"
+        )
+    return None
+
+
+def _signature(takes: ast.arguments, without: Collection[str]) -> inspect.Signature:
+    """The parameters of a function in source, without keyword-only ones of these names; a default is any value."""
+    kinds = inspect.Parameter
+    fixed = [(argument, kinds.POSITIONAL_ONLY) for argument in takes.posonlyargs]
+    fixed += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in takes.args]
+    defaults = [kinds.empty] * (len(fixed) - len(takes.defaults)) + takes.defaults
+    found = [kinds(name.arg, kind, default=default) for (name, kind), default in zip(fixed, defaults)]
+    found += [kinds(takes.vararg.arg, kinds.VAR_POSITIONAL)] if takes.vararg else []
+    for name, default in zip(takes.kwonlyargs, takes.kw_defaults):
+        if name.arg not in without:
+            found.append(kinds(name.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else default))
+    return inspect.Signature(found)
+
+
+def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
+    """The reason why a function, or class, of the user's cannot be called with so many arguments, or None."""
+    found, problem = _read(name, what)
+    if num_arguments is None or not isinstance(found, FUNCTIONS) or _takes(found.args, num_arguments):
+        return problem
+    takes = [*found.args.posonlyargs, *found.args.args]
+    return f"{name!r} takes {len(takes)} arguments, and is given {num_arguments}"
+
+
+def _takes(parameters: ast.arguments, number: int) -> bool:
+    """True for parameters that take so many arguments by position."""
+    most = len(parameters.posonlyargs) + len(parameters.args)
+    return most - len(parameters.defaults) <= number and (number <= most or parameters.vararg is not None)
+
+
+def tracker_problem(name: str) -> str | None:
+    """The reason why a user's class is no tracker (logbook/files/trackers.py), as far as its source tells; or None."""
+    found, _ = _read(name, "class")
+    if not isinstance(found, ast.ClassDef) or found.bases or found.decorator_list:
+        return own_code_problem(name, num_arguments=1, what="class")
+    has = _bound_names(found.body)
+    if missing := [method for method in ("log", "finish") if method not in has]:
+        return f"{name!r} has no {' and no '.join(missing)}, which every tracker has (docs/guide/monitoring.md)"
+    made = next((node.args for node in found.body if getattr(node, "name", None) == "__init__"), None)
+    if made is not None and _takes(made, 2):
+        return None
+    takes = 0 if made is None else len(made.posonlyargs) + len(made.args) - 1
+    return f"{name!r} is made with {takes} arguments, and is given one, the run (docs/guide/monitoring.md)"
+
+
+def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
+    """Options that a grader found by `grader_problem` lacks, as far as its source tells, or that a built-in one
+    refuses."""
+    known = GRADERS[kind].options if kind in GRADERS else _parameters(_read(kind)[0])
+    if known is None or not (unknown := sorted(set(options) - set(known))):
+        return value_problem(kind, options) if kind in GRADERS else None
+    what = "options" if kind in GRADERS else "parameters"
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {', '.join(known) or 'none'}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )
+
+
+def shown_grader(kind: str, options: Mapping[str, object]) -> str:
+    """A grader as `check` shows it: its kind, the signature of the user's as it is written, options it has and gets."""
+    found = None if kind in GRADERS else _read(kind)[0]
+    has = ", ".join(GRADERS[kind].options if kind in GRADERS else _parameters(found) or ()) or "none"
+    of = f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else f" (options it has: {has})"
+    given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items()) or "none"
+    return f"{kind}{of}; options set: {given}"
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
+    """Options of a judge from KEY=VALUE texts; a value is a number, true, false, or text. ValueError without a "="."""
+    found = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not key or not sign:
+            raise ValueError(f"option {pair!r} of the judge has no value; write KEY=VALUE, such as rel_tol=0.01")
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            parsed = value
+        found[key] = parsed if isinstance(parsed, bool | int | float) else value
+    return found
+
+
+def _parameters(found: Definition | None) -> list[str] | None:
+    """The parameters by which options can be given; None where the source does not tell them all."""
+    if isinstance(found, ast.ClassDef):
+        made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        if not made:  # a dataclass, or an inherited one
+            fields = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
+            return None if found.bases else fields
+        found = made[-1]
+    if found is None or found.args.kwarg is not None:
+        return None
+    return [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs) if argument.arg != "self"]
+
+
+def _read(name: str, what: str = "function") -> tuple[Definition | None, str | None]:
+    """The function or class of that name in its source, None where only running it would tell; and its problem."""
+    file, problem = _source_of(name, what)
+    if file is None:
+        return None, problem
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
+        return None, f"{file} is no Python source: {error or type(error).__name__}"
+    except OSError as error:
+        return None, f"{file} cannot be read ({error.strerror})"
+    attribute, bound = name.rpartition(":")[2], _bound_names(tree.body)
+    if attribute not in bound and "*" not in bound:
+        near = difflib.get_close_matches(attribute, sorted(bound), n=1)
+        return None, f"{file} has no {what} {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    binding = [node for node in tree.body if attribute in _bound_names([node])]
+    if binding and all(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) for node in binding):
+        value = ast.unparse(binding[-1].value)[:80]
+        return None, f"{file}: {attribute} is {value}, and a {what} is needed"
+    found = binding[-1] if binding and isinstance(binding[-1], Definition) else None
+    return (None if isinstance(found, FUNCTIONS) and found.decorator_list else found), None
+
+
+def _source_of(name: str, what: str) -> tuple[Path | None, str | None]:
+    """The file that has the source of "place:name", None where it is no Python; and why there is no such place."""
+    place, _, attribute = name.rpartition(":")
+    if place.endswith(".py"):
+        if os.path.isfile(place):  # also for too long a name
+            return Path(place), None
+        is_other = "is a folder, a pipe or a device" if os.path.exists(place) else "does not exist"
+        return None, f"{name[-200:]!r}: the file {place[-200:]} {is_other}"
+    spec = _spec_of(place)
+    if spec is None:
+        or_file = f", or file.py:{attribute}" if what == "function" else ""
+        return None, f"there is no module {place!r}; give one that Python finds from here{or_file}"
+    if spec.origin is None:
+        return None, f"{place!r} is a folder without code; name a module in it"
+    return (Path(spec.origin) if spec.origin.endswith(".py") else None), None
+
+
+def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
+    """The place where Python would find a module; None if it would not.
+
+    Its parents are walked by their folders: `find_spec` would import them.
+    """
+    first, *rest = module.split(".")
+    if first == __name__.partition(".")[0]:  # ours, which may have moved; importing its parents runs no foreign code
+        try:
+            return importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            return None
+    # The ranks of a job run with the current folder on their path; this process may not.
+    spec = importlib.util.find_spec(first) if first else None
+    spec = spec or importlib.machinery.PathFinder.find_spec(first, [str(Path.cwd())])
+    path = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        path = f"{path}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(path, list(spec.submodule_search_locations))
+    return spec if path == module else None
+
+
+def _bound_names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Names that statements bind outside functions and classes; `*` for a star import."""
+    names: set[str] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        waiting.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def require_named_functions(config: Config) -> None:
+    """Executes the functions that [algorithm] and [logging] name, before models load. ValueError, one line, if one
+    fails."""
+    for name in (config.algorithm.advantages, config.algorithm.objective, *config.logging.metrics):
+        if name is not None:
+            named_function(name)
+
+
+@functools.lru_cache(maxsize=64)
+def named_function(name: str) -> Callable:
+    """The function or class of that name; a file is executed once per process. ValueError, one line, where it fails."""
+    try:
+        found = load_by_name(name, "own_code")
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{name}: {type(error).__name__} while it was loaded: {error}".splitlines()[0]) from error
+    if not callable(found):
+        raise ValueError(f"{name} is a {type(found).__name__}, and a function is needed")
+    return found
+
+
+def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
+    """The keys by which judging would run code; `kind` is the grader that the user names, None where he names none.
+
+    A program that an answer is runs in the sandbox; without it, it is code, too. A judge behind a server is no code,
+    but it sends answers, and the key that a variable of this machine holds, to where the configuration says. Options of
+    another kind are not read.
+    """
+    for key, grader in reward.graders.items():
+        if kind not in (None, grader.kind):
+            continue
+        found = GRADERS.get(grader.kind)
+        if kind is None if found is None else found.asks_server:
+            yield _shown(f"{key}.kind", grader.kind)
+        if grader.options.get("isolated", True) is not True:
+            yield _shown(f"{key}.options.isolated", grader.options["isolated"])
+
+
+def code_of_model(agent: AgentConfig) -> Iterator[str]:
+    """The keys by which reading an agent's folder would run code."""
+    if agent.trust_remote_code:
+        yield _shown(f"agents.{agent.name}.trust_remote_code", True)
+
+
+def code_of_engine(agent: AgentConfig) -> Iterator[str]:
+    """The keys by which its engine might."""
+    for key, value in agent.vllm.items():
+        is_number = key in ENGINE_NUMBERS and isinstance(value, bool | int | float)
+        if not is_number and not (key in ENGINE_WORDS and isinstance(value, str) and value.isidentifier()):
+            yield _shown(f"agents.{agent.name}.vllm.{key}", value)
+
+
+def require_trust(named: Iterable[str], file: Path, *, trusted: bool, instead: str = "") -> None:
+    """ValueError, one line, for keys of `file` that lead to code, unless its maker is trusted."""
+    if not trusted and (keys := ", ".join(named)):
+        raise ValueError(
+            f"{file}: {keys}: their code is not run, since the file lies beside a model and is not your own "
+            f"configuration. {instead}--trust takes it as it is, if you trust the maker of this run"
+        )
+
+
+def _shown(key: str, value: Any) -> str:
+    text = "a table" if isinstance(value, Mapping) else str(value).lower() if isinstance(value, bool) else ascii(value)
+    return f"{ascii(key)[1:-1]} = {text[:80]}"
