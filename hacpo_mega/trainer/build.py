@@ -21,7 +21,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks.notes import default_success_note
 from hacpo_mega.config.checks.tokenizer_checks import lacks_time, steadiness_notes, with_times, with_times_of
-from hacpo_mega.config.user_code import require_named_functions
+from hacpo_mega.config.user_code import require_named_functions, unfinished_import
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
@@ -103,7 +103,9 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
-    require_named_functions(config)
+    if problem := place.first_message(unfinished_import(config) if is_first else None):
+        raise ValueError(problem)
+    require_named_functions(config)  # the user's own code, once rank 0 has seen that its import ends
     return JoinedJob(config, place, lock, start, console)
 
 

@@ -12,7 +12,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.algorithm import learning_of, named_objective
 from hacpo_mega.config import AlgorithmConfig, load_config
-from hacpo_mega.config.user_code import named_function
+from hacpo_mega.config.user_code import named_function, unfinished_import
 
 FILE = ROOT / "tests" / "support" / "own_code.py"
 REWARDS_PNG = torch.tensor([[[1.0, 0.0], [0.5, math.nan]], [[0.0, 0.0], [1.0, 0.25]]], dtype=torch.float64)
@@ -97,7 +97,38 @@ def test_a_file_that_fails_is_named(tmp_path: Path):
         named_function(f"{tmp_path}/broken.py:f")
 
 
-def test_a_file_that_exits_is_named(tmp_path):
-    (tmp_path / "own.py").write_text("import sys; sys.exit('no licence')\n")
+TRACKER = (
+    "class Own:\n    def __init__(self, run): pass\n    def log(self, step, values): pass\n    def finish(self): pass\n"
+)
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        pytest.param("import time; time.sleep(10**6)", "has not ended after 8 s: it waits", marks=pytest.mark.nightly),
+        pytest.param("while True: print('x')", "has not ended after 8 s: it waits or loops", marks=pytest.mark.nightly),
+        ("import os; os._exit(0)", "ends its process (exit status 0); a file must come to its end, without an exit"),
+        ("import os; os.kill(os.getpid(), 11)", "ends its process (SIGSEGV); a file must come to its end"),
+        ("import os, time\nif os.fork(): os._exit(0)\ntime.sleep(600)", "ends its process (exit status 0); a file"),
+    ],
+)
+def test_an_import_that_comes_to_no_end_is_named_before_it_is_a_ranks(tmp_path, code, says):
+    (tmp_path / "own.py").write_text(f"{code}\n{TRACKER}")
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]
+    logging = {"metrics": [f"{FILE}:length_of"], "trackers": [f"{tmp_path}/own.py:Own"]}
+    config = load_config(
+        write_config(tmp_path, agents, logging=logging, wait_s=16.0 if "True" in code or "**" in code else 600.0)
+    )
+    said = unfinished_import(config)
+    assert said == f"{tmp_path}/own.py:Own: the import of {tmp_path}/own.py {said.partition('own.py ')[2]}"
+    assert said.partition(f"{tmp_path}/own.py ")[2].startswith(says)
+
+
+def test_an_import_that_comes_to_its_end_is_no_matter(tmp_path):
+    """Nor is one that fails: where it is loaded for good says so."""
+    (tmp_path / "own.py").write_text(f"import sys; sys.exit('no licence')\n{TRACKER}")
+    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]
+    logging = {"metrics": [f"{FILE}:length_of"], "trackers": [f"{tmp_path}/own.py:Own"]}
+    assert unfinished_import(load_config(write_config(tmp_path, agents, logging=logging))) is None
     with pytest.raises(ValueError, match=r"own.py:Own: SystemExit while it was loaded: no licence$"):
         named_function(f"{tmp_path}/own.py:Own")
