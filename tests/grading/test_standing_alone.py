@@ -108,7 +108,9 @@ def test_a_worker_loads_no_more_than_its_grader_asks_for(first, tmp_path):
     parts = ("judgement", *(f"workers.{part}" for part in ("grader_calls", "grader_signature", "grading_worker")))
     if not first:
         ours = [name for name in loaded if name.startswith(("hacpo_grading", "hacpo_mega"))]
-        assert ours == [f"hacpo_grading.{part}" for part in (*parts, "workers.own_file")]
+        assert ours == [
+            f"hacpo_grading.{part}" for part in ("judgement", "texts.chat_messages", *parts[1:], "workers.own_file")
+        ]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
 class Family:
     """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
 
+    models          what is published of it, for people
     model_type      as config.json and Megatron's model builder know it
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
@@ -101,6 +102,7 @@ class Family:
 
     model_type: str
     architecture: str
+    models: str
     qkv_bias: bool = False
     may_have_bias: bool = False
     output_bias: bool = True
@@ -149,21 +151,20 @@ class Family:
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
-# Llama 2 and 3
-LLAMA = Family("llama", "LlamaForCausalLM", may_have_bias=True)
-# Qwen2, Qwen2.5
+LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True)
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
+    "Qwen2, Qwen2.5",
     qkv_bias=True,
     defaults={"num_key_value_heads": 32},
     only=_WINDOW,
     ignores=_NO_WINDOW,
 )
-# Qwen3
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
+    "Qwen3",
     qk_norm=True,
     defaults={"head_dim": 128, "num_key_value_heads": 32},
     only=_WINDOW,
@@ -176,10 +177,10 @@ QWEN3 = Family(
 # The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
 # a loss that answers do not earn would enter every update.
 _BALANCE = frozenset({"router_aux_loss_coef", "output_router_logits"})
-# Qwen3-30B-A3B, 235B-A22B
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
+    models="Qwen3-30B-A3B, 235B-A22B",
     architecture="Qwen3MoeForCausalLM",
     experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True),
     defaults={
@@ -189,28 +190,30 @@ QWEN3_MOE = replace(
     only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ignores=_NO_WINDOW | _BALANCE,
 )  # fmt: skip
-# Mixtral 8x7B, 8x22B
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
+    "Mixtral 8x7B, 8x22B",
     experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
     defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
     only={"sliding_window": None, "router_jitter_noise": 0.0},
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
 )
-# Mistral 7B, Nemo, Small: v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
+# v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
+    "Mistral 7B, Nemo, Small",
     windows="all",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
 )
-# Phi-3 at 4k, Phi-4 and Phi-4-reasoning; others have longrope. transformers reads yarn as longrope.
+# Others have longrope. transformers reads yarn as longrope.
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
+    "Phi-3 at 4k, Phi-4",
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
     windows="all",
     rope_kinds=("default",),
@@ -219,19 +222,19 @@ PHI3 = Family(
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
 )
-# OLMo 2
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
+    "OLMo 2",
     qk_norm=True,
     whole_qk_norm=True,
     norms=AFTER,
     defaults={"rms_norm_eps": 1e-5},
 )
-# OLMo 3
 OLMO3 = replace(
     OLMO2,
     model_type="olmo3",
+    models="OLMo 3",
     architecture="Olmo3ForCausalLM",
     windows="some",
     two_ropes=True,
@@ -240,10 +243,11 @@ OLMO3 = replace(
         "sliding_window_pattern": 4,
     },
 )  # fmt: skip
-# GLM-4-0414, of April 2025; GLM-4-9B of 2024 is another architecture.
+# The models of April 2025; GLM-4-9B of 2024 is another architecture.
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
+    "GLM-4-0414",
     may_have_bias=True,
     output_bias=False,
     norms=AROUND,
@@ -253,10 +257,11 @@ GLM4 = Family(
     may_turn_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
 )
-# GLM-4.5, 4.5-Air, 4.6: behind the last layer, their folders have layers that predict further tokens (weight_files.py).
+# Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
+    "GLM-4.5, 4.5-Air, 4.6",
     may_have_bias=True,
     output_bias=False,
     qk_norm=None,
@@ -273,11 +278,12 @@ GLM4_MOE = Family(
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
 )  # fmt: skip
-# The text models of Gemma 3: 1B, and larger ones without their eyes.
+# The text models: 1B, and larger ones without their eyes.
 _TANH = "gelu_pytorch_tanh"
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
+    "Gemma 3, text alone",
     qk_norm=True,
     offset_norms=True,
     norms=SANDWICH,

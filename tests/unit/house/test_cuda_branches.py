@@ -7,7 +7,7 @@ from repository import ROOT
 BRANCH = re.compile(
     r'is_cuda\b|torch\.cuda\b|[!=]= "cuda"|== "nccl"|_has_cuda\(\)|on_cuda\b|SIMULATED_ON|"nvidia-smi"|NVML'
     r'|is_cpu\b|device\.type == "cpu"'
-    r"|_cpu_build\(\)|device\.(mixed|engine_sleeps|flash_attention)"
+    r"|is_cpu_build\(\)|device\.(mixed|engine_sleeps|flash_attention)"
 )
 PAGE = (ROOT / "docs" / "design" / "testing.md").read_text(encoding="utf-8")
 TABLE = PAGE.partition("## Branches that only CUDA enters")[2].partition("\n## ")[0]

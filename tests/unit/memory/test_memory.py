@@ -296,7 +296,7 @@ def test_without_a_device_nothing_is_refused_and_nothing_recomputed(monkeypatch)
     """The configurations of the paper name one; without the line it is the installed packages that say."""
     config = load_config(PAIR, [SHARED]).model_copy(update={"device_memory_gib": None})
     for cpu_build, expected in ((True, None), (False, 79 * GIB)):
-        monkeypatch.setattr(device_memory, "_cpu_build", lambda found=cpu_build: found)
+        monkeypatch.setattr(device_memory, "is_cpu_build", lambda found=cpu_build: found)
         budget = agent_budget(config, config.agents[1], architecture_of(config.agents[1]))
         assert (budget.capacity, budget.actor.device) == (expected, CPU if cpu_build else CUDA)
         assert budget.actor.recompute == ("none" if cpu_build else "mlp")
