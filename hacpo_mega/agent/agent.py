@@ -44,6 +44,7 @@ from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
+from hacpo_mega.megatron.model.layers import has_flash3
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
 from hacpo_mega.memory.actor_bytes import Recompute
 from hacpo_mega.records import (
@@ -106,7 +107,8 @@ class Agent:
     @property
     def backend_summary(self) -> str:
         """Transformer and optimizer backend with versions, for the startup log."""
-        layers = VERSIONS["te"] if self.actor.transformer == "te" else "local"
+        local = "local with flash-attention 3" if has_flash3() else "local"
+        layers = VERSIONS["te"] if self.actor.transformer == "te" else local
         return f"{self.name} {layers}, {self.actor.optimizer.summary}"
 
     def score(

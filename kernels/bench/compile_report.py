@@ -17,11 +17,14 @@ from importlib import import_module
 from pathlib import Path
 
 import triton
+from hacpo_kernels.reference import ACTIVATIONS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # By import_module, because the package has a function of the first one's name.
-logprob, objective = (import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective"))
+logprob, objective, elementwise = (
+    import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective", "elementwise")
+)
 ARCHITECTURE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
@@ -48,16 +51,16 @@ class Compiled:
     wgmma: int
 
 
-def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, num_warps: int, num_stages: int):
-    """Compile for TARGET; pointers, strides and the hidden size are multiples of 16, as with every real model."""
+def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, num_warps: int, num_stages: int, **more):
+    """Compile for TARGET; pointers, strides and widths are multiples of 16, as with every real model."""
     signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
     aligned = [
         i
         for i, arg in enumerate(kernel.arg_names)
-        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg == "hidden_size")
+        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "width"))
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
-    built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
+    built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages, **more})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(built.asm["cubin"])
         cubin.flush()
@@ -102,12 +105,33 @@ def small_kernels():
     yield compile_kernel("segment sum", kernel, types_of(kernel, {**pointers, "out_ptr": "*fp64"}), sizes, 8, 3)
 
 
+def layer_kernels(dtype: str):
+    """The kernels of a layer, at the sizes of an 8B model: heads of 128 numbers, all or half of them rotated."""
+    pointers = dict.fromkeys(("gate_up_ptr", "grad_ptr", "in_ptr", "turns_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
+
+    def built(name: str, kernel, constants: dict, **more):
+        return compile_kernel(f"{name} {dtype}", kernel, types_of(kernel, pointers), constants, 4, 3, **more)
+
+    for activation in ACTIVATIONS:
+        constants = {"activation": activation, "block": elementwise.COLUMNS_PER_PROGRAM}
+        yield built(f"gated {activation}", elementwise._gated_kernel, constants)
+        yield built(f"gated {activation} gradient", elementwise._gated_gradient_kernel, constants)
+    for interleaved, num_pairs in ((False, 64), (True, 64), (False, 32)):
+        sizes = {"num_heads": 32, "size": 128, "num_pairs": num_pairs, "interleaved": interleaved, "inverse": False}
+        blocks = {"block_r": elementwise.PAIRS_PER_PROGRAM // num_pairs, "block_p": num_pairs}
+        name = f"rotary {'neighbours' if interleaved else 'halves'} {2 * num_pairs} of 128"
+        yield built(name, elementwise._rotary_kernel, sizes | blocks)
+    blocks = {"block_n": elementwise.MERGED_ROWS, "block_m": elementwise.MERGED_COLUMNS}
+    yield built("merge", elementwise._merge_kernel, {"rank": 32, **blocks}, enable_fp_fusion=False)
+
+
 def main() -> int:
     print(f"triton {triton.__version__}, sm_{ARCHITECTURE}")
-    print(f"{'kernel':28}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
+    print(f"{'kernel':40}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
     worst = 0
-    for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels()):
-        print(f"{built.name:28}{built.registers:10}{built.stack:8}{built.shared:10}{built.wgmma:8}", flush=True)
+    layers = layer_kernels("bf16"), layer_kernels("fp32")
+    for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels(), *layers):
+        print(f"{built.name:40}{built.registers:10}{built.stack:8}{built.shared:10}{built.wgmma:8}", flush=True)
         worst = max(worst, built.shared)
     return 0 if worst <= SHARED_MEMORY else 1
 

@@ -1,4 +1,6 @@
-"""Log-probs without logits, and the HACPO objective in one launch. Tensors in, tensors out; independent of any trainer.
+"""Log-probs without logits, the HACPO objective and a layer's elementwise parts in one launch each.
+
+Tensors in, tensors out; independent of any trainer.
 
 logprob_T = linear_logprob(hidden, weight, target, group=tensor_parallel_group)
 loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, advantage, is_self, update_index=0,
@@ -6,7 +8,15 @@ loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, a
 stats = objective_stats(terms)
 """
 
-from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
+from hacpo_kernels.api import (
+    gated_activation,
+    linear_logprob,
+    merge_adapter,
+    objective_from_mean,
+    packed_objective,
+    rotate_heads,
+    segment_sum,
+)
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 from hacpo_kernels.products import add_product, product
@@ -16,10 +26,13 @@ __all__ = [
     "ObjectiveStats",
     "SequenceTerms",
     "add_product",
+    "gated_activation",
     "linear_logprob",
+    "merge_adapter",
     "objective_from_mean",
     "objective_stats",
     "packed_objective",
     "product",
+    "rotate_heads",
     "segment_sum",
 ]

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_kernels import checks, reference
-from hacpo_kernels.autograd import Head, LinearLogprob
+from hacpo_kernels.autograd import Gated, Head, LinearLogprob, Rotation
 from hacpo_kernels.backends import choose_backend
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import DTYPES
@@ -136,6 +136,60 @@ def objective_from_mean(
     )
     loss_B, grad_B = loss_B.to(seq_logprob.dtype), (-weight_B * advantage.double()).to(seq_logprob.dtype)
     return loss_B, grad_B, SequenceTerms(loss_B, ratio_B, weight_B, advantage, is_self)
+
+
+def gated_activation(gate_up: torch.Tensor, activation: str, *, backend: str = "auto") -> torch.Tensor:
+    """act(gate) * up, [..., F], of `gate_up` [..., 2 F], gate before up; differentiable, and keeps `gate_up` alone.
+
+    `activation` is "silu" or "gelu_pytorch_tanh". On CUDA computed in float32 and rounded once, elsewhere with the bits
+    of torch's own operations. Raises ValueError on another name or an odd number of columns.
+    """
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; expected one of {', '.join(reference.ACTIVATIONS)}")
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; expected gate and up side by side")
+    return Gated.apply(gate_up, activation, choose_backend(backend, gate_up, DTYPES))
+
+
+def rotate_heads(heads: torch.Tensor, turns: torch.Tensor, *, interleaved: bool, backend: str = "auto") -> torch.Tensor:
+    """Queries or keys [T, N, D], rotated by their tokens' own angles; differentiable in `heads`.
+
+    turns         [T, 4 P], 2 P <= D, the dtype of heads: cosines, then sines, twice each, as the pairs lie
+    interleaved   a pair is two neighbours, cosines c1 c1 c2 c2 ...; else one of each half, c1 c2 ... c1 c2 ...
+
+    Dimensions from 2 P on stay as they are. On CUDA computed in float32 and rounded once, elsewhere with the bits of
+    Megatron's own function. Raises ValueError on shapes or dtypes that do not fit.
+    """
+    checks.check_tensor("heads", heads, (None, None, None), checks.FLOATS)
+    checks.check_tensor("turns", turns, (len(heads), None), (heads.dtype,), heads)
+    if turns.shape[1] % 4 or turns.shape[1] > 2 * heads.shape[2]:
+        raise ValueError(
+            f"turns has {turns.shape[1]} columns; expected 4 for each pair, at most {2 * heads.shape[2]} for heads "
+            f"of {heads.shape[2]}"
+        )
+    return Rotation.apply(heads, turns, interleaved, choose_backend(backend, heads, DTYPES))
+
+
+@torch.no_grad()
+def merge_adapter(
+    weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, scale: float, *, backend: str = "auto"
+) -> torch.Tensor:
+    """W + scale * B A of W [..., N, M], B [..., N, R] and A [..., R, M], in new memory and W's dtype; W stays.
+
+    A matrix product may sum in another order for another shape. Here an element is summed one rank after the other,
+    each product rounded by itself, float32: equal bits for any part of W, by either backend. Not differentiable.
+    Raises ValueError on shapes that do not fit.
+    """
+    rank, stack = up.shape[-1], weight.shape[:-2]
+    wanted = ((*stack, weight.shape[-2], rank), (*stack, rank, weight.shape[-1]))
+    if weight.ndim not in (2, 3) or (up.shape, down.shape) != wanted:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (weight, up, down))
+        raise ValueError(f"weight, up and down are {shapes}; expected [N, M], [N, R], [R, M], or a stack of these")
+    one = weight.ndim == 2
+    parts = (weight, up.float() * scale, down.float())
+    parts = (part[None] for part in parts) if one else parts
+    merged = choose_backend(backend, weight, DTYPES).merged(*parts)
+    return merged[0] if one else merged
 
 
 class _PackedLoss(torch.autograd.Function):

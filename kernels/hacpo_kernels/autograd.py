@@ -1,7 +1,7 @@
-"""Autograd function of linear_logprob: shared by both backends, around their two passes over the vocabulary.
+"""Autograd functions, shared by both backends: linear_logprob's, around two passes over the vocabulary, and a layer's.
 
-Forward merges the vocabulary shards of a tensor-parallel group. Backward drops the rows without gradient and folds the
-gradient of the logits into those of hidden and weight, chunk by chunk, in float32.
+linear_logprob: forward merges the vocabulary shards of a tensor-parallel group. Backward drops the rows without
+gradient and folds the gradient of the logits into those of hidden and weight, chunk by chunk, in float32.
 
 Shapes: T tokens, N of them with a gradient, C a chunk of those, H hidden, V rows of the vocabulary shard.
 """
@@ -103,3 +103,33 @@ def _weight_gradient(head: Head, weight_VH: torch.Tensor, grad_weight_VH: torch.
     # adds the sum to main_grad, so the placeholder must be 0.
     tied = getattr(weight_VH, "zero_out_wgrad", False)
     return torch.zeros_like(weight_VH) if tied else torch.empty_like(weight_VH)
+
+
+class Gated(torch.autograd.Function):
+    """Gated activation that keeps its input alone: torch's operations would keep twice as much."""
+
+    @staticmethod
+    def forward(ctx, gate_up, activation, backend):
+        ctx.save_for_backward(gate_up)
+        ctx.activation, ctx.backend = activation, backend
+        return backend.gated(gate_up, activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return ctx.backend.gated_gradient(*ctx.saved_tensors, grad, ctx.activation), None, None
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary embedding, whose gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, tensor_TND, turns_T4P, interleaved, backend):
+        ctx.save_for_backward(turns_T4P)
+        ctx.interleaved, ctx.backend = interleaved, backend
+        return backend.rotated(tensor_TND, turns_T4P, interleaved, False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_TND):
+        return ctx.backend.rotated(grad_TND, *ctx.saved_tensors, ctx.interleaved, True), None, None, None

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hacpo_kernels import elementwise, reference
 from hacpo_kernels import linear_logprob as triton_logprob
-from hacpo_kernels import reference
 from hacpo_kernels import sequence_objective as triton_objective
 from hacpo_kernels.reference import LogitStats, RowGradients
 
@@ -21,6 +21,10 @@ class Backend:
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    gated: Callable[[torch.Tensor, str], torch.Tensor]
+    gated_gradient: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    rotated: Callable[[torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
+    merged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 REFERENCE = Backend(
@@ -30,6 +34,10 @@ REFERENCE = Backend(
     reference.chunk_rows,
     reference.segment_sum,
     reference.packed_objective,
+    reference.gated,
+    reference.gated_gradient,
+    reference.rotated,
+    reference.merged,
 )
 TRITON = Backend(
     triton_logprob.logit_stats,
@@ -38,6 +46,10 @@ TRITON = Backend(
     triton_logprob.chunk_rows,
     triton_objective.segment_sum,
     triton_objective.packed_objective,
+    elementwise.gated,
+    elementwise.gated_gradient,
+    elementwise.rotated,
+    elementwise.merged,
 )
 
 

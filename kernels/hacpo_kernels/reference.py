@@ -1,17 +1,22 @@
-"""Both kernels in plain torch: the CPU path, and the formulas to check against the paper.
+"""All kernels in plain torch: the CPU path, and the formulas to check against the paper.
 
 linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part of one vocabulary shard
                     (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
                     (others' answers: stepwise band and exponential factor), or another method's objective of others'
                     answers (`Bounds.cross`). Both backends must match it.
+gated, rotated      a layer's gated activation and rotary embedding, in torch's operations and with their bits
+merged              LoRA's product, added to its matrix
 
 Not here: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
-(linear_logprob.py, sequence_objective.py). Everything computes in float32, or in float64 for float64 inputs.
+(linear_logprob.py, sequence_objective.py, elementwise.py). Everything but a layer's operations computes in float32, or
+in float64 for float64 inputs.
 
 Shapes: T tokens, H hidden, V rows of this rank's vocabulary shard without padding, R ranks, B sequences.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -225,3 +230,63 @@ def packed_objective(
     coefficient_B = -weight_B * advantage_B.double() / length_B
     dtype = token_logprob_T.dtype
     return loss_B.to(dtype), coefficient_B.to(dtype), ratio_B.masked_fill(empty_B, torch.nan), weight_B
+
+
+# ---- layers
+
+# Elementwise functions of the gate, called (gate, out=), and their gradients, (grad, gate, grad_input=), by the names
+# of `hidden_act` in config.json.
+ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "silu": (torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
+    "gelu_pytorch_tanh": (
+        partial(torch.ops.aten.gelu.out, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
+}
+# Numbers in a block of rows, whose partial sums stay in a processor's cache.
+MERGED_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 24}
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up, [..., F], of gate and up [..., 2 F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return ACTIVATIONS[activation][0](gate, out=out).mul_(up)
+
+
+def gated_gradient(gate_up: torch.Tensor, grad: torch.Tensor, activation: str) -> torch.Tensor:
+    """Gradient [..., 2 F] of gate and up; the activated gate is computed again, in forward's order."""
+    function, backward = ACTIVATIONS[activation]
+    gate, up = gate_up.chunk(2, dim=-1)
+    grad_input = torch.empty_like(gate_up)
+    grad_gate, grad_up = grad_input.chunk(2, dim=-1)
+    function(gate, out=grad_up).mul_(grad)
+    torch.mul(grad, up, out=grad_gate)
+    backward(grad_gate, gate, grad_input=grad_gate)
+    return grad_input
+
+
+def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
+    """Heads whose first 2 P numbers are rotated, pair by pair, forth or back: x cos + (-x of the partner, or x) sin."""
+    cosines, sines = turns_T4P.unsqueeze(1).chunk(2, dim=-1)
+    size = cosines.shape[-1]
+    part, rest = tensor_TND[..., :size], tensor_TND[..., size:]
+    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
+    partners = torch.stack((-second, first), dim=-1).flatten(-2) if interleaved else torch.cat((-second, first), dim=-1)
+    turned = part * cosines
+    turned = turned - partners * sines if inverse else turned + partners * sines
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def merged(weight_ENM: torch.Tensor, up_ENR: torch.Tensor, down_ERM: torch.Tensor) -> torch.Tensor:
+    """W + B A of each of E matrices in new memory: the sum in float32, one rank after the other, each rounded."""
+    whole_ENM = torch.empty_like(weight_ENM, memory_format=torch.contiguous_format)
+    rows = max(1, MERGED_AT_ONCE[weight_ENM.device.type] // weight_ENM.shape[2])
+    for weight_NM, up_NR, down_RM, whole_NM in zip(weight_ENM, up_ENR, down_ERM, whole_ENM, strict=True):
+        blocks = (tensor.split(rows) for tensor in (weight_NM, up_NR, whole_NM))
+        for weight_nM, up_nR, out_nM in zip(*blocks, strict=True):
+            sum_nM = torch.zeros_like(weight_nM, dtype=torch.float32)
+            for column_n, row_M in zip(up_nR.unbind(1), down_RM, strict=True):
+                sum_nM.add_(column_n[:, None] * row_M)  # not addcmul, which some processors round once and others twice
+            out_nM.copy_(sum_nM.add_(weight_nM))
+    return whole_ENM

@@ -1,14 +1,22 @@
 """Properties of the kernels that only a GPU shows: offsets past 2^31, launches and synchronisations, memory.
 
 The tests of values and gradients (test_linear_logprob.py, test_sequence_objective.py, test_kernel_complaints.py,
-test_kernel_repeats.py) run the compiled kernels by themselves on a machine with a GPU.
+test_kernel_repeats.py, test_elementwise.py) run the compiled kernels by themselves on a machine with a GPU.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from hacpo_kernels import linear_logprob, objective_stats, packed_objective
+from hacpo_kernels import (
+    gated_activation,
+    linear_logprob,
+    merge_adapter,
+    objective_stats,
+    packed_objective,
+    rotate_heads,
+)
 from kernel_cases import make_head
 from objective_cases import BOUNDS, make_batch
 
@@ -124,3 +132,53 @@ def test_nonsense_segments_are_loud():
         )
         assert loss.isnan().any(), cu_seqlens
         assert objective_stats(terms).nonfinite[0] >= 1
+
+
+def launched(call) -> list[str]:
+    """Kernels that a call launches, once it is compiled."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_a_layers_kernels_are_one_launch_each_way():
+    gate_up = torch.randn(512, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    heads = torch.randn(512, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    turns = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    gated = gated_activation(gate_up, "silu")
+    assert launched(lambda: gated_activation(gate_up.detach(), "silu")) == ["_gated_kernel"]
+    back = partial(torch.autograd.grad, gated, gate_up, torch.ones_like(gated), retain_graph=True)
+    assert launched(back) == ["_gated_gradient_kernel"]
+    turned = rotate_heads(heads, turns, interleaved=False)
+    assert launched(lambda: rotate_heads(heads.detach(), turns, interleaved=False)) == ["_rotary_kernel"]
+    back = partial(torch.autograd.grad, turned, heads, torch.ones_like(turned), retain_graph=True)
+    assert launched(back) == ["_rotary_kernel"]
+
+
+def test_gate_and_up_past_2_to_31_numbers():
+    gate_up = torch.empty(80_000, 28_672, device="cuda", dtype=torch.bfloat16)
+    gate_up[-3:] = torch.randn(3, 28_672, device="cuda")
+    found = gated_activation(gate_up, "silu")[-3:].float()
+    gate, up = gate_up[-3:].float().chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert ((found - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_merge_of_any_part_is_one_launch_and_has_the_bits_of_the_cpu(dtype):
+    """Qwen3-32B's narrower matrices at rank 32, whole and as tensor-parallel ranks and engines cut them."""
+    generator = torch.Generator().manual_seed(4)
+    weight, up, down = (
+        torch.randn(*shape, generator=generator) * 0.02 for shape in ((1024, 5120), (1024, 32), (32, 5120))
+    )
+    weight, up, down = weight.to(dtype), up.to(dtype), down.to(dtype)
+    expected = merge_adapter(weight, up, down, 2.0)
+    there = weight.cuda(), up.cuda(), down.cuda()
+    assert torch.equal(merge_adapter(*there, 2.0).cpu(), expected)
+    assert launched(lambda: merge_adapter(*there, 2.0)).count("_merge_kernel") == 1
+    for tp in (2, 4, 8):
+        rows = zip(there[0].chunk(tp), there[1].chunk(tp), expected.chunk(tp), strict=True)
+        assert all(torch.equal(merge_adapter(w, u, there[2], 2.0).cpu(), part) for w, u, part in rows)
+        columns = zip(there[0].chunk(tp, 1), there[2].chunk(tp, 1), expected.chunk(tp, 1), strict=True)
+        assert all(torch.equal(merge_adapter(w, there[1], d, 2.0).cpu(), part) for w, d, part in columns)

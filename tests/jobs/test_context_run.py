@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hacpo_kernels import merge_adapter
 from job import run_command, run_here
 from run_cases import (
     CHARACTERS,
@@ -28,7 +29,6 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.megatron.weights.hf_writer import ADAPTER
-from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.models.sharding.lora import factor_names
 
 pytestmark = pytest.mark.nightly
@@ -102,7 +102,7 @@ def test_an_adapted_agent_ends_as_its_base_with_the_adapters_merged(config, undi
     assert all(factor.any() for factor in factors.values())
     for name, weight in weights.items():
         down, up = factor_names(name)
-        expected = merged(base[name], factors[up], factors[down], 2.0) if down in factors else base[name]
+        expected = merge_adapter(base[name], factors[up], factors[down], 2.0) if down in factors else base[name]
         assert torch.equal(weight, expected), name
     said = json.loads((end / ADAPTER / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["target_modules"]) == (4, 8.0, LORA["targets"])

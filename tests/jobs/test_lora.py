@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from actor_cases import DESCENT, GRADIENT_RATE, LOGPROB_ERROR, VOCAB, full_weights, make_actor, norm, random_samples
+from hacpo_kernels import merge_adapter
 from job import run_group
 from lora_cases import AdaptedOracle, factors_of
 from safetensors.torch import load_file
@@ -18,7 +19,6 @@ from tiny_models import make_model, reference_model
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.megatron.weights.hf_writer import ADAPTER
-from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.megatron.weights.publish import ActorShards
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import VIRTUAL
@@ -196,7 +196,7 @@ def test_what_leaves_is_the_base_with_its_adapters_merged(folders, seen, name, t
     for key, weight in found["weights"].items():
         down, up = (factors.get(factor) for factor in factor_names(key))
         num_adapted += down is not None
-        whole = base[key] if down is None else merged(base[key], up, down, lora.scale)
+        whole = base[key] if down is None else merge_adapter(base[key], up, down, lora.scale)
         assert torch.equal(weight, whole), key
         assert torch.equal(exported[key], whole), key
         if down is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from hacpo_kernels import merge_adapter
 from torch import Size, Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
@@ -35,7 +36,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hacpo_mega.cluster.groups.tree import gather_at_head, share_bytes
 from hacpo_mega.megatron.checkpoint.stored_index import INDEX, read_index
 from hacpo_mega.megatron.weights.hf_reader import FolderReader, dtype_of
-from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.lora import Lora, adapter_sources, factor_names
 from hacpo_mega.models.sharding.segments import Source, all_sources
@@ -206,7 +206,9 @@ def model_weights(state: Path, base: Path, lora: Lora | None, dtype: torch.dtype
         for source in sources:
             weight = reader.read(source, 0, source.shape[0], dim=0).to(dtype_of(source.name, dtype))
             down, up = factor_names(source.name)
-            yield source.name, merged(weight, factors[up], factors[down], lora.scale) if down in factors else weight
+            if down in factors:
+                weight = merge_adapter(weight, factors[up], factors[down], lora.scale)
+            yield source.name, weight
 
 
 class _WriteParts(DefaultSavePlanner):

@@ -1,8 +1,8 @@
-"""Check that TransformerEngine and apex are each complete or absent; else one line, before Megatron imports them.
+"""Check that TransformerEngine, apex and flash-attention 3 are each complete or absent; else one line.
 
-Neither is in a lock: both are built from source (launch/image/). TransformerEngine's wheels on the public index lack
-the extension for torch, and the public package called apex is another project. Megatron takes an ImportError for "not
-installed" and silently goes on without: a build for another torch would be ignored.
+It comes before Megatron imports them. None is in a lock: all are built from source (launch/image/). TransformerEngine's
+wheels on the public index lack the extension for torch, and the public package called apex is another project. Megatron
+takes an ImportError for "not installed" and silently goes on without: a build for another torch would be ignored.
 """
 
 import importlib.metadata
@@ -47,3 +47,16 @@ except (ImportError, OSError, RuntimeError) as error:
     raise ValueError(f"apex is installed in part: {type(error).__name__}: {error}. {APEX_REMEDY}") from error
 else:
     APEX_VERSION = importlib.metadata.version("apex")
+
+FLASH3 = None  # attention over packed sequences of flash-attention 3, whose module is not a part of flash_attn
+try:
+    from flash_attn_interface import flash_attn_varlen_func
+except ModuleNotFoundError:
+    pass
+except (ImportError, OSError, RuntimeError) as error:
+    raise ValueError(
+        f"flash-attention 3 is installed in part: {type(error).__name__}: {error}. Build it for this torch (hopper/ of "
+        "Dao-AILab/flash-attention), or remove it: torch's attention is used without"
+    ) from error
+else:
+    FLASH3 = flash_attn_varlen_func

@@ -23,6 +23,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.installed import FLASH3
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.megatron.model.shared_prompts import PackedSegments, Run, gather_tokens, met_tokens
 from hacpo_mega.models.families.architecture import Architecture
@@ -159,9 +160,10 @@ class AddNormed(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
 
-    CUDA in half precision: one variable-length flash kernel. Elsewhere: scaled_dot_product_attention over sequences of
-    similar length. Both take the same path with and without gradients, so a score and the training forward agree to the
-    last bit. With context parallelism they get all tokens for this rank's share of the heads (context_parallel.py).
+    CUDA in half precision: one variable-length flash kernel, flash-attention 3's or torch's. Elsewhere:
+    scaled_dot_product_attention over sequences of similar length. Both take the same path with and without gradients,
+    so a score and the training forward agree to the last bit. With context parallelism they get all tokens for this
+    rank's share of the heads (context_parallel.py).
     """
 
     def __init__(
@@ -207,6 +209,20 @@ def _attend_flash(
     # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
     sources = key_TKD, value_TKD.contiguous()
     with met_tokens(sources, packed.key_places) as met:  # the kernel lets the last query of a segment see all of them
+        if has_flash3():
+            return FLASH3(
+                query_TND,
+                *met,
+                packed.cu_seqlens_q,
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_q,
+                packed.max_seqlen_kv,
+                softmax_scale=scale,
+                causal=True,
+                window_size=(-1 if window is None else window - 1, 0),
+                num_splits=1,  # else the shape decides, and an answer that is scored twice has two scores
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
         return varlen_attn(
             query_TND,
             *met,
@@ -218,6 +234,11 @@ def _attend_flash(
             window_size=(-1 if window is None else window - 1, 0),
             **GROUPED_HEADS,
         )
+
+
+def has_flash3() -> bool:
+    """True if half precision takes flash-attention 3: it is installed, and this device is a Hopper GPU."""
+    return FLASH3 is not None and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def _attend_in_groups(

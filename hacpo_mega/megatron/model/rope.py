@@ -11,7 +11,7 @@ Not here: the kinds of scaling and their numbers (models/families/rope.py).
 import math
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import _rotate_half
+from hacpo_kernels import rotate_heads
 from megatron.core.transformer import TransformerConfig
 
 from hacpo_mega.models.families.architecture import Architecture
@@ -65,16 +65,10 @@ def cosines_and_sines(
 def rotate(tensor_TND: torch.Tensor, turns: torch.Tensor, config: TransformerConfig, **_unused: object) -> torch.Tensor:
     """Queries or keys [T, N, D], rotated by `cosines_and_sines` [T, 1, 1, 4P]; dimensions beyond 2P stay unchanged.
 
-    Equals Megatron's apply_rotary_pos_emb with a token's own angle, to the last bit.
+    Equals Megatron's apply_rotary_pos_emb with a token's own angle: on the CPU to the last bit; on CUDA one kernel
+    computes in float32 and rounds once.
     """
-    tensor = tensor_TND.unsqueeze(1)
-    cosines, sines = turns.chunk(2, dim=-1)
-    size = cosines.shape[-1]
-    turned = tensor if size == tensor.shape[-1] else tensor[..., :size]
-    turned = turned * cosines + _rotate_half(turned, config.rotary_interleaved) * sines
-    if size < tensor.shape[-1]:
-        turned = torch.cat((turned, tensor[..., size:]), dim=-1)
-    return turned.squeeze(1)
+    return rotate_heads(tensor_TND, turns.flatten(1), interleaved=config.rotary_interleaved)
 
 
 def _llama3(frequencies_P: torch.Tensor, rope: Llama3Rope) -> torch.Tensor:

@@ -6,7 +6,8 @@ over ranks and keeps each rank's tokens: so does its adapter, with the product o
 that all tensor ranks have, A of the first and B of the second, gets the tokens of its own rank alone, and Megatron sums
 its gradient over the ranks as it does a norm's (`sequence_parallel`).
 
-Not here: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers (merging.py).
+Not here: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers
+(hacpo_kernels.merge_adapter).
 
 Shapes: T tokens and t = T / tp of them, R rank, n the adapters of a layer, O and I outputs and inputs of a rank, U of
 those outputs the ones that an adapter adds to.
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from hacpo_kernels import merge_adapter
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -30,7 +32,6 @@ from torch.nn.functional import linear
 
 from hacpo_mega.megatron.model.model import HiddenStateModel
 from hacpo_mega.megatron.model.moe import as_experts, expert_product
-from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.megatron.weights.names import place_of
 from hacpo_mega.models.sharding.lora import Adapter, Lora, adapters, factor_names
 from hacpo_mega.models.sharding.publish_plan import actor_shards
@@ -231,10 +232,7 @@ class HeldWeights:
         weight = _part(_view(self._parameters[parameter].detach(), held), held, offsets, sizes)
         if not self._adapts(held.source.name):
             return weight
-        down, up = factor_names(held.source.name)
-        up_NR = self._factor(up, (offsets[0], 0), (sizes[0], self._lora.rank))
-        down_RM = self._factor(down, (0, offsets[1]), (self._lora.rank, sizes[1]))
-        return merged(weight, up_NR, down_RM, self._lora.scale)
+        return merge_adapter(weight, *self._factors_of(held, offsets, sizes), self._lora.scale)
 
     def stack(
         self, parameter: str, held: Sequence[Rectangle], offsets: tuple[int, int], sizes: tuple[int, int]
@@ -243,11 +241,19 @@ class HeldWeights:
 
         Their matrices lie at equal distances in one parameter.
         """
-        if self._adapts(held[0].source.name):
-            return torch.stack([self.rectangle(parameter, each, offsets, sizes) for each in held])
-        first = self.rectangle(parameter, held[0], offsets, sizes)
+        first = _part(_view(self._parameters[parameter].detach(), held[0]), held[0], offsets, sizes)
         step = held[1].start - held[0].start if len(held) > 1 else first.numel()
-        return first.as_strided((len(held), *sizes), (step, *first.stride()))
+        weights = first.as_strided((len(held), *sizes), (step, *first.stride()))
+        if not self._adapts(held[0].source.name):
+            return weights
+        ups, downs = zip(*(self._factors_of(each, offsets, sizes) for each in held), strict=True)
+        return merge_adapter(weights, torch.stack(ups), torch.stack(downs), self._lora.scale)
+
+    def _factors_of(self, held: Rectangle, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """B [rows, rank] and A [rank, columns] of a rectangle inside `held`."""
+        down, up = factor_names(held.source.name)
+        up_NR = self._factor(up, (offsets[0], 0), (sizes[0], self._lora.rank))
+        return up_NR, self._factor(down, (0, offsets[1]), (self._lora.rank, sizes[1]))
 
     def _adapts(self, name: str) -> bool:
         return factor_names(name)[0] in self._factors

@@ -65,7 +65,7 @@ def full_tensors(
     Collective over the cell: all of its ranks must take the same number of items. About `bucket_bytes` of full tensors
     are alive at a time, and the caller owns each yielded tensor. A tied embedding comes once, under its own name.
     `sent` is called with the group (pp, tp or ep) and the bytes that this rank sends. With `only`, nothing but those
-    names. Adapters are merged (merging.py).
+    names. Adapters are merged.
     """
     bare = unwrapped(model)
     held = HeldWeights(bare)

@@ -6,7 +6,7 @@ each; of their downs the layer has one parameter, stacked, and another of their 
 Of a layer that is split along its output, down is on every rank and up is split; of one that is split along its input,
 the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
 or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Not here: modules and merging
-(megatron/weights/lora.py, megatron/weights/merging.py).
+(megatron/weights/lora.py, hacpo_kernels.merge_adapter).
 """
 
 import difflib

@@ -5,8 +5,8 @@
 The real actor runs in bf16 on the CPU with its real numbers. Which of its tensors a GPU would have is followed: the
 model's and the optimizer's, what is sent to the device, and what is computed of any of these. An operation of such
 tensors is a launch, unless it is a view; one whose result the host must know is a wait. What CUDA has one kernel for
-and the CPU has not (attention, norms, the fused head) is a part of its own, as what the CPU does for it; its backward
-is counted with everybody's.
+and the CPU has not (attention, norms, rotations, gated activations, the fused head) is a part of its own, as what the
+CPU does for it; its backward is counted with everybody's.
 Not here: how long any of it takes, and what vLLM asks.
 """
 
@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.megatron import actor as actors
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import layers
+from hacpo_mega.megatron.model import gated, layers, rope
 from hacpo_mega.megatron.model.model import unwrapped
 from hacpo_mega.megatron.train import schedule
 
@@ -199,6 +199,8 @@ def record_actor(folder: Path) -> dict[str, Asked]:
     with ExitStack() as stack:
         for owner, name, called in [
             (layers, "_attend_in_groups", "attention"),
+            (rope, "rotate_heads", "rotations"),
+            (gated, "gated_activation", "activations"),
             (actors, "linear_logprob", "head"),
             (torch.nn.functional, "rms_norm", "norms"),
             (actor.optimizer, "step", "optimizer"),

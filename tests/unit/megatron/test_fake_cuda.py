@@ -8,6 +8,7 @@ Triton kernel.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.megatron.model import layers, moe
+from hacpo_mega.megatron.model import gated, layers, moe, rope
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
@@ -85,6 +86,8 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
         patched = stack.enter_context(monkeypatch.context())
         patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
+        for room, name in ((rope, "rotate_heads"), (gated, "gated_activation")):
+            patched.setattr(room, name, partial(getattr(room, name), backend="reference"))
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: GPU)
         # Dropout's random stream, of which a model without dropout draws nothing.

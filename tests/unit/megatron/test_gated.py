@@ -1,13 +1,12 @@
-"""A feed-forward's activation: bits of torch's operations, float64's finite differences, and what it keeps."""
+"""A feed-forward's activation: bits of torch's operations on the CPU, and float64's finite differences."""
 
 from functools import partial
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import gelu, silu
 
-from hacpo_mega.megatron.model.gated import ACTIVATIONS, GatedActivation
+from hacpo_mega.megatron.model.gated import GatedActivation
 
 REFERENCES = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 
@@ -22,7 +21,7 @@ def inputs(name: str, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("columns", [1, 19, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_value_and_gradient_have_the_bits_of_torchs_operations(name, dtype, columns):
     gate_up, grad = inputs(name, columns, dtype)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -34,21 +33,7 @@ def test_value_and_gradient_have_the_bits_of_torchs_operations(name, dtype, colu
     assert torch.equal(found_grad, expected_grad)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", REFERENCES)
 def test_the_gradient_is_that_of_finite_differences(name):
     gate_up, _ = inputs(name, 5, torch.float64)
     assert torch.autograd.gradcheck(GatedActivation(name), gate_up)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_it_keeps_its_input_alone(name):
-    gate_up, _ = inputs(name, 16, torch.float32)
-    kept = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
-        GatedActivation(name)(gate_up)
-    assert kept == [gate_up.data_ptr()]
-
-
-def test_an_unknown_name_is_an_error():
-    with pytest.raises(KeyError):
-        GatedActivation("swish")

@@ -140,3 +140,32 @@ def test_a_group_pads_at_most_by_half():
     assert alone([]) == []
     assert cut([4, 4, 4, 5], [4, 4, 5, 6]) == [[[4, 4], [4, 4]], [[4, 5], [5, 6]]]  # whole ones apart from others
     assert cut([4, 4, 4], [6, 9, 10]) == [[[4, 6], [4, 9]], [[4, 10]]]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_hopper_takes_flash_attention_3_where_it_is_installed(window, monkeypatch):
+    """A fake of its function, by the signature of hopper/flash_attn_interface.py; other GPUs keep torch's kernel."""
+    asked, starts = [], torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = packed_segments(starts, None, starts.device)
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size,
+        num_splits, deterministic,
+    ):  # fmt: skip
+        asked.append((causal, window_size, softmax_scale, num_splits, deterministic))
+        assert (q.shape, k.shape, v.shape) == ((8, 4, 16), (8, 2, 16), (8, 2, 16)) and v.is_contiguous()
+        assert torch.equal(cu_seqlens_q, starts) and torch.equal(cu_seqlens_k, starts)
+        assert (max_seqlen_q, max_seqlen_k) == (5, 5)
+        return torch.zeros_like(q)
+
+    fused = torch.randn(8, 8, 16)
+    given = fused[:, :4], fused[:, 4:6], fused[:, 6:], packed, 0.3, window
+    monkeypatch.setattr(layers, "varlen_attn", lambda *_given, **_how: asked.append("torch"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for capability in ((9, 0), (10, 0)):
+        for installed in (flash_attn_varlen_func, None):
+            monkeypatch.setattr(layers, "FLASH3", installed)
+            assert layers.has_flash3() == (installed is not None and capability == (9, 0))
+            layers._attend_flash(*given)
+    assert asked == [(True, (-1 if window is None else 3, 0), 0.3, 1, False), "torch", "torch", "torch"]

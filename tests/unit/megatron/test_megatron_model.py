@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hacpo_kernels import gated_activation, rotate_heads
 from megatron.core import parallel_state
 from safetensors.torch import load_file, save_file
 from tiny_models import LLAMA3_ROPE, make_model
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.actor import initialize_parallel
+from hacpo_mega.megatron.model import gated, rope
 from hacpo_mega.megatron.model.model import build_model, forward_packed
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.weights import hf_writer
@@ -53,8 +55,8 @@ def folder(tmp_path) -> Path:
     return make_model(tmp_path / "model", "qwen3", tied=True, num_layers=1)
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=64)
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, **options: dict) -> torch.nn.Module:
+    model = build_model(Architecture.from_folder(folder), tp=1, pp=1, dtype=dtype, max_positions=64, **options)
     load_hf_weights(model, folder)
     return model
 
@@ -106,6 +108,38 @@ def test_what_the_model_cannot_have_is_refused(world, source, options, message):
 def test_a_layout_larger_than_the_world_is_refused(world):
     with pytest.raises(ValueError, match=r"tp \* cp \* pp = 2 \* 1 \* 3 = 6 does not divide the agent's 1 ranks"):
         initialize_parallel(2, 3, seed=1)
+
+
+# ---- kernels
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of lanes that Triton masks away
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "gemma3_text"])
+def test_with_cudas_kernels_a_model_computes_the_same(world, tmp_path, monkeypatch, family):
+    """Rotations of both forms, whole and in part, with frequencies of a window; silu and gelu."""
+    folder = make_model(tmp_path, family, **({"window": 3} if family == "gemma3_text" else {}))
+    tokens_T, starts = torch.arange(12) * 5 % 131, torch.tensor([0, 7, 12], dtype=torch.int32)
+    positions_T = torch.cat([torch.arange(7), torch.arange(5)])
+    found, called = [], []
+    for backend in ("reference", "triton"):
+        for room, function in ((rope, rotate_heads), (gated, gated_activation)):
+
+            def counted(*given, function=function, chosen=backend, **options):
+                called.append(function.__name__)
+                return function(*given, backend=chosen, **options)
+
+            monkeypatch.setattr(room, function.__name__, counted)
+        model = loaded(folder, overrides={"gradient_accumulation_fusion": False})  # there are no buffers of gradients
+        hidden_TH = forward_packed(model, tokens_T, positions_T, starts)
+        (hidden_TH * torch.linspace(-1, 1, hidden_TH.shape[1])).sum().backward()
+        gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found.append({"hidden": hidden_TH.detach(), **gradients})
+    few, many = found
+    layers = Architecture.from_folder(folder).num_layers
+    assert called == (["rotate_heads"] * 2 + ["gated_activation"]) * layers * 2
+    assert few.keys() == many.keys() and len(few) > 8
+    for name, expected in few.items():
+        assert (many[name] - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
 
 # ---- weights

@@ -1,0 +1,219 @@
+"""Gated activation, rotary embedding and LoRA merge in Triton: one launch each, which reads and writes a number once.
+
+They compute in float32 and round once to the dtype of the result. An element's bits depend on its inputs alone, never
+on its place in the tensor. reference.py has the formulas.
+
+Shapes: R rows of F columns; T tokens with N heads of size D, of which P pairs are rotated; E stacked matrices [N, M].
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hacpo_kernels.linear_logprob import INTERPRETED
+
+# The interpreter pays per program, a GPU per program too long.
+COLUMNS_PER_PROGRAM, PAIRS_PER_PROGRAM = (1 << 12, 1 << 14) if INTERPRETED else (1024, 1024)
+MERGED_ROWS, MERGED_COLUMNS = 32, 128
+# 2 sqrt(2 / pi) and the cubic factor of GELU's tanh form, g (1 + tanh u) / 2 = g sigmoid(2 u).
+GELU_SLOPE, GELU_CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+
+
+@triton.jit
+def _sigmoid(gate, activation: tl.constexpr):
+    """sigmoid(k) with act(gate) = gate sigmoid(k), and the derivative of k; float32 [block]."""
+    if activation == "silu":
+        inner, slope = gate, tl.full(gate.shape, 1.0, tl.float32)
+    else:
+        tl.static_assert(activation == "gelu_pytorch_tanh", "an activation that the kernel does not have")
+        square = gate * gate
+        inner = GELU_SLOPE * gate * (1.0 + GELU_CUBE * square)
+        slope = GELU_SLOPE * (1.0 + 3.0 * GELU_CUBE * square)
+    return 1.0 / (1.0 + tl.exp(-inner)), slope
+
+
+@triton.jit
+def _gate_and_up(
+    gate_up_ptr,  # *bf16 or *fp32 [R, 2 F]
+    width,
+    block: tl.constexpr,
+):
+    """Gate and up of a program's columns, float32 [block]; their offset in [R, 2 F], the column, and the mask."""
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    place = tl.program_id(0).to(tl.int64) * 2 * width + column
+    gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + place + width, mask=inside, other=0.0).to(tl.float32)
+    return gate, up, place, column, inside
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up_ptr,  # *bf16 or *fp32 [R, 2 F]
+    out_ptr,  # as gate_up [R, F]
+    width,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+):
+    gate, up, _, column, inside = _gate_and_up(gate_up_ptr, width, block)
+    sigmoid, _ = _sigmoid(gate, activation)
+    place = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(out_ptr + place, (gate * sigmoid * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_gradient_kernel(
+    gate_up_ptr,  # *bf16 or *fp32 [R, 2 F]
+    grad_ptr,  # as gate_up [R, F]
+    out_ptr,  # as gate_up [R, 2 F]
+    width,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+):
+    gate, up, place, column, inside = _gate_and_up(gate_up_ptr, width, block)
+    grad_place = tl.program_id(0).to(tl.int64) * width + column
+    grad = tl.load(grad_ptr + grad_place, mask=inside, other=0.0).to(tl.float32)
+    sigmoid, slope = _sigmoid(gate, activation)
+    activated = gate * sigmoid
+    grad_gate = grad * up * (sigmoid + activated * (1.0 - sigmoid) * slope)
+    tl.store(out_ptr + place, grad_gate.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + place + width, (grad * activated).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotary_kernel(
+    in_ptr,  # *bf16 or *fp32 [T, N, D], a head's numbers side by side
+    turns_ptr,  # as in [T, 4 P]: cosines, then sines, twice each
+    out_ptr,  # as in [T, N, D], contiguous
+    num_rows,  # T N
+    token_stride,
+    head_stride,
+    turns_stride,
+    num_heads: tl.constexpr,
+    size: tl.constexpr,
+    num_pairs: tl.constexpr,
+    interleaved: tl.constexpr,
+    inverse: tl.constexpr,
+    block_r: tl.constexpr,
+    block_p: tl.constexpr,
+):
+    """Rotates a block of heads; those of a token lie side by side, so that its angles are read from memory once."""
+    row = tl.program_id(0) * block_r + tl.arange(0, block_r)
+    token = (row // num_heads).to(tl.int64)
+    source = in_ptr + (token * token_stride + (row % num_heads).to(tl.int64) * head_stride)[:, None]
+    target = out_ptr + (row.to(tl.int64) * size)[:, None]
+    is_row, pair = (row < num_rows)[:, None], tl.arange(0, block_p)[None, :]
+    inside = is_row & (pair < num_pairs)
+    turns = turns_ptr + (token * turns_stride)[:, None] + (pair * 2 if interleaved else pair)
+    cosine = tl.load(turns, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(turns + 2 * num_pairs, mask=inside, other=0.0).to(tl.float32)
+    if inverse:
+        sine = -sine
+    if interleaved:
+        both = tl.arange(0, 2 * block_p)[None, :]
+        inside = is_row & (both < 2 * num_pairs)
+        numbers = tl.load(source + both, mask=inside, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(numbers, [block_r, block_p, 2]))
+        turned = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+        turned = tl.reshape(turned, [block_r, 2 * block_p])
+        tl.store(target + both, turned.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        first = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(source + num_pairs + pair, mask=inside, other=0.0).to(tl.float32)
+        tl.store(target + pair, (first * cosine - second * sine).to(out_ptr.dtype.element_ty), mask=inside)
+        turned = second * cosine + first * sine
+        tl.store(target + num_pairs + pair, turned.to(out_ptr.dtype.element_ty), mask=inside)
+    for start in tl.static_range(2 * num_pairs, size, block_p):  # dimensions that are not rotated
+        rest = start + pair
+        inside = is_row & (rest < size)
+        tl.store(target + rest, tl.load(source + rest, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    weight_ptr,  # *bf16 or *fp32 [E, N, M], columns side by side
+    up_ptr,  # *fp32 [E, rank, N]
+    down_ptr,  # *fp32 [E, rank, M]
+    out_ptr,  # as weight [E, N, M], contiguous
+    num_rows,
+    width,
+    matrix_stride,
+    row_stride,
+    rank: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+):
+    """Adds rank by rank, each product rounded by itself: launched without fused multiply-adds."""
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    column = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    is_row, is_column = row < num_rows, column < width
+    up, down = up_ptr + matrix * rank * num_rows + row, down_ptr + matrix * rank * width + column
+    total = tl.zeros([block_n, block_m], tl.float32)
+    for _ in range(rank):
+        total += tl.load(up, mask=is_row, other=0.0)[:, None] * tl.load(down, mask=is_column, other=0.0)[None, :]
+        up += num_rows
+        down += width
+    inside, row = is_row[:, None] & is_column[None, :], row.to(tl.int64)[:, None]
+    weight = tl.load(weight_ptr + matrix * matrix_stride + row * row_stride + column[None, :], mask=inside, other=0.0)
+    place = (matrix * num_rows + row) * width + column[None, :]
+    tl.store(out_ptr + place, (total + weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`reference.gated` in Triton."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    _launch_gated(_gated_kernel, out, width, activation, gate_up.contiguous(), out)
+    return out
+
+
+def gated_gradient(gate_up: torch.Tensor, grad: torch.Tensor, activation: str) -> torch.Tensor:
+    """`reference.gated_gradient` in Triton."""
+    out = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    _launch_gated(
+        _gated_gradient_kernel, grad, grad.shape[-1], activation, gate_up.contiguous(), grad.contiguous(), out
+    )
+    return out
+
+
+def _launch_gated(kernel, like: torch.Tensor, width: int, activation: str, *pointers: torch.Tensor) -> None:
+    if like.numel():
+        block = min(COLUMNS_PER_PROGRAM, triton.next_power_of_2(width))
+        grid = (like.numel() // width, triton.cdiv(width, block))
+        with torch.cuda.device_of(like):
+            kernel[grid](*pointers, width, activation, block)
+
+
+def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
+    """`reference.rotated` in Triton."""
+    if tensor_TND.stride(2) != 1:
+        tensor_TND = tensor_TND.contiguous()
+    num_tokens, num_heads, size = tensor_TND.shape
+    out_TND = tensor_TND.new_empty(tensor_TND.shape)
+    if out_TND.numel():
+        num_pairs = turns_T4P.shape[1] // 4
+        block_p = triton.next_power_of_2(num_pairs)
+        block_r = max(1, PAIRS_PER_PROGRAM // block_p)
+        with torch.cuda.device_of(tensor_TND):
+            _rotary_kernel[(triton.cdiv(num_tokens * num_heads, block_r),)](
+                tensor_TND, turns_T4P, out_TND, num_tokens * num_heads, *tensor_TND.stride()[:2], turns_T4P.stride(0),
+                num_heads, size, num_pairs, interleaved, inverse, block_r, block_p,
+            )  # fmt: skip
+    return out_TND
+
+
+def merged(weight_ENM: torch.Tensor, up_ENR: torch.Tensor, down_ERM: torch.Tensor) -> torch.Tensor:
+    """`reference.merged` in Triton, with its bits."""
+    if weight_ENM.stride(2) != 1:
+        weight_ENM = weight_ENM.contiguous()
+    num_matrices, num_rows, width = weight_ENM.shape
+    out_ENM = weight_ENM.new_empty(weight_ENM.shape)
+    if out_ENM.numel():
+        grid = (triton.cdiv(width, MERGED_COLUMNS), triton.cdiv(num_rows, MERGED_ROWS), num_matrices)
+        with torch.cuda.device_of(weight_ENM):
+            _merge_kernel[grid](
+                weight_ENM, up_ENR.mT.contiguous(), down_ERM.contiguous(), out_ENM, num_rows, width,
+                *weight_ENM.stride()[:2], up_ENR.shape[2], MERGED_ROWS, MERGED_COLUMNS, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out_ENM
