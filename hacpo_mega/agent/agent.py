@@ -4,12 +4,12 @@ The agent scores its answers and learns here; its rollout side is in rollout_cli
 method with equal arguments and get equal results.
 
 Scores are the actor's log-probs of the agent's own answers before it learns (log-prob recompute). Answers are scored
-before the step's first update: first those of that update, packed as it will pack them, then the rest together. With
-`training.score_in_first_update` the former are skipped: that update computes the same log-probs, from the same weights
-in the same micro-batches, and its report has them bit for bit. This works only where nothing else needs the scores
-first: another agent needs them before it learns, engine_correction before it makes an advantage. With
-`rollout.one_step_off` the actor scores nothing: an older policy wrote the answers, and the engine returned its
-log-probs with them.
+before the step's first update: first those of that update, packed as it will pack them, then the rest together. In bf16
+every later update's are packed as it will pack them, too: other micro-batches round by as much as the own clip is wide.
+With `training.score_in_first_update` those of the first are skipped: that update computes the same log-probs, from the
+same weights in the same micro-batches, and its report has them bit for bit. This works only where nothing else needs
+the scores first: another agent needs them before it learns, engine_correction before it makes an advantage. Where
+scores are the engine's (Config.engine_scores) the actor computes none: they came with the answers.
 
 Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), advantages (algorithm/), the
 ratios that use the scores (policy_loss.py).
@@ -86,7 +86,8 @@ class Agent:
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
         self._num_agents, self._replays = len(config.agents), spec.router_replay
-        self._sampling, self._is_ahead = config.rollout, config.mode.one_step_off
+        self._sampling, self._takes_engine_scores = config.rollout, config.engine_scores
+        self._shows_gap = config.engine_scores and not config.mode.one_step_off
         self._in_first_update = config.scores_in_first_update
         self._answers_per_prompt = config.answers_per_prompt
         self._prompts_per_update = config.prompts_per_update // (config.lanes * spec.cells_per_lane)  # of this cell
@@ -100,6 +101,9 @@ class Agent:
                 spec, place, config, self.actor, step=step, agents_on_device=agents_on_device, sampler=sampler
             )
         self.codec, self._devices = self.rollout.codec, self.rollout.devices
+        # Own answers of every update are scored in the micro-batches that it learns from, beside no other's. In float32
+        # other micro-batches round by 1e-7, far below any clip, and there are fewer.
+        self._repeats_scoring = self.actor.dtype == torch.bfloat16 and not config.engine_scores
         self._weight = sample_weight(
             config.prompts_per_update, config.answers_per_prompt, len(config.agents), config.algorithm
         )
@@ -120,18 +124,19 @@ class Agent:
         own_P       bool [P], prompts whose own answers this agent trains on: all of these are scored
         wanted_PG   bool [P, G], answers that others train on
 
-        The answers of the first update are scored as it will pack them, so that it repeats these forwards bit by bit.
-        The rest, and what only others want, follow together.
+        The answers of the first update, in bf16 of every update, are scored as it will pack them, so that it repeats
+        these forwards bit by bit. The rest, and what only others want, follow together.
         """
         own_B = own_P.repeat_interleave(self._answers_per_prompt)
         own, asked = own_B.tolist(), (own_B | wanted_PG.flatten()).tolist()
-        if self._is_ahead:
+        if self._takes_engine_scores:
             return [self._engine_score(rollout) if b else None for rollout, b in zip(rollouts, asked, strict=True)]
         texts = {prompt.index: prompt.text for prompt in prompts}
         scores: list[Score | None] = [None] * len(rollouts)
         num_first = self._prompts_per_update * self._answers_per_prompt
-        of_first = [b for b in range(num_first) if own[b]]
-        batches = [of_first, [b for b in range(len(rollouts)) if asked[b] and not (b < num_first and own[b])]]
+        num_apart = len(rollouts) if self._repeats_scoring else num_first
+        batches = [[b for b in range(m, m + num_first) if own[b]] for m in range(0, num_apart, num_first)]
+        batches.append([b for b in range(len(rollouts)) if asked[b] and not (b < num_apart and own[b])])
         if self._in_first_update:
             for b in batches.pop(0):
                 if self._num_trained(rollouts[b]) == 0:  # the update computes nothing for it either
@@ -146,7 +151,7 @@ class Agent:
         return scores
 
     def _engine_score(self, rollout: Rollout) -> Score:
-        """Log-probs of the policy that wrote the answer, as its engine returned them."""
+        """Log-probs of the policy that wrote the answer, as its engine returned them, with weight 1."""
         logprobs = rollout.logprobs[: self._num_trained(rollout)]
         mean = np.float32(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
         return Score(float(mean), logprobs)
@@ -175,7 +180,8 @@ class Agent:
     def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
         """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
         # Only own answers have a replayed routing, so others' answers must not share their prompts.
-        packing = None if update_index == 0 or self._replays else self.actor.pack
+        is_apart = update_index == 0 or self._replays or self._repeats_scoring
+        packing = None if is_apart else self.actor.pack
         return self.actor.learn(update, self._policy_loss(update, update_index), packing)
 
     def diagnose(self, update: Sequence[Sample], update_index: int) -> GradientProducts:
@@ -190,7 +196,8 @@ class Agent:
 
     def _policy_loss(self, update: Sequence[Sample], update_index: int) -> PolicyLoss:
         reference = self._reference_logprobs(update)
-        return PolicyLoss(update_index, self._weight, self._algorithm, reference, self._logs_tokens)
+        keeps_tokens = self._logs_tokens or (self._shows_gap and update_index == 0)
+        return PolicyLoss(update_index, self._weight, self._algorithm, reference, keeps_tokens)
 
     def describe(
         self,

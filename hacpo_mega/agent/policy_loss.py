@@ -205,6 +205,13 @@ def scores_of_update(update: UpdateStats) -> dict[tuple[int, int], Score]:
     return found
 
 
+def own_scores(rollouts: Sequence[Rollout], first: UpdateStats, agent: int) -> list[Score | None]:
+    """Scores of a cell's answers by the tokens that a step's `first` update has kept; None where it has none."""
+    found = own_token_logprobs([first], agent)
+    learnt = (found.get((rollout.prompt_index, rollout.rollout_index)) for rollout in rollouts)
+    return [None if tokens is None else Score(float(tokens.mean()), tokens) for tokens in learnt]
+
+
 def complete_scores(
     rollouts: Sequence[Rollout], scores: Sequence[Score | None], updates: Sequence[UpdateStats]
 ) -> list[Score | None]:

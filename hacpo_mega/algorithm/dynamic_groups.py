@@ -17,14 +17,13 @@ ADVANTAGE_TOLERANCE = 1e-9
 def trained_answers(advantages_PNG: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
     """Mask of the answers that `learner` trains on, bool [P, N, G], from its advantages [P, N, G].
 
-    Others' answers: those whose advantage is not 0. Own answers to a prompt: all or none, since they are scored before
-    an update as they are packed in it, and one left out would move the others. A prompt counts if any of its advantages
-    is not 0. A KL to the initial policy is a gradient of its own: the answers that it counts (`kl_on`) are trained.
+    Others' answers: those whose advantage is not 0. Own answers to a prompt: all where the advantage of one is not 0,
+    else none. A KL to the initial policy is a gradient of its own: the answers that it counts (`kl_on`) are trained.
     """
     has_kl = config.kl_coef > 0.0
     moves_PNG = advantages_PNG.abs() > ADVANTAGE_TOLERANCE
     trains_PNG = torch.ones_like(advantages_PNG, dtype=torch.bool)
     if not (has_kl and config.kl_on == "all"):
         trains_PNG &= moves_PNG
-    trains_PNG[:, learner] = has_kl or moves_PNG.any(dim=2).any(dim=1, keepdim=True)
+    trains_PNG[:, learner] = has_kl or moves_PNG[:, learner].any(dim=1, keepdim=True)
     return trains_PNG

@@ -7,6 +7,7 @@ they were sampled from pi_trainer. With d_t = log pi_trainer(t) - log pi_engine(
 
 by token      w_t = min(exp(d_t), cap)          scales the gradient of token t; the value of the loss stays
 by sequence   w   = min(exp(sum_t d_t), cap)    scales the answer's advantage, for every learner
+by ratio      w   = 1                           the ratio's denominator is pi_engine; pi_trainer is not computed
 
 The weight of a sequence on the advantage is exact: own losses -min(s A, clip(s) A) and cross losses -c sg[c]^alpha A
 are both linear in |A|, so loss and gradient are multiplied by w. Weights by token exist for own answers only: another
@@ -22,7 +23,7 @@ from torch import Tensor
 
 
 def engine_weights(
-    trainer_T: Tensor, engine_T: Tensor, correction: Literal["none", "token", "sequence"], cap: float
+    trainer_T: Tensor, engine_T: Tensor, correction: Literal["none", "token", "sequence", "ratio"], cap: float
 ) -> tuple[float, Tensor | None]:
     """(weight of an answer, weights [T] of its tokens) from the log-probs [T] of its trained tokens, in nats.
 

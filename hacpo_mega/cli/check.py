@@ -21,7 +21,13 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budgets, memory_summary, memory_table, model_size
 from hacpo_mega.config.checks.input_checks import missing_models
-from hacpo_mega.config.checks.notes import default_success_note, suggestions, unused_fields, weak_settings
+from hacpo_mega.config.checks.notes import (
+    default_success_note,
+    narrow_clip_note,
+    suggestions,
+    unused_fields,
+    weak_settings,
+)
 from hacpo_mega.config.checks.tokenizer_checks import template_notes
 from hacpo_mega.config.describe import batch_arithmetic, differing
 from hacpo_mega.config.tables.slurm import SlurmConfig, time_note
@@ -78,6 +84,7 @@ def notes(config: Config) -> Iterator[str]:
     yield from default_success_note(config)
     yield from suggestions(config)
     yield from weak_settings(config)
+    yield from narrow_clip_note(config)
     if reads_first():  # a template is a program, run once on a node
         yield from template_notes(config.agents)
     yield from unused_fields(config)

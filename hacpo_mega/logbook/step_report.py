@@ -83,15 +83,10 @@ class StepReport:
         dtype: torch.dtype,
         folder: RunFolder,
         trackers: Trackers,
-        *,
-        is_on_policy: bool,
     ) -> None:
-        """`dtype` is that of the actor's parameters, which sets the expected gap between engine and trainer.
-
-        `is_on_policy`: the scores are the actor's, of the policy that learns.
-        """
+        """`dtype` is that of the actor's parameters, which sets the expected gap between engine and trainer."""
         self._metrics, self._console, self._place = metrics, console, place
-        self._folder, self._trackers, self._is_on_policy = folder, trackers, is_on_policy
+        self._folder, self._trackers, self._engine_scores = folder, trackers, config.engine_scores
         self._algorithm, self._rollout = config.algorithm, config.rollout
         self._names = tuple(agent.name for agent in config.agents)
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
@@ -190,14 +185,14 @@ class StepReport:
             self._metrics.add(f"agent/{name}/judge_hidden_s", found.judged.hidden_s, 1)
         answered = zip(found.trajectories, found.scores, strict=True)
         scored = [(trajectory.rollout, score) for trajectory, score in answered if score is not None]
-        if self._is_on_policy:  # else the scores are the engine's own
+        if not self._rollout.one_step_off:  # else another policy than the engine's has learnt from them
             add_engine_gap(self._metrics, name, scored)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
         add_advantages(self._metrics, name, found.advantages_PNG)
         add_reencodings(self._metrics, learner, self._names, found.reencodings)
         for m, update in enumerate(found.updates):
-            add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._is_on_policy)
+            add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._engine_scores)
         if self._place.coordinate.agent_rank == 0:
             add_skips(self._metrics, name, found.updates)
 

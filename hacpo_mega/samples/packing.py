@@ -6,7 +6,7 @@ Packing decides which samples are computed together, never their weight: the los
 any packing gives the same gradient. But packing changes rounding (a matrix product of another height). Hence one rule:
 in a step's first update own samples are packed by themselves, so that scoring them before the update and learning from
 them repeat the same micro-batches, and the own ratio is exactly 1. Later updates have other weights than those that
-scored: there own answers share micro-batches, and prompts, with others'.
+scored: there, in float32, own answers share micro-batches, and prompts, with others'.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -19,7 +19,7 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.changes import changes
-from hacpo_mega.config.checks.notes import default_success_note
+from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note
 from hacpo_mega.config.checks.tokenizer_checks import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.config.user_code import require_named_functions, unfinished_import
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
@@ -157,7 +157,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
     console.say(f"{config.algorithm.method} of {agents} on {ranks} ranks, {steps}, in {config.run_dir}")
     for line in default_success_note(config) if config.algorithm.success_readers else ():
         console.say(line)
-    for line in (line for agent in config.agents for line in steadiness_notes(agent)):
+    for line in (*narrow_clip_note(config), *(line for agent in config.agents for line in steadiness_notes(agent))):
         console.say(line)
     if start is not None:
         console.say(f"goes on after step {start.step}, from {start.folder}")

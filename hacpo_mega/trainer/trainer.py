@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self, Unpack
 
-from hacpo_mega.agent.policy_loss import complete_scores
+from hacpo_mega.agent.policy_loss import complete_scores, own_scores
 from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import CapabilityTracker, learning_of, reward_tally
@@ -176,10 +176,7 @@ class Trainer:
         folder = stack.enter_context(RunFolder(config, place, job.lock, self.steps_done, goes_on=job.goes_on))
         is_first = place.coordinate.global_rank == 0
         trackers = stack.enter_context(Trackers(config, console.say, goes_on=job.goes_on, quiet=not is_first))
-        is_on_policy = not config.mode.one_step_off
-        self.report = StepReport(
-            metrics, console, place, config, rollout.dtype, folder, trackers, is_on_policy=is_on_policy
-        )
+        self.report = StepReport(metrics, console, place, config, rollout.dtype, folder, trackers)
         place.keep_stack_in(config.run_dir / "logs")
         self.skips = SkippedUpdates(
             config.training.max_skipped_updates, config.run_dir / "logs", rollout.name,
@@ -287,6 +284,8 @@ class Trainer:
             trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
             found = replace(found, scores=scores, trajectories=trajectories)
         notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
+        if self.config.engine_scores:  # the gap is of the trainer's own, which its first update had
+            found = replace(found, scores=own_scores(found.rollouts, found.updates[0], self.agent.index))
         known = notes, self.capability.values(), self.rollout.devices.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
 

@@ -296,17 +296,23 @@ def test_an_agent_alone_under_hacpo_equals_gspo_bit_for_bit(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_scoring_in_the_update_and_judging_while_sampling_change_no_bit(tmp_path):
-    """Two agents without sharing, one in two pipeline stages: metrics, log of answers and tokens, and weights.
+@pytest.fixture(scope="module")
+def unshared(tmp_path_factory) -> tuple[Path, dict]:
+    """Two agents without sharing, one in two pipeline stages, that score before the first update."""
+    folder = tmp_path_factory.mktemp("unshared")
+    agents = [agent_table(folder, "a", "qwen3", CHARACTERS, pp=2), agent_table(folder, "b", "llama", CHARACTERS)]
+    config = write_config(folder, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
+    return config, train(config, "training.score_in_first_update=false")
 
-    Without sharing the first update scores unless it is told not to.
+
+def test_scoring_in_the_update_and_judging_while_sampling_change_no_bit(unshared):
+    """Metrics, log of answers and tokens, and weights. Without sharing the first update scores by itself.
 
     Judged by a grader in a process of its own, as each answer ends. Of the two updates of a step the second one's
     answers are scored before as ever, from the policy that wrote them.
     """
-    agents = [agent_table(tmp_path, "a", "qwen3", CHARACTERS, pp=2), agent_table(tmp_path, "b", "llama", CHARACTERS)]
-    config = write_config(tmp_path, agents, algorithm={"method": "gspo"}, logging={"rollout_tokens": True})
-    plain = train(config, "training.score_in_first_update=false")
+    config, plain = unshared
+    tmp_path = config.parent
     less = train(config, f"run_dir={tmp_path / 'less'}", "reward.while_sampling=true")
     assert [m.values for m in plain.values()] == [m.values for m in less.values()]
     assert plain[2].values["agent/a/self/first_ratio_error"] == 0.0
@@ -318,6 +324,24 @@ def test_scoring_in_the_update_and_judging_while_sampling_change_no_bit(tmp_path
     for name in ("a", "b"):
         one, other = (load_file(tmp_path / run / "agents" / name / WEIGHTS) for run in ("run", "less"))
         assert all(torch.equal(one[tensor], other[tensor]) for tensor in one), name
+
+
+def test_ratios_to_the_engine_need_no_score_and_show_its_gap(unshared):
+    """In float32 they are the scored run's by rounding: of one first step the answers, the gap, the gradient."""
+    config, plain = unshared
+    bypass = train(config, f"run_dir={config.parent / 'bypass'}", "rollout.engine_correction=ratio")
+    for name in ("a", "b"):
+        one, other = plain[1].values, bypass[1].values
+        assert other[f"agent/{name}/reward_mean"] == one[f"agent/{name}/reward_mean"]
+        assert other[f"agent/{name}/grad_norm"] == pytest.approx(one[f"agent/{name}/grad_norm"], rel=1e-2)
+        assert 0 < other[f"agent/{name}/engine_gap_mean"] <= other[f"agent/{name}/engine_gap_max"] < 1e-4
+        assert other[f"agent/{name}/self/first_outside"] == 0.0
+        assert f"agent/{name}/self/first_ratio_error" not in other and f"agent/{name}/engine_weight_mean" not in other
+        scored, given = (
+            [answer["mean_logprob"] for prompt in read_rollouts(run, 1) for answer in prompt["answers"]]
+            for run in (config.parent / "run", config.parent / "bypass")
+        )
+        assert given == pytest.approx(scored, abs=1e-4) and given != scored
 
 
 def test_a_wrong_device_count_is_one_line_before_any_model(tmp_path):

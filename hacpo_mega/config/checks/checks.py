@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hacpo_mega.config.checks.device_memory import capacity, memory_problems
 from hacpo_mega.config.checks.input_checks import input_problems, is_planned
+from hacpo_mega.config.checks.notes import BF16_GAP, narrow_clip
 from hacpo_mega.config.checks.pass_through import (
     RETURNS_ROUTING,
     engine_fields,
@@ -113,9 +114,14 @@ def _method(config: Config) -> Iterator[str]:
 
 
 def _scoring(config: Config) -> Iterator[str]:
-    """Checks that scoring may wait for the first update."""
+    """Checks that scoring may wait for the first update, and that the own clip allows for the engine's log-probs."""
     if config.training.score_in_first_update is True:
         yield from (f"training.score_in_first_update: {reason}. Nearest: false" for reason in config.why_scored_before)
+    if config.rollout.engine_correction == "ratio" and (subject := narrow_clip(config)) is not None:
+        yield (
+            f"rollout.engine_correction: 'ratio' needs a wider own clip. {subject}, to and from the engine. "
+            f"Nearest: algorithm.eps_low = {BF16_GAP} and algorithm.eps_high = {BF16_GAP}, or 'none'"
+        )
 
 
 def _one_step_off(config: Config) -> Iterator[str]:

@@ -57,6 +57,11 @@ def capacity(config: Config) -> int | None:
     return None if is_cpu_build() else int(DEFAULT_GIB * GIB)
 
 
+def agents_in_bf16(config: Config) -> list[str]:
+    """Names of the agents whose weights are bf16."""
+    return [agent.name for agent in config.agents if capacity(config) is not None]
+
+
 def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
     """vLLM's arguments by the placement, overridden by the user's table."""
     return _of_placement(config, on_cpu=is_cpu_build()) | agent.vllm

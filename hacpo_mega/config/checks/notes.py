@@ -5,10 +5,14 @@ Not here: settings that are refused (checks.py, pass_through.py), and chat templ
 
 from collections.abc import Iterator
 
+from hacpo_mega.config.checks.device_memory import agents_in_bf16
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.folder import PREDICTS, read_json
 from hacpo_mega.models.sharding.megatron_fields import AUX_LOSS
 
+# While nothing has moved, 98 % of own ratios to a bf16 engine's log-probs are this near to 1 (docs/guide/speed.md).
+BF16_GAP = 0.01
+SMALL_LR = 1e-6
 # Below it a model that has been trained gives nearly one answer to a prompt.
 COLD = 0.2
 UNUSED = {
@@ -39,6 +43,28 @@ def weak_settings(config: Config) -> Iterator[str]:
                 f"agents.{agent.name}.optimizer.warmup_updates = {warmup}: the run has {updates} updates, so its "
                 f"learning rate ends at {agent.optimizer.lr * updates / warmup:.3g} instead of {agent.optimizer.lr:g}"
             )
+
+
+def narrow_clip(config: Config) -> str | None:
+    """Subject of a line for agents in bf16 whose own answers are clipped within the gap of their engines; or None."""
+    algorithm, names = config.algorithm, agents_in_bf16(config)
+    is_wide = min(algorithm.eps_low, algorithm.eps_high) >= BF16_GAP
+    if is_wide or algorithm.is_token_level or algorithm.objective is not None or not names:
+        return None
+    return (
+        f"algorithm.eps_low = {algorithm.eps_low:g}, eps_high = {algorithm.eps_high:g}: rounding in bf16 moves ratios "
+        f"of short answers of {', '.join(names)} further"
+    )
+
+
+def narrow_clip_note(config: Config) -> Iterator[str]:
+    """The line for a run whose clip cuts rounding: one step off in bf16, or on policy at a small learning rate."""
+    if (subject := narrow_clip(config)) is None:
+        return
+    if config.engine_scores:
+        yield f"{subject}, to and from the engine: about a quarter lose their gradient by it. Set both to {BF16_GAP}"
+    elif min(agent.optimizer.lr for agent in config.agents) <= SMALL_LR:
+        yield f"{subject} than updates at a learning rate of {SMALL_LR:g} or less: look at self/clipped"
 
 
 def default_success_note(config: Config) -> Iterator[str]:

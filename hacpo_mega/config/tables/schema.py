@@ -174,9 +174,10 @@ class RolloutConfig(Section):
     train_changed_reencodings: bool = False
     """Train on another agent's answer even if it reads differently in the learner's tokens. Its verdict was on the
     original text, so by default it is left out and counted."""
-    engine_correction: Literal["none", "token", "sequence"] = "none"
+    engine_correction: Literal["none", "token", "sequence", "ratio"] = "none"
     """Truncated importance sampling between engine and trainer: a weight on the gradient of each `token` of own answers
-    (others' keep weight 1), on the advantage of each `sequence` for all learners, or `none`."""
+    (others' keep weight 1), on the advantage of each `sequence` for all learners, or `none`. `ratio` scores nothing:
+    ratios are to the engine's log-probs."""
     engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0, le=1e12)] = 2.0
     """Upper bound of that weight: the trainer's probability over the engine's."""
 
@@ -387,6 +388,11 @@ class Config(Section):
         return not self.why_scored_before if asked == "auto" else asked
 
     @property
+    def engine_scores(self) -> bool:
+        """True if old log-probs are those that the engine returned, so that nothing is scored."""
+        return self.mode.one_step_off or self.rollout.engine_correction == "ratio"
+
+    @property
     def why_scored_before(self) -> tuple[str, ...]:
         """Reasons why own answers must be scored before an update, each as the end of a complaint about the key."""
         reasons = []
@@ -396,7 +402,8 @@ class Config(Section):
             )
         if self.rollout.engine_correction != "none":
             correction = self.rollout.engine_correction
-            reasons.append(f"rollout.engine_correction = {correction!r} needs the scores before an update")
+            needs = "takes the engine's log-probs" if correction == "ratio" else "needs the scores before an update"
+            reasons.append(f"rollout.engine_correction = {correction!r} {needs}")
         if self.mode.one_step_off:
             reasons.append(
                 "with rollout.one_step_off the first update learns from another policy than wrote the answers, and "

@@ -15,6 +15,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/view/num_<what became of them>, token_ratio_mean                              answers on their way
     agent/<name>/self/ratio_mean, clipped, positive_share                                     own answers in its loss
     agent/<name>/self/first_ratio_error                                       highest abs(1 - ratio) of the first update
+    agent/<name>/self/first_outside     (engine's scores)   share of its own ratios outside the clip in the first update
     agent/<name>/cross_coefficient_share, num_nonfinite, kl                                   its whole loss
     agent/<name>/advantage_max             largest advantage of the answers it trains with, either sign, omega applied
     agent/<learner>/from/<source>/ratio_mean, ratio_min, ratio_max, below, inside, above      others' answers in it

@@ -71,7 +71,7 @@ def add_engine_gap(metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, 
 
 def add_engine_weights(metrics: Metrics, name: str, scores: Sequence[Score], correction: str, cap: float) -> None:
     """Weights of rollout.engine_correction, one a token or one an answer: mean, effective size, share at the cap."""
-    if correction == "none":
+    if correction in ("none", "ratio"):
         return
     if correction == "token":
         weights = np.concatenate([np.zeros(0), *(score.token_weights for score in scores)])
@@ -212,7 +212,7 @@ def add_update(
     learner: int,
     names: Sequence[str],
     config: AlgorithmConfig,
-    is_on_policy: bool = True,
+    engine_scores: bool = False,
 ) -> None:
     """Adds an update's numbers to the metrics: own answers together, others' answers per source.
 
@@ -220,8 +220,8 @@ def add_update(
     maximum and effective sample size of the weights s c^alpha. `positive_share`, of own answers and of each source's,
     is sum |w A| over A > 0 by sum |w A| (d loss / d mean log-prob = -w A): what share of all pull on mean log-probs
     comes from answers that are made likelier; the rest makes answers less likely. An answer counts as trained when it
-    was run forward and backward, though its weight may be 0. `is_on_policy`: the first update of a step is one of the
-    policy that its own answers were scored by, so that their ratios are 1.
+    was run forward and backward, though its weight may be 0. `engine_scores`: old log-probs are the engine's; else the
+    actor's, so that own ratios of a step's first update are 1.
     """
     prefix = f"agent/{names[learner]}"
     metrics.add(f"{prefix}/grad_norm", result.grad_norm, 1)
@@ -250,8 +250,13 @@ def add_update(
         metrics.add(f"{prefix}/cross_coefficient_share", cross, own + cross)
         if config.kl_coef > 0.0:
             metrics.add(f"{prefix}/kl", *report.kl.tolist())
-        if is_on_policy and update_index == 0 and stats.ratio_self[1] > 0:
-            metrics.highest(f"{prefix}/self/first_ratio_error", _error_of_one(stats))
+        if update_index == 0 and stats.ratio_self[1] > 0:
+            if not engine_scores:
+                metrics.highest(f"{prefix}/self/first_ratio_error", _error_of_one(stats))
+            elif not config.is_token_level:
+                ratio_B = report.terms.ratio_B[report.terms.is_self_B & report.terms.ratio_B.isfinite()]
+                outside_B = (ratio_B < 1.0 - config.eps_low) | (ratio_B > 1.0 + config.eps_high)
+                metrics.add(f"{prefix}/self/first_outside", outside_B.sum().item(), len(outside_B))
         source_B = report.key_B3[:, 1]
         for source in sorted(set(source_B.tolist()) - {learner}):
             stats = objective_stats(report.terms.of(source_B == source))

@@ -107,10 +107,10 @@ def test_the_objectives_of_the_methods_are_those_of_the_kernels():
 
 @pytest.mark.parametrize("learner", [0, 1])
 def test_what_is_trained_on_is_what_moves_a_gradient(learner):
-    """By prompt for own answers, by answer for others'; a KL is a gradient of its own."""
+    """By prompt for own answers, whatever others' are worth, by answer for others'; a KL is a gradient of its own."""
     advantages = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, -1.0]], [[0.0, 0.0], [0.0, 2.0]]])
     by_hand = {
-        0: [[[False, False], [False, False]], [[True, True], [False, True]], [[True, True], [False, True]]],
+        0: [[[False, False], [False, False]], [[True, True], [False, True]], [[False, False], [False, True]]],
         1: [[[False, False], [False, False]], [[True, False], [True, True]], [[False, False], [True, True]]],
     }
     trained = trained_answers(advantages, learner, config_of("hacpo"))

@@ -23,7 +23,7 @@ def test_own_advantages_are_what_is_trained():
     config = AlgorithmConfig(method="naive", advantages=f"{FILE}:own_mean")
     learning = learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, config)
     assert learning.advantages_PNG.tolist() == [[[0.5, -0.5], [0.0, 0.0]], [[0.0, 0.0], [0.375, -0.375]]]
-    assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[True, True], [True, True]]]
+    assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[False, False], [True, True]]]
 
 
 def test_a_method_that_shares_nothing_shares_nothing():

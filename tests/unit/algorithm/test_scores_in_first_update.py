@@ -15,6 +15,7 @@ ALONE = "algorithm.method=gspo"
         ((), False),
         ((ALONE,), True),
         ((ALONE, "rollout.engine_correction=token"), False),
+        ((ALONE, "rollout.engine_correction=ratio"), False),
         ((ALONE, "rollout.one_step_off=true"), False),
         ((ALONE, "training.score_in_first_update=false"), False),
         ((ALONE, "training.score_in_first_update=true"), True),

@@ -101,6 +101,17 @@ NAMES = [
         ),
     ),
     Case(
+        "an engine's log-probs under a clip narrower than bf16 rounds",
+        ("training.score_in_first_update=true", "rollout.engine_correction=ratio", "device_memory_gib=80"),
+        (
+            "training.score_in_first_update: the 2 agents need each other's scores",
+            "rollout.engine_correction = 'ratio' takes the engine's log-probs. Nearest: false",
+            "rollout.engine_correction: 'ratio' needs a wider own clip. algorithm.eps_low = 0.0003, eps_high = 0.0004: "
+            "rounding in bf16 moves ratios of short answers of a, b further, to and from the engine. Nearest: "
+            "algorithm.eps_low = 0.01 and algorithm.eps_high = 0.01, or 'none'",
+        ),
+    ),
+    Case(
         "answers of the next step",
         (
             "rollout.one_step_off=true",

@@ -16,7 +16,7 @@ from repository import ROOT
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
-from hacpo_mega.config.checks.notes import default_success_note, weak_settings
+from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note, weak_settings
 from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.algorithm import PRESETS
@@ -325,6 +325,22 @@ def test_settings_that_teach_less_than_they_say_are_named():
     )
     (alone,) = weak_settings(load_config(QUICKSTART, ["algorithm.method=sgt", "rollout.rollouts_per_prompt=1"]))
     assert alone.startswith("rollout.rollouts_per_prompt = 1: 'sgt' has no second answer")
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["rollout.one_step_off=true"], "about a quarter lose their gradient by it. Set both to 0.01"),
+        (["agents.qwen.optimizer.lr=1e-6"], "updates at a learning rate of 1e-06 or less: look at self/clipped"),
+        ([], None),  # updates at 4e-4 move ratios far more
+        (["rollout.one_step_off=true", "algorithm.eps_low=0.01", "algorithm.eps_high=0.01"], None),
+        (["rollout.one_step_off=true", "algorithm.method=grpo"], None),
+    ],
+)
+def test_a_clip_within_the_rounding_of_bf16_is_named(overrides, says):
+    lines = list(narrow_clip_note(load_unchecked(QUICKSTART, ["device_memory_gib=80", *overrides])))
+    assert len(lines) == (says is not None) and all(line.endswith(says) for line in lines), lines
+    assert not list(narrow_clip_note(load_unchecked(QUICKSTART, overrides))), "float32 on the CPU"
 
 
 def test_every_key_has_one_effect_and_every_pattern_a_key():

@@ -43,9 +43,9 @@ def update_of(samples) -> UpdateStats:
     return UpdateStats(reports=(report,), skipped=False, num_microbatches=1, num_samples=len(samples), **numbers)
 
 
-def metrics_of(update: UpdateStats, update_index: int = 2) -> dict[str, float]:
+def metrics_of(update: UpdateStats, update_index: int = 2, **how: bool) -> dict[str, float]:
     metrics = Metrics("b", lambda payload: [payload])
-    add_update(metrics, update, update_index, LEARNER, NAMES, CONFIG)
+    add_update(metrics, update, update_index, LEARNER, NAMES, CONFIG, **how)
     return metrics.reduce().values
 
 
@@ -84,7 +84,18 @@ def test_own_answers_and_every_source_are_counted_apart():
 
 
 def test_a_first_update_shows_how_far_own_ratios_are_from_one():
-    assert metrics_of(update_of(SAMPLES), update_index=0)["agent/b/self/first_ratio_error"] == pytest.approx(0.01)
+    found = metrics_of(update_of(SAMPLES), update_index=0)
+    assert found["agent/b/self/first_ratio_error"] == pytest.approx(0.01)
+    assert "agent/b/self/first_outside" not in found, "0 by construction"
+
+
+def test_engine_scores_show_the_share_outside_the_clip():
+    """Whatever the sign of the advantage, and of those that have a ratio."""
+    samples = [(1, 1.0001, 1.0), (1, 1.01, 2.0), (1, 1.0003, -1.0), (1, 0.99, 1.0), (0, 0.5, 1.0), (1, math.nan, 1.0)]
+    found = metrics_of(update_of(samples), update_index=0, engine_scores=True)
+    assert found["agent/b/self/first_outside"] == 0.5
+    assert "agent/b/self/first_ratio_error" not in found
+    assert not any("first" in key for key in metrics_of(update_of(samples), engine_scores=True))
 
 
 def test_a_source_without_a_usable_answer_is_absent():

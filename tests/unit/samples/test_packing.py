@@ -1,6 +1,7 @@
 """Packing and update planning: nothing lost, nothing mixed, every row predicts the token it is said to predict."""
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,14 +148,40 @@ def test_own_samples_pack_the_same_with_and_without_cross_samples():
         assert [identity(s) for s in one.sequences] == [identity(s) for s in other.sequences]
 
 
-def test_later_updates_pack_all_answers_together_unless_routing_replays():
+def test_later_updates_pack_all_together_unless_forwards_repeat():
     asked = []
     actor = SimpleNamespace(pack=pack, learn=lambda update, loss_fn, packing: asked.append(packing))
-    for replays in (False, True):
-        agent = SimpleNamespace(actor=actor, _replays=replays, _policy_loss=lambda *_: None)
+    for replays, repeats in ((False, False), (True, False), (False, True)):
+        how = {"_replays": replays, "_repeats_scoring": repeats, "_policy_loss": lambda *_: None}
         for update_index in range(3):
-            Agent.learn(agent, [], update_index)
-    assert asked == [None, pack, pack, None, None, None]
+            Agent.learn(SimpleNamespace(actor=actor, **how), [], update_index)
+    assert asked == [None, pack, pack, *[None] * 6]
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_own_answers_are_scored_in_the_micro_batches_that_learn_from_them(repeats):
+    """In bf16 those of every update, in float32 those of the first; of prompt 1 only others want what is written."""
+    samples = [sample for sample in random_samples(6, seed=11) if sample.is_self]
+    rollouts = [SimpleNamespace(prompt_index=sample.prompt_index, sample=sample) for sample in samples]
+    per_prompt, scored = len(samples) // 6, []
+    agent = SimpleNamespace(
+        _answers_per_prompt=per_prompt, _prompts_per_update=2, _takes_engine_scores=False, _in_first_update=False,
+        _repeats_scoring=repeats, _devices=SimpleNamespace(scoring=nullcontext),
+        _sequence=lambda text, rollout: rollout.sample, _weighted=lambda score, rollout: score,
+        actor=SimpleNamespace(score=lambda sequences: scored.append(pack(sequences, 40)) or [0.0] * len(sequences)),
+    )  # fmt: skip
+    own_P = torch.tensor([True, False, True, True, True, True])
+    prompts = [SimpleNamespace(index=index, text="") for index in range(6)]
+    found = Agent.score(agent, prompts, rollouts, own_P, ~own_P[:, None].expand(6, per_prompt))
+    assert found == [0.0] * len(samples)
+    own = [sample for sample in samples if own_P[sample.prompt_index]]
+    learnt = [pack_update(update, 40) for update in plan_updates(own, range(6), 2)]
+    as_learnt = learnt if repeats else learnt[:1]
+    assert [[identity(s) for b in batches for s in b.sequences] for batches in scored[: len(as_learnt)]] == [
+        [identity(s) for b in batches for s in b.sequences] for batches in as_learnt
+    ]
+    (rest,) = scored[len(as_learnt) :]
+    assert {s.prompt_index for b in rest for s in b.sequences} == ({1} if repeats else {1, 2, 3, 4, 5})
 
 
 def test_together_a_prompt_of_own_and_others_is_read_once():

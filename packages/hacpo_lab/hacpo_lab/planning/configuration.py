@@ -109,7 +109,7 @@ def work_of(config: Config, lengths: Lengths) -> Work:
         trained=answers * sources,
         updates=config.updates_per_step,
         sources=sources,
-        scored_updates=config.updates_per_step - config.scores_in_first_update,
+        scored_updates=0 if config.engine_scores else config.updates_per_step - config.scores_in_first_update,
         prompt_tokens=lengths.prompt_tokens or -(-rollout.max_prompt_tokens // 2),
         answer_tokens=lengths.answer_tokens or -(-rollout.max_answer_tokens // 2),
         longest=rollout.max_answer_tokens,

@@ -53,7 +53,7 @@ class Measurement(Observer):
     """
 
     def __init__(self, config: Config) -> None:
-        self._counts_scores = not config.mode.one_step_off  # else the engine has given them
+        self._counts_scores = not config.engine_scores  # else the engine has given them
         self._cpu_s: Counter[str] = Counter()
         self._cpu_began = time.process_time()
         self._start_bytes = take_peak()
