@@ -58,7 +58,7 @@ from hacpo_mega.records import (
     UpdateStats,
 )
 from hacpo_mega.samples.learner_view import trained_tokens
-from hacpo_mega.samples.packing import Work, deal_answers, plan_updates
+from hacpo_mega.samples.packing import TokenWork, deal_answers, plan_updates
 
 
 class Agent:
@@ -114,7 +114,7 @@ class Agent:
 
     def deal(self, prompts: Sequence[Prompt], tokens_PNG: Tensor, trains_PNG: Tensor) -> np.ndarray:
         """Cell in the lane that scores and trains each answer, int64 [P, N, G] (samples/packing.py)."""
-        work = Work(pairs_per_token(self.actor.architecture), self.actor.pack.keywords["shares_prompts"])
+        work = TokenWork(pairs_per_token(self.actor.architecture), self.actor.pack.keywords["shares_prompts"])
         return deal_answers(
             tokens_PNG.numpy(),
             trains_PNG.numpy(),

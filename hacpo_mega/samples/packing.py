@@ -46,7 +46,7 @@ def plan_updates(
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenWork:
     """Work of reading tokens, in pairs of tokens that attend: integers, so that all ranks get equal sums.
 
     pairs_per_token   pairs whose attention costs as much as a token's matrices
@@ -74,7 +74,7 @@ def deal_answers(
     learner: int,
     cells: int,
     prompts_per_update: int,
-    work: Work,
+    work: TokenWork,
 ) -> np.ndarray:
     """Cell in the lane that scores and trains each answer, int64 [P, N, G], so that cells finish updates together.
 

@@ -10,7 +10,15 @@ import torch
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.policy_loss import sample_columns
 from hacpo_mega.records import Sample, TokenSequence
-from hacpo_mega.samples.packing import Work, deal_answers, input_length, microbatch, pack, pack_update, plan_updates
+from hacpo_mega.samples.packing import (
+    TokenWork,
+    deal_answers,
+    input_length,
+    microbatch,
+    pack,
+    pack_update,
+    plan_updates,
+)
 
 
 def make_sample(
@@ -224,7 +232,7 @@ def test_every_cell_has_as_much_work_as_the_mean(cells, correlation, shares_prom
     spread = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_answer
     tokens_PNG = np.minimum(4096, np.exp(7.3 + 0.7 * spread)).astype(np.int64) + 1
     prompt_P = random.integers(50, 1000, 128)
-    work = Work(30_000, shares_prompts)
+    work = TokenWork(30_000, shares_prompts)
     how = {"learner": 1, "cells": cells, "prompts_per_update": 64, "work": work}
     cell_PNG = deal_answers(tokens_PNG, np.ones_like(tokens_PNG, dtype=bool), prompt_P, **how)
     as_before_PNG = np.broadcast_to(np.arange(128)[:, None, None] % cells, tokens_PNG.shape)
@@ -255,7 +263,7 @@ def loads_by_hand(cell_PNG, tokens_PNG, prompt_P, work, cells, agents) -> list[i
 def test_a_deal_by_hand():
     """Cell 0 has 90 + 14 + 10 tokens, cell 1 has 40 + 40: the answer of 14 evens them best, and untrained ones stay."""
     trains_PNG = np.array([[[True, True]], [[True, True]], [[True, False]]])
-    how = {"learner": 0, "prompts_per_update": 3, "work": Work(10**6, True)}
+    how = {"learner": 0, "prompts_per_update": 3, "work": TokenWork(10**6, True)}
     tokens_PNG = np.array([[[90, 14]], [[40, 40]], [[10, 99]]])
     dealt = deal_answers(tokens_PNG, trains_PNG, np.array([0, 0, 0]), cells=2, **how)
     assert dealt.tolist() == [[[0, 1]], [[1, 1]], [[0, 0]]]
