@@ -47,6 +47,7 @@ from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.model.layers import has_flash3
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
 from hacpo_mega.memory.actor_bytes import Recompute
+from hacpo_mega.models.flops import pairs_per_token
 from hacpo_mega.records import (
     Prompt,
     ReencodingCounts,
@@ -58,7 +59,7 @@ from hacpo_mega.records import (
     UpdateStats,
 )
 from hacpo_mega.samples.learner_view import trained_tokens
-from hacpo_mega.samples.packing import plan_updates
+from hacpo_mega.samples.packing import TokenWork, deal_answers, plan_updates
 
 
 class Agent:
@@ -89,8 +90,10 @@ class Agent:
         self._sampling, self._takes_engine_scores = config.rollout, config.engine_scores
         self._shows_gap = config.engine_scores and not config.mode.one_step_off
         self._in_first_update = config.scores_in_first_update
-        self._answers_per_prompt = config.answers_per_prompt
-        self._prompts_per_update = config.prompts_per_update // (config.lanes * spec.cells_per_lane)  # of this cell
+        self._prompts_per_update, self._cells = (
+            config.prompts_per_update // config.lanes,
+            spec.cells_per_lane,
+        )  # of a lane
         budget = agent_budget(config, spec, architecture_of(spec))
         agents_on_device = require_fit(spec, place, config, budget.parts["on the host"])
         step = 0 if start is None else start.step
@@ -115,37 +118,54 @@ class Agent:
         layers = VERSIONS["te"] if self.actor.transformer == "te" else local
         return f"{self.name} {layers}, {self.actor.optimizer.summary}"
 
+    def deal(self, prompts: Sequence[Prompt], tokens_PNG: Tensor, trains_PNG: Tensor) -> np.ndarray:
+        """Cell in the lane that scores and trains each answer, int64 [P, N, G] (samples/packing.py)."""
+        work = TokenWork(pairs_per_token(self.actor.architecture), self.actor.pack.keywords["shares_prompts"])
+        return deal_answers(
+            tokens_PNG.numpy(),
+            trains_PNG.numpy(),
+            np.array([len(self.codec.encode_prompt(prompt.text)) for prompt in prompts]),
+            learner=self.index,
+            cells=self._cells,
+            prompts_per_update=self._prompts_per_update,
+            work=work,
+        )
+
     def score(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], own_P: Tensor, wanted_PG: Tensor
     ) -> list[Score | None]:
         """Log-probs of this cell's answers before any update of this step; None for answers that need none now.
 
-        rollouts    this cell's answers to `prompts`, by prompt, then by rollout
+        prompts     the lane's
+        rollouts    answers that were dealt to this cell, by prompt, then by rollout
         own_P       bool [P], prompts whose own answers this agent trains on: all of these are scored
         wanted_PG   bool [P, G], answers that others train on
 
         The answers of the first update, in bf16 of every update, are scored as it will pack them, so that it repeats
         these forwards bit by bit. The rest, and what only others want, follow together.
         """
-        own_B = own_P.repeat_interleave(self._answers_per_prompt)
-        own, asked = own_B.tolist(), (own_B | wanted_PG.flatten()).tolist()
+        place_of = {prompt.index: p for p, prompt in enumerate(prompts)}
+        places = [place_of[rollout.prompt_index] for rollout in rollouts]
+        own = own_P[places].tolist()
+        asked = [b or bool(wanted_PG[p, r.rollout_index]) for b, p, r in zip(own, places, rollouts)]
         if self._takes_engine_scores:
             return [self._engine_score(rollout) if b else None for rollout, b in zip(rollouts, asked, strict=True)]
-        texts = {prompt.index: prompt.text for prompt in prompts}
         scores: list[Score | None] = [None] * len(rollouts)
-        num_first = self._prompts_per_update * self._answers_per_prompt
-        num_apart = len(rollouts) if self._repeats_scoring else num_first
-        batches = [[b for b in range(m, m + num_first) if own[b]] for m in range(0, num_apart, num_first)]
-        batches.append([b for b in range(len(rollouts)) if asked[b] and not (b < num_apart and own[b])])
+        num_apart = (
+            -(-len(prompts) // self._prompts_per_update) if self._repeats_scoring else 1
+        )  # updates, of own answers
+        update = [p // self._prompts_per_update if b else num_apart for b, p in zip(own, places)]
+        batches = [[b for b, m in enumerate(update) if m == apart] for apart in range(num_apart)]
+        batches.append([b for b, m in enumerate(update) if asked[b] and m >= num_apart])
         if self._in_first_update:
             for b in batches.pop(0):
                 if self._num_trained(rollouts[b]) == 0:  # the update computes nothing for it either
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
-            if len(rollouts) == num_first:  # nobody else wants any (config/checks/checks.py)
+            if len(prompts) == self._prompts_per_update:  # nobody else wants any (config/checks/checks.py)
                 return scores  # so nobody needs the device for it
         with self._devices.scoring():
             for batch in batches:
-                sequences = [self._sequence(texts[rollouts[b].prompt_index], rollouts[b]) for b in batch]
+                sequences = [self._sequence(prompts[places[b]].text, rollouts[b]) for b in batch]
                 for b, score in zip(batch, self.actor.score(sequences), strict=True):
                     scores[b] = self._weighted(score, rollouts[b])
         return scores
@@ -174,7 +194,7 @@ class Agent:
         return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
-        """Splits this cell's samples into the step's optimizer updates."""
+        """Splits this cell's samples of the lane's `prompts` into the step's optimizer updates."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update)
 
     def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:

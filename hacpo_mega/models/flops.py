@@ -39,6 +39,11 @@ def matrix_parameters(model: Architecture) -> int:
     return model.num_layers * attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
 
 
+def pairs_per_token(model: Architecture) -> int:
+    """Pairs of tokens whose attention takes as many FLOPs as a token's matrices."""
+    return matrix_parameters(model) // (2 * model.num_layers * model.num_heads * model.head_dim)
+
+
 def feed_forward_parameters(model: Architecture) -> int:
     """The same for all feed-forwards: routers, the experts of a token, and shared ones."""
     columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn

@@ -14,6 +14,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -36,7 +38,7 @@ ROW = np.dtype(
         ("verdict", "u1"),
     ]
 )
-JUDGED_ROW = np.dtype([("reward", "<f8"), ("is_success", "u1")])
+JUDGED_ROW = np.dtype([("reward", "<f8"), ("num_tokens", "<i4"), ("is_success", "u1")])
 COMPLETION_ROW = np.dtype([("stop", "u1")])
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_NAMED = 5  # how many missing answers an error names before it only counts them
@@ -45,52 +47,100 @@ logger = logging.getLogger(__name__)
 
 
 def share_rewards(
-    judgements: Sequence[Judgement], num_prompts: int, place: Place, rollouts_per_prompt: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], and successes, bool [P, N, G].
+    judged: Sequence[Trajectory], num_prompts: int, place: Place, rollouts_per_prompt: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], successes, bool, and tokens, int64.
 
     Unjudged rewards are NaN.
 
-    `judgements` are this cell's, by prompt, then by rollout; the leader sends its own. They travel before the answers,
-    because they decide which answers need a score. Collective over the lane; equal on every rank of it.
+    `judged` are this cell's answers, by prompt, then by rollout; the leader sends its own. They travel before the
+    answers, because they decide which answers need a score, and where. Collective over the lane; equal on every rank of
+    it.
     """
     received = None
     if place.is_leader:
-        mine = np.array([(judgement.reward, judgement.is_success) for judgement in judgements], JUDGED_ROW)
+        rows = [(t.reward, len(t.rollout.token_ids), t.verdict is Verdict.CORRECT) for t in judged]
+        mine = np.array(rows, JUDGED_ROW)
         received = wire.join(place.gather_lane(mine.tobytes()))
     messages = wire.split(place.share_in_cell(received))
     rank_map, lane = place.rank_map, place.lane
     shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    tokens_PNG = torch.zeros(shape, dtype=torch.int64)
+    columns = (rewards_PNG, "reward"), (successes_PNG, "is_success"), (tokens_PNG, "num_tokens")
     for message, rank in zip(messages, rank_map.leaders(lane), strict=True):
         sender = rank_map.coordinate(rank)
         share = rank_map.share_of_lane(sender), sender.agent
         found, owed = np.frombuffer(message, JUDGED_ROW), rewards_PNG[share].numel()
         assert len(found) == owed, f"{sender} sent {len(found)} rewards instead of {owed}"
-        for values_PNG, column in ((rewards_PNG, "reward"), (successes_PNG, "is_success")):
+        for values_PNG, column in columns:
             group_PG = values_PNG[share]
             group_PG.copy_(torch.from_numpy(found[column].copy()).reshape(group_PG.shape))
-    return rewards_PNG, successes_PNG
+    return rewards_PNG, successes_PNG, tokens_PNG
 
 
-def trajectories_of(
-    place: Place, rollouts: Sequence[Rollout], judgements: Sequence[Judgement], scores: Sequence[Score | None]
-) -> list[Trajectory]:
-    """Judged and scored rollouts of this cell on its leader, which sends them; an empty list elsewhere."""
+def judged_rollouts(place: Place, rollouts: Sequence[Rollout], judgements: Sequence[Judgement]) -> list[Trajectory]:
+    """Judged rollouts of this cell, without a score, on its leader, which sends them; an empty list elsewhere."""
     if not place.is_leader:
         return []
+    judged = zip(rollouts, judgements, strict=True)
+    return [Trajectory(place.agent, rollout, found.verdict, found.reward, math.nan, 0) for rollout, found in judged]
+
+
+def scored_trajectories(judged: Sequence[Trajectory], scores: Sequence[Score | None]) -> list[Trajectory]:
+    """The leader's trajectories with the cell's scores, where there is one; an empty list elsewhere."""
     return [
-        Trajectory(
-            agent=place.agent,
-            rollout=rollout,
-            verdict=judgement.verdict,
-            reward=judgement.reward,
-            mean_logprob=math.nan if score is None else score.mean_logprob,
-            num_scored=0 if score is None else len(score.token_logprobs),
-            engine_weight=1.0 if score is None else score.engine_weight,
+        trajectory
+        if score is None
+        else replace(
+            trajectory,
+            mean_logprob=score.mean_logprob,
+            num_scored=len(score.token_logprobs),
+            engine_weight=score.engine_weight,
         )
-        for rollout, judgement, score in zip(rollouts, judgements, scores, strict=True)
+        for trajectory, score in zip(judged, scores, strict=bool(judged))
     ]
+
+
+def deal_rollouts(
+    rollouts: Sequence[Rollout],
+    judged: Sequence[Trajectory],
+    prompts: Sequence[Prompt],
+    cell_PG: np.ndarray,
+    place: Place,
+) -> tuple[list[Rollout], list[Trajectory]]:
+    """Answers that this cell scores and trains, in place of those that it wrote; by prompt, then by rollout.
+
+    `cell_PG` is the cell in the lane of every answer of the agent to the lane's `prompts` (samples/packing.py). An
+    answer whose cell did not write it is sent there, with engine log-probs and routing. `judged` is the leader's, as
+    the second result. Collective over the lane, unless every agent has one cell in it.
+    """
+    shapes = place.rank_map.agents
+    if all(shape.cells_per_lane == 1 for shape in shapes):
+        return list(rollouts), list(judged)
+    cells, me = shapes[place.agent].cells_per_lane, place.coordinate.cell_in_lane
+    place_of = {prompt.index: p for p, prompt in enumerate(prompts)}
+
+    def cell_of(rollout: Rollout) -> int:
+        return int(cell_PG[place_of[rollout.prompt_index], rollout.rollout_index])
+
+    received = None
+    if place.is_leader:
+        leaving = [[t for t in judged if cell_of(t.rollout) == cell != me] for cell in range(cells)]
+        messages = place.gather_lane(wire.join([encode(part, moves=True) for part in leaving]))
+        agents = [place.rank_map.coordinate(rank).agent for rank in place.rank_map.leaders(place.lane)]
+        mine = [wire.split(message)[me] for message, agent in zip(messages, agents) if agent == place.agent]
+        received = wire.join(mine)
+    sender = f"a cell of {place.coordinate.agent_name} in lane {place.lane}"
+    arrived = [t for message in wire.split(place.share_in_cell(received)) for t in decode(message, sender)]
+
+    def order(rollout: Rollout) -> tuple[int, int]:
+        return place_of[rollout.prompt_index], rollout.rollout_index
+
+    kept = [rollout for rollout in rollouts if cell_of(rollout) == me]
+    dealt = sorted([*kept, *(t.rollout for t in arrived)], key=order)
+    stayed = [t for t in judged if cell_of(t.rollout) == me]
+    return dealt, sorted([*stayed, *arrived], key=lambda t: order(t.rollout)) if place.is_leader else []
 
 
 def exchange(
@@ -99,8 +149,8 @@ def exchange(
     """All answers of all agents to the prompts of this lane, identical on every rank of the lane.
 
     `trajectories` are this cell's, and the leader sends them; `prompts` are all prompts of the lane, in order: every
-    cell answers its share of them (RankMap.share_of_lane). Collective over the lane. Raises ValueError on a damaged
-    message, AssertionError if an answer is missing, doubled or from the wrong cell; both name the sender.
+    answer comes from one cell of its agent, which has scored it. Collective over the lane. Raises ValueError on a
+    damaged message, AssertionError if an answer is missing, doubled or from the wrong agent; both name the sender.
     """
     received = None
     if place.is_leader:
@@ -136,20 +186,25 @@ def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) 
     return shared
 
 
-def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """Encodes trajectories as a message of wire.py with rows of ROW."""
+def encode(trajectories: Sequence[Trajectory], *, moves: bool = False) -> bytes:
+    """Encodes trajectories as a message of wire.py with rows of ROW.
+
+    `moves`: with log-probs and routing of the engine, for another cell of the same agent.
+    """
     rows = np.array([_row(trajectory) for trajectory in trajectories], ROW)
-    tokens = [trajectory.rollout.token_ids for trajectory in trajectories]
-    return wire.encode(wire.Table(rows, tokens, [_text_of(trajectory) for trajectory in trajectories]))
+    rollouts = [trajectory.rollout for trajectory in trajectories]
+    table = wire.completion_table(rows, rollouts)._replace(texts=[_text_of(trajectory) for trajectory in trajectories])
+    return wire.encode(table if moves else table._replace(logprobs=None, routing=None))
 
 
 def decode(message: bytes, sender: str) -> list[Trajectory]:
     """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     trajectories = []
     table = wire.decode(message, ROW, sender)
-    for row, token_ids, text in zip(table.rows.tolist(), table.tokens, table.texts):  # a column at a time is slow
+    beside = table.logprobs or repeat(None), table.routing or repeat(None)
+    for row, *answer in zip(table.rows.tolist(), table.tokens, table.texts, *beside):  # a column at a time is slow
         try:
-            trajectories.append(_from_row(row, token_ids, text))
+            trajectories.append(_from_row(row, *answer))
         except (ValueError, AssertionError) as error:
             raise ValueError(f"message of {sender}: trajectory {len(trajectories)} is damaged: {error}") from error
     return trajectories
@@ -164,20 +219,21 @@ def assemble(
 ) -> Pool:
     """Full cube of a lane from its leaders' messages, in the order of `RankMap.leaders`.
 
-    AssertionError, naming answer and sender, unless every (prompt, agent, rollout) came exactly once, from its own
-    cell.
+    AssertionError, naming answer and sender, unless every (prompt, agent, rollout) came exactly once, from a cell of
+    its agent.
     """
     answers: dict[tuple[int, int, int], Trajectory] = {}
+    agents, rollouts = range(len(rank_map.agents)), range(rollouts_per_prompt)
+    owed = [Counter((prompt.index, n, g) for prompt in prompts for g in rollouts) for n in agents]
     for rank, trajectories in zip(rank_map.leaders(lane), by_sender, strict=True):
         sender = rank_map.coordinate(rank)
         keys = [(t.rollout.prompt_index, t.agent, t.rollout.rollout_index) for t in trajectories]
-        share = rank_map.share_of_lane(sender)
-        owed = [(prompt.index, sender.agent, g) for prompt in prompts[share] for g in range(rollouts_per_prompt)]
-        missing, surplus = Counter(owed) - Counter(keys), Counter(keys) - Counter(owed)
-        assert not missing, f"{sender} did not send {_named(missing)}"
-        assert not surplus, f"{sender} sent twice, or for another cell, {_named(surplus)}"
+        surplus = Counter(keys) - owed[sender.agent]
+        assert not surplus, f"{sender} sent twice, or for another agent, {_named(surplus)}"
+        owed[sender.agent] -= Counter(keys)
         answers.update(zip(keys, trajectories))
-    agents, rollouts = range(len(rank_map.agents)), range(rollouts_per_prompt)
+    for missing, shape in zip(owed, rank_map.agents):
+        assert not missing, f"no cell of {shape.name} in lane {lane} sent {_named(missing)}"
     cube = tuple(tuple(tuple(answers[prompt.index, n, g] for g in rollouts) for n in agents) for prompt in prompts)
     return Pool(tuple(prompts), cube)
 
@@ -198,9 +254,9 @@ def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, in
     return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict
 
 
-def _from_row(row: tuple, token_ids: np.ndarray, text: str) -> Trajectory:
+def _from_row(row: tuple, token_ids: np.ndarray, text: str, *beside: np.ndarray | None) -> Trajectory:
     reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict = row
-    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop))
+    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *beside)
     return Trajectory(agent, rollout, Verdict(verdict), reward, mean_logprob, num_scored, engine_weight)
 
 

@@ -98,6 +98,7 @@ def learner_view(
     rules: ReencodingRules,
     own_scores: Mapping[AnswerKey, Score],
     own_routing: Mapping[AnswerKey, np.ndarray] = MappingProxyType({}),
+    mine_PNG: np.ndarray | None = None,
 ) -> tuple[list[Sample], tuple[ReencodingCounts, ...]]:
     """Samples of `learner`, ordered by (prompt, source, rollout), and counts of each source's answers [N].
 
@@ -105,12 +106,15 @@ def learner_view(
     [P, N, G], marks the answers worth training on (algorithm/dynamic_groups.py). `codec` is the learner's.
     `own_scores` holds the learner's own answers in this pool: their token log-probs stay in the cell, only the mean of
     an answer travels. A missing one is computed by the update that trains it. `own_routing` is keyed likewise.
+    `mine_PNG`, bool [P, N, G], are the answers that this cell trains; None: all.
     """
     tallies: tuple[Counter[str], ...] = tuple(Counter() for _ in rules.sources)
     dropped: tuple[list[DroppedAnswer], ...] = tuple([] for _ in rules.sources)
     samples = []
     trains, advantages = trains_PNG.tolist(), advantages_PNG.tolist()  # indexing a tensor one by one is slow
-    readings = _readings(pool, trains, learner, codec, rules)
+    is_mine_PNG = np.full(trains_PNG.shape, True) if mine_PNG is None else mine_PNG
+    readings = _readings(pool, (trains_PNG.numpy() & is_mine_PNG).tolist(), learner, codec, rules)
+    mine = is_mine_PNG.tolist()
     for p, prompt in enumerate(pool.prompts):
         prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
         for j, group in enumerate(pool.trajectories_PNG[p]):
@@ -118,6 +122,8 @@ def learner_view(
             if not is_self and not rules.shares_answers:
                 continue
             for g, trajectory in enumerate(group):
+                if not mine[p][j][g]:
+                    continue
                 key = prompt.index, trajectory.rollout.rollout_index
                 answer_ids = _reason_not_wanted(trajectory, trains[p][j][g], tallies[j]) or _answer_ids(
                     trajectory, is_self, codec, rules, readings, tallies[j]

@@ -1,4 +1,4 @@
-"""Samples -> optimizer updates -> packed micro-batches. Pure functions, no communication.
+"""Samples -> cells -> optimizer updates -> packed micro-batches. Pure functions, no communication.
 
 Packing is THD: sequences lie end to end, `cu_seqlens` has their starts, and there is no padding to a rectangle. Answers
 to one prompt can share it: it is read once, and each of them attends to it before its own tokens.
@@ -10,6 +10,7 @@ scored: there, in float32, own answers share micro-batches, and prompts, with ot
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 from hacpo_mega.samples.routing import packed_routing
 
 PADDING_TOKEN = 0
+TOLERANCE = 200  # the fullest cell may have this part more than the mean
 
 
 def plan_updates(
@@ -25,10 +27,11 @@ def plan_updates(
 ) -> list[tuple[Sample, ...]]:
     """Splits a step's samples into its optimizer updates: consecutive blocks of prompts, own answers first in each.
 
-    `prompt_indices` are the prompts that this cell trains in this step, in order; a prompt whose samples were all
-    dropped still counts, so that every rank plans the same number of updates. All samples of a prompt, own and cross,
-    land in the same update, so each update holds own and cross answers as 1 : N-1 (Algorithm 1). Inside an update the
-    order is (own before cross, prompt, source, rollout), whatever the order of `samples`. An update may be empty.
+    `prompt_indices` are the lane's prompts of this step, in order; a prompt whose samples were all dropped, or went to
+    other cells, still counts, so that every rank plans the same number of updates. All samples of a prompt, own and
+    cross, land in the same update, so each update holds own and cross answers as 1 : N-1 (Algorithm 1). Inside an
+    update the order is (own before cross, prompt, source, rollout), whatever the order of `samples`. An update may be
+    empty.
     """
     assert prompt_indices and len(prompt_indices) % prompts_per_update == 0, (len(prompt_indices), prompts_per_update)
     place_of = {prompt: place for place, prompt in enumerate(prompt_indices)}
@@ -40,6 +43,96 @@ def plan_updates(
         return (not sample.is_self, place_of[sample.prompt_index], sample.source, sample.rollout_index)
 
     return [tuple(sorted(update, key=order)) for update in updates]
+
+
+@dataclass(frozen=True)
+class TokenWork:
+    """Work of reading tokens, in pairs of tokens that attend: integers, so that all ranks get equal sums.
+
+    pairs_per_token   pairs whose attention costs as much as a token's matrices
+    shares_prompts    whether the answers of a prompt that a cell has read it once
+    """
+
+    pairs_per_token: int
+    shares_prompts: bool
+
+    def of_prompts(self, prompts: np.ndarray) -> np.ndarray:
+        """Work of reading prompts of so many tokens."""
+        return prompts * self.pairs_per_token + prompts * prompts // 2
+
+    def of_answers(self, prompts: np.ndarray, answers: np.ndarray) -> np.ndarray:
+        """Work of answers of so many tokens, without that of their prompts if these are shared."""
+        alone = answers * self.pairs_per_token + answers * prompts + answers * answers // 2
+        return alone if self.shares_prompts else alone + self.of_prompts(prompts)
+
+
+def deal_answers(
+    tokens_PNG: np.ndarray,
+    trains_PNG: np.ndarray,
+    prompt_tokens_P: np.ndarray,
+    *,
+    learner: int,
+    cells: int,
+    prompts_per_update: int,
+    work: TokenWork,
+) -> np.ndarray:
+    """Cell in the lane that scores and trains each answer, int64 [P, N, G], so that cells finish updates together.
+
+    Every cells-th prompt is a cell's own, and its answers stay there unless another cell has less to do: in each update
+    answers move from the fullest cell to the emptiest, own ones first, since they are also scored, then others', which
+    are on all cells. Their tokens are those of their source: a factor that all have in common changes nothing.
+    `trains_PNG` are the answers that `learner` trains on; others stay. A pure function of integers, equal on all ranks.
+    """
+    cell_PNG = np.broadcast_to((np.arange(len(tokens_PNG)) % cells)[:, None, None], tokens_PNG.shape).copy()
+    prompt_P = work.of_prompts(prompt_tokens_P) if work.shares_prompts else np.zeros_like(prompt_tokens_P)
+    work_PNG = work.of_answers(prompt_tokens_P[:, None, None], tokens_PNG)
+    is_own_PNG = np.zeros_like(trains_PNG)
+    is_own_PNG[:, learner] = True
+    for start in range(0, len(tokens_PNG) if cells > 1 else 0, prompts_per_update):
+        update = slice(start, start + prompts_per_update)
+        load_C = np.zeros(cells, dtype=np.int64)
+        for kind_PNG in (is_own_PNG, ~is_own_PNG):
+            places = np.nonzero((trains_PNG & kind_PNG)[update])
+            dealt = cell_PNG[update][places]
+            _level(dealt, places[0], work_PNG[update][places], prompt_P[update], load_C)
+            cell_PNG[update][places] = dealt
+    return cell_PNG
+
+
+def _level(
+    cell_A: np.ndarray, prompt_A: np.ndarray, work_A: np.ndarray, prompt_P: np.ndarray, load_C: np.ndarray
+) -> None:
+    """Adds answers to the cells' loads, and moves them from the fullest cell to the emptiest while that pays.
+
+    A whole prompt's answers or a single one move, whichever levels the two cells best; reading the prompt in one more
+    cell counts. `cell_A` and `load_C` are changed in place.
+    """
+    work_PC = np.zeros((len(prompt_P), len(load_C)), dtype=np.int64)
+    num_PC = np.zeros_like(work_PC)
+    np.add.at(work_PC, (prompt_A, cell_A), work_A)
+    np.add.at(num_PC, (prompt_A, cell_A), 1)
+    load_C += (work_PC + prompt_P[:, None] * (num_PC > 0)).sum(axis=0)
+    for _ in range(len(cell_A)):
+        full, empty = int(load_C.argmax()), int(load_C.argmin())
+        if load_C[full] * len(load_C) <= load_C.sum() // TOLERANCE * (TOLERANCE + 1):
+            return
+        mine = np.flatnonzero(cell_A == full)
+        prompts = np.flatnonzero(num_PC[:, full])
+        moved = np.concatenate([work_PC[prompts, full], work_A[mine]])
+        of = np.concatenate([prompts, prompt_A[mine]])
+        is_last = np.concatenate([np.full(len(prompts), True), num_PC[prompt_A[mine], full] == 1])
+        leaves, comes = moved + prompt_P[of] * is_last, moved + prompt_P[of] * (num_PC[of, empty] == 0)
+        highest = np.maximum(load_C[full] - leaves, load_C[empty] + comes)
+        best = int(highest.argmin()) if len(highest) else 0
+        if not len(highest) or highest[best] >= load_C[full]:
+            return
+        chosen = mine[prompt_A[mine] == of[best]] if best < len(prompts) else mine[[best - len(prompts)]]
+        cell_A[chosen] = empty
+        for table_PC, amount in ((work_PC, moved[best]), (num_PC, len(chosen))):
+            table_PC[of[best], full] -= amount
+            table_PC[of[best], empty] += amount
+        load_C[full] -= leaves[best]
+        load_C[empty] += comes[best]
 
 
 def input_length(sequence: TokenSequence) -> int:

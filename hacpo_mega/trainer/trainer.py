@@ -27,7 +27,7 @@ from hacpo_mega.logbook.steps.held_out import mean_held_out
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.records import Prompt, Rollout
-from hacpo_mega.rollout.exchange import exchange, share_rewards, trajectories_of
+from hacpo_mega.rollout.exchange import deal_rollouts, exchange, judged_rollouts, scored_trajectories, share_rewards
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers, read_answers
 from hacpo_mega.samples.learner_view import ReencodingRules, learner_view, routing_by_answer, scores_by_answer
 from hacpo_mega.trainer.build import (
@@ -226,31 +226,35 @@ class Trainer:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""
         if self.agent is None:
             return self._answer_alone()
-        prompts, mine = self.schedule.prompts_of(self.steps_done), self.schedule.my_share  # my lane's; my cell's part
+        prompts = self.schedule.prompts_of(self.steps_done)  # my lane's
         with self.phase("roll_out"):
             rollouts = self.schedule.roll_out(self.steps_done, self.judge.on_answer)
         self._exit_if_preempted()
         with self.phase("judge"):
-            judgements, judged = self.judge.judge(prompts[mine], rollouts), self.judge.take_report()
+            judgements = self.judge.judge(prompts[self.schedule.my_share], rollouts)
+            judged, of_grader = judged_rollouts(self.place, rollouts, judgements), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
-            shared = share_rewards(judgements, len(prompts), self.place, self.config.answers_per_prompt)
+            *shared, tokens_PNG = share_rewards(judged, len(prompts), self.place, self.config.answers_per_prompt)
             # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
             self.capability.add(self.place.sum_over_lanes(reward_tally(*shared)))
             learning = learning_of(*shared, self.capability.values(), self.place.agent, self.config.algorithm)
+            cell_PNG = self.agent.deal(prompts, tokens_PNG, learning.trains_PNG)  # so that all cells finish together
+            mine_PNG = cell_PNG == self.place.coordinate.cell_in_lane
+            rollouts, judged = deal_rollouts(rollouts, judged, prompts, cell_PNG[:, self.place.agent], self.place)
         with self.phase("score"):  # log-probs of the policy that will learn, before it learns
-            scores = self.agent.score(prompts[mine], rollouts, learning.own_P[mine], learning.wanted_PG[mine])
+            scores = self.agent.score(prompts, rollouts, learning.own_P, learning.wanted_PG)
         with self.phase("exchange"):
-            trajectories = trajectories_of(self.place, rollouts, judgements, scores)
+            trajectories = scored_trajectories(judged, scores)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
             samples, reencodings = learner_view(
-                pool.part(mine), learning.advantages_PNG[mine], learning.trains_PNG[mine], self.place.agent,
-                self.agent.codec, self.reencoding_rules, scores_by_answer(rollouts, scores),
-                routing_by_answer(rollouts))  # fmt: skip
+                pool, learning.advantages_PNG, learning.trains_PNG, self.place.agent, self.agent.codec,
+                self.reencoding_rules, scores_by_answer(rollouts, scores), routing_by_answer(rollouts), mine_PNG
+            )  # fmt: skip
         self._exit_if_preempted()  # what is learnt cannot be taken back: from here on the step is finished first
         step, updates = self.steps_done + 1, []
         with self.rollout.devices.learning(self.phase):  # the engine sleeps, unless one step off
-            for m, update in enumerate(self.agent.plan(prompts[mine], samples)):  # the cross band tightens with m
+            for m, update in enumerate(self.agent.plan(prompts, samples)):  # the cross band tightens with m
                 self.observers.before_update(step, m, update)
                 with self.phase("learn"):
                     updates.append(self.agent.learn(update, m))
@@ -260,8 +264,8 @@ class Trainer:
         with self.phase("publish"):  # Megatron shards -> the live vLLM engine
             self.rollout.publish_weights(step)
         self.observers.after_publishing(step)
-        found = pool, learning.advantages_PNG, rollouts, judgements, judged, scores, trajectories, reencodings, updates
-        self._end_step(StepResult(*found))
+        found = pool, learning.advantages_PNG, rollouts, judgements, of_grader, scores, trajectories
+        self._end_step(StepResult(*found, reencodings, updates))
 
     def _answer_alone(self) -> None:
         """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""
@@ -281,8 +285,7 @@ class Trainer:
         self.observers.before_writing(self.steps_done + 1, found)
         if self.config.scores_in_first_update:  # what was not scored before has been by now
             scores = complete_scores(found.rollouts, found.scores, found.updates)
-            trajectories = trajectories_of(self.place, found.rollouts, found.judgements, scores)
-            found = replace(found, scores=scores, trajectories=trajectories)
+            found = replace(found, scores=scores, trajectories=scored_trajectories(found.trajectories, scores))
         notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
         if self.config.engine_scores:  # the gap is of the trainer's own, which its first update had
             found = replace(found, scores=own_scores(found.rollouts, found.updates[0], self.agent.index))

@@ -3,6 +3,7 @@
 import math
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,20 @@ from job import run_job
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Completion, Judgement, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.records import Completion, Judgement, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
-from hacpo_mega.rollout.exchange import ROW, assemble, decode, encode, exchange, share_completions, share_rewards
+from hacpo_mega.rollout.exchange import (
+    ROW,
+    assemble,
+    deal_rollouts,
+    decode,
+    encode,
+    exchange,
+    judged_rollouts,
+    scored_trajectories,
+    share_completions,
+    share_rewards,
+)
 
 SENDER = "rank 3 (agent B)"
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -198,12 +210,15 @@ def expected_answer(prompt: int, agent: int, rollout: int) -> Trajectory:
     [
         (
             lambda sent: sent.pop(),
-            r"rank 4 \(agent B, lane 0, .* did not send 1 .*\(prompt 2, agent 1, rollout 1\)",
+            r"no cell of B in lane 0 sent 1 .*\(prompt 2, agent 1, rollout 1\)",
         ),
         (lambda sent: sent.append(sent[0]), r"rank 4 .* sent twice.* \(prompt 0, agent 1, rollout 0\)"),
-        (lambda sent: sent.append(expected_answer(1, 1, 0)), r"rank 4 .* for another cell, .*\(prompt 1, agent 1, rol"),
-        (lambda sent: sent.append(expected_answer(0, 0, 0)), r"rank 4 .* for another cell, .*\(prompt 0, agent 0, rol"),
-        (lambda sent: sent.append(expected_answer(3, 1, 0)), r"rank 4 .* for another cell, .*\(prompt 3, agent 1, rol"),
+        (
+            lambda sent: sent.append(expected_answer(1, 1, 0)),
+            r"rank 5 .* twice.* \(prompt 1, agent 1, rollout 0\)",
+        ),
+        (lambda sent: sent.append(expected_answer(0, 0, 0)), r"rank 4 .* another agent, .*\(prompt 0, agent 0, rol"),
+        (lambda sent: sent.append(expected_answer(3, 1, 0)), r"rank 4 .* another agent, .*\(prompt 3, agent 1, rol"),
     ],
 )
 def test_a_cube_that_is_not_full_names_answer_and_sender(spoil, complaint):
@@ -238,13 +253,49 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
         for n in range(len(rank_map.agents)):
             for g in range(3):
                 assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
-    judgements = [Judgement(t.verdict, t.reward) for t in mine] if place.is_leader else []
-    rewards_PNG, successes_PNG = share_rewards(judgements, len(prompts), place, 3)
+    rollouts = [t.rollout for t in mine]
+    judged = judged_rollouts(place, rollouts, [Judgement(t.verdict, t.reward) for t in mine])
+    rewards_PNG, successes_PNG, tokens_PNG = share_rewards(judged, len(prompts), place, 3)
+    assert tokens_PNG[1, -1].tolist() == [100 * prompts[1].index + 10 * (tokens_PNG.shape[1] - 1) + g for g in range(3)]
     pairs = [[[(t.reward, t.verdict) for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
     expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)
     torch.testing.assert_close(rewards_PNG, expected_PNG2[..., 0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(successes_PNG, expected_PNG2[..., 1] == Verdict.CORRECT) and successes_PNG.any()
     return place.lane_group.num_gathers if place.is_leader else 0
+
+
+def check_deal(place: Place, rank_map: RankMap) -> int:
+    """Every answer is at the cell that it was dealt to, with engine log-probs and routing, and the cube is full."""
+    prompts, my = lane_prompts(place.lane), place.coordinate
+    mine = [engine_answer(t.rollout) for t in answers_of(rank_map, my.global_rank, 3)]
+    cell_PG = np.arange(9).reshape(3, 3) // 2 % rank_map.agents[my.agent].cells_per_lane
+    judged = judged_rollouts(place, mine, [Judgement(Verdict.CORRECT, 1 / (1 + r.rollout_index)) for r in mine])
+    dealt, judged = deal_rollouts(mine, judged, prompts, cell_PG, place)
+    owed = [(prompts[p].index, g) for p in range(3) for g in range(3) if cell_PG[p, g] == my.cell_in_lane]
+    assert [(r.prompt_index, r.rollout_index) for r in dealt] == owed
+    for rollout in dealt:
+        expected = engine_answer(expected_answer(rollout.prompt_index, my.agent, rollout.rollout_index).rollout)
+        for name in ("token_ids", "logprobs", "routing"):
+            np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
+        assert (rollout.text, rollout.stop) == (expected.text, expected.stop)
+    assert [t.rollout for t in judged] == (dealt if place.is_leader else [])
+    assert [t.reward for t in judged] == [1 / (1 + g) for _, g in owed if place.is_leader]
+    sent = scored_trajectories(judged, [None if r.rollout_index else Score(-1.0, r.logprobs) for r in dealt])
+    pool = exchange(sent, prompts, place, rollouts_per_prompt=3)
+    assert {t.num_scored > 0 for group_N in pool.trajectories_PNG for t in group_N[my.agent][1:]} == {False}
+    return sum(rollout not in mine for rollout in dealt)
+
+
+def engine_answer(rollout: Rollout) -> Rollout:
+    """The answer with log-probs and a routing of two layers that say whose they are."""
+    routing = np.full((len(rollout.token_ids), 2, 1), rollout.rollout_index, np.uint8)
+    return replace(rollout, logprobs=-rollout.token_ids.astype(np.float32), routing=routing)
+
+
+def test_answers_reach_the_cells_that_they_are_dealt_to():
+    """Agent B has two cells; of its nine answers cell 0 trains the places 0, 1, 4, 5, 8, and wrote 0 to 2, 6 to 8."""
+    rank_map = RankMap(1, (AgentShape("A"), AgentShape("B", tp=2, cells_per_lane=2)))
+    assert run_job(rank_map, check_deal) == [0, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -303,7 +303,7 @@ class Config(Section):
     """Steps of the run; each answers, judges, exchanges and trains on prompts_per_step prompts."""
     lanes: Count = 1
     """Data-parallel columns that all agents share; each takes its part of every update, so their number changes results
-    by rounding only."""
+    by rounding only. Work is evened over the cells of a lane, not over lanes."""
     placement: Literal["split", "shared", "apart"] = "split"
     """Each agent on its own devices (split), all in turn on those of one node, offloaded to host memory in between
     (shared), or engines on further devices, rollout_gpus a cell (apart). Same bits in each."""

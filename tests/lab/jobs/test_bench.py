@@ -12,7 +12,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.segments import all_sources
 from hacpo_mega.rollout import wire
-from hacpo_mega.rollout.exchange import ROW
+from hacpo_mega.rollout.exchange import JUDGED_ROW, ROW
 
 pytestmark = pytest.mark.nightly
 
@@ -59,7 +59,13 @@ def test_memory_processor_seconds_and_bytes_are_those_of_the_work(done):
             assert found["peak_bytes"]["learn"] > found["peak_bytes"]["start"] > 0
             sent, weights = found["sent_bytes"], Architecture.from_folder(folder / agent)
             # rewards and answers to the one other leader; a token, also a special one, has a few letters
-            fixed_bytes = 8 + 8 * num_answers + 8 + wire.HEADER.size + num_answers * (ROW.itemsize + 8 + 4 * TOKENS)
+            fixed_bytes = (
+                8
+                + JUDGED_ROW.itemsize * num_answers
+                + 8
+                + wire.HEADER.size
+                + num_answers * (ROW.itemsize + 8 + 4 * TOKENS)
+            )
             assert fixed_bytes <= sent["exchange/lane"] <= fixed_bytes + 8 * TOKENS * num_answers
             assert sent["publish/engine"] == 4 * sum(math.prod(source.shape) for source in all_sources(weights))
             assert "exchange/row" not in sent and "publish/tp" not in sent  # one lane, one rank

@@ -171,7 +171,13 @@ def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
 
 def test_an_engine_that_answers_while_the_actor_learns_is_in_every_phase():
     """Its share of the device beside all that learning takes; where that does not fit, switching it off may."""
-    overrides = ("lanes=1", f"{LARGE}.tp=8", f"{SMALL}.tp=8", "agents.*.engine_tp=1", "agents.*.recompute=full")
+    overrides = (
+        "agents.*.cells_per_lane=1",
+        f"{LARGE}.tp=8",
+        f"{SMALL}.tp=8",
+        "agents.*.engine_tp=1",
+        "agents.*.recompute=full",
+    )
     sleeps, awake = (
         budgets_of(PAIR, *overrides, "agents.*.vllm.gpu_memory_utilization=0.3", f"rollout.one_step_off={on}")[
             "qwen-8b-base"

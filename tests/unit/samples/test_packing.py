@@ -11,7 +11,15 @@ import torch
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.policy_loss import sample_columns
 from hacpo_mega.records import Sample, TokenSequence
-from hacpo_mega.samples.packing import input_length, microbatch, pack, pack_update, plan_updates
+from hacpo_mega.samples.packing import (
+    TokenWork,
+    deal_answers,
+    input_length,
+    microbatch,
+    pack,
+    pack_update,
+    plan_updates,
+)
 
 
 def make_sample(
@@ -239,3 +247,55 @@ def test_updates_hold_whole_prompts_in_own_then_cross_order():
 def test_an_update_whose_prompts_were_all_dropped_stays_as_an_empty_one():
     samples = [s for s in random_samples(num_prompts=4, seed=5) if s.prompt_index >= 2]
     assert [len(update) for update in plan_updates(samples, [0, 1, 2, 3], 2)] == [0, 12]
+
+
+@pytest.mark.parametrize("cells", [2, 4, 8])
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_every_cell_has_as_much_work_as_the_mean(cells, correlation, shares_prompts):
+    """Lognormal lengths, cap 4,096, part of whose variance is the prompt's: 64 prompts an update, 8 answers of each."""
+    random = np.random.default_rng(cells)
+    of_prompt, of_answer = random.normal(size=(128, 1, 1)), random.normal(size=(128, 2, 8))
+    spread = np.sqrt(correlation) * of_prompt + np.sqrt(1 - correlation) * of_answer
+    tokens_PNG = np.minimum(4096, np.exp(7.3 + 0.7 * spread)).astype(np.int64) + 1
+    prompt_P = random.integers(50, 1000, 128)
+    work = TokenWork(30_000, shares_prompts)
+    how = {"learner": 1, "cells": cells, "prompts_per_update": 64, "work": work}
+    cell_PNG = deal_answers(tokens_PNG, np.ones_like(tokens_PNG, dtype=bool), prompt_P, **how)
+    as_before_PNG = np.broadcast_to(np.arange(128)[:, None, None] % cells, tokens_PNG.shape)
+    for update in (slice(64), slice(64, None)):
+        args = tokens_PNG[update], prompt_P[update], work, cells
+        for agents in (slice(None), slice(1, 2)):  # of the update, and of its own answers, which are also scored
+            loads = loads_by_hand(cell_PNG[update], *args, agents)
+            assert max(loads) <= 1.02 * sum(loads) / cells
+            untouched = loads_by_hand(as_before_PNG[update], *args, agents)
+            assert sum(loads) <= 1.02 * sum(untouched), "prompts are not read in many cells"
+    assert (cell_PNG != as_before_PNG).mean() < 0.25, "only what evens the cells moves"
+    assert np.array_equal(cell_PNG, deal_answers(tokens_PNG, np.ones_like(tokens_PNG, dtype=bool), prompt_P, **how))
+
+
+def loads_by_hand(cell_PNG, tokens_PNG, prompt_P, work, cells, agents) -> list[int]:
+    """Pairs of tokens that each cell computes, matrices counted as `pairs_per_token`, own answers and others' apart."""
+    loads = [0] * cells
+    for cell in range(cells):
+        for p, prompt in enumerate(map(int, prompt_P)):
+            for n in range(tokens_PNG.shape[1])[agents]:
+                mine = [int(length) for length in tokens_PNG[p, n][cell_PNG[p, n] == cell]]
+                prompts = min(1, len(mine)) if work.shares_prompts else len(mine)
+                loads[cell] += prompts * (prompt * work.pairs_per_token + prompt**2 // 2)
+                loads[cell] += sum(n * work.pairs_per_token + n * prompt + n**2 // 2 for n in mine)
+    return loads
+
+
+def test_a_deal_by_hand():
+    """Cell 0 has 90 + 14 + 10 tokens, cell 1 has 40 + 40: the answer of 14 evens them best, and untrained ones stay."""
+    trains_PNG = np.array([[[True, True]], [[True, True]], [[True, False]]])
+    how = {"learner": 0, "prompts_per_update": 3, "work": TokenWork(10**6, True)}
+    tokens_PNG = np.array([[[90, 14]], [[40, 40]], [[10, 99]]])
+    dealt = deal_answers(tokens_PNG, trains_PNG, np.array([0, 0, 0]), cells=2, **how)
+    assert dealt.tolist() == [[[0, 1]], [[1, 1]], [[0, 0]]]
+    assert not deal_answers(tokens_PNG, trains_PNG, np.array([0, 0, 0]), cells=1, **how).any()
+    # With a prompt of 60 that cell 1 would have to read for it, the other answer moves: 174 and 140 become 164 and 150.
+    tokens_PNG[1] = 70
+    dealt = deal_answers(tokens_PNG, trains_PNG, np.array([60, 0, 0]), cells=2, **how)
+    assert dealt.tolist() == [[[0, 0]], [[1, 1]], [[1, 0]]]
