@@ -46,7 +46,8 @@ from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
 from hacpo_mega.megatron.model.layers import has_flash3
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
-from hacpo_mega.memory.actor_bytes import Recompute
+from hacpo_mega.megatron.train.optimizer import OffloadMode
+from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.flops import pairs_per_token
 from hacpo_mega.records import (
     Prompt,
@@ -99,9 +100,16 @@ class Agent:
         step = 0 if start is None else start.step
         with in_turn(place, device_policy(config.mode).takes_turns):
             with place.spans.span("actor"):
-                self.actor = _actor(spec, place, config, start, budget.actor.recompute)
+                self.actor = _actor(spec, place, config, start, budget)
             self.rollout = RolloutClient(
-                spec, place, config, self.actor, step=step, agents_on_device=agents_on_device, sampler=sampler
+                spec,
+                place,
+                config,
+                self.actor,
+                step=step,
+                agents_on_device=agents_on_device,
+                budget=budget,
+                sampler=sampler,
             )
         self.codec, self._devices = self.rollout.codec, self.rollout.devices
         # Own answers of every update are scored in the micro-batches that it learns from, beside no other's. In float32
@@ -282,8 +290,8 @@ class Agent:
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 
-def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, recompute: Recompute) -> Actor:
-    """Builds the agent's actor from `start`, with its optimizer state offloaded: vLLM needs that memory to start."""
+def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | None, budget: Budget) -> Actor:
+    """Builds the agent's actor from `start`, with all offloaded that can be: vLLM needs that memory to start."""
     plan = ActorSpec(
         layout=spec.layout(config.lanes),
         optimizer=spec.optimizer,
@@ -293,8 +301,8 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         share_prompts=config.training.share_prompts,
         temperature=config.rollout.temperature,
         seed=config.seed,
-        recompute=recompute,
-        offload_mode="everything" if config.mode.takes_turns else "state" if spec.offload == "optimizer" else "nothing",
+        recompute=budget.actor.recompute,
+        offload_mode=_offload_mode(budget),
         lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
         communication=spec.data_parallel,
@@ -310,3 +318,9 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
     actor.optimizer.offload.begin_offload()
     actor.optimizer.offload.finish_offload()
     return actor
+
+
+def _offload_mode(budget: Budget) -> OffloadMode:
+    if budget.actor.offloads:
+        return "everything" if budget.actor.shares else "state"
+    return "gradients" if budget.frees_gradients else "nothing"

@@ -1,9 +1,9 @@
 """Device residency: which of actor, engine and other agents occupies the device in each phase.
 
     mode             the actor                             the engine                       weights reach the engine
-    split            on the device; its optimizer state    awake except between roll-out    when they are published
-                     is offloaded while the engine is      and publishing
-                     awake
+    split            on the device; gradient buffers and   awake except between roll-out    when they are published
+                     optimizer state are off it while      and publishing
+                     the engine is awake
     one step off     on the device                         always awake                     when they are published
     apart            on a device of its own                always awake, on another         when they are published
     shared           on the device in its agent's turns:   awake in its agent's turns,      when it wakes
@@ -34,7 +34,8 @@ from hacpo_mega.rollout.engine import Engine
 class DevicePolicy:
     """A row of the table above.
 
-    offloads_state   the optimizer state leaves the device while the engine is awake, as far as the actor offloads it
+    offloads_state   gradient buffers and optimizer state leave the device while the engine is awake, as far as the
+                     actor offloads them
     engine_sleeps    the engine sleeps while the actor learns
     takes_turns      the job's agents take turns on the device; actor and engine are off it between them
     """
@@ -90,8 +91,9 @@ class Devices:
     def publish(self, step: int) -> None:
         """Syncs the actor's weights after `step` to the engine, which is awake afterwards.
 
-        The optimizer state is offloaded meanwhile, before the KV cache takes its place. Where agents take turns the
-        step is noted: the engine takes the weights when it next wakes, in a turn with the actor onloaded.
+        Optimizer state is offloaded meanwhile, and gradient buffers are freed, before the KV cache takes their place.
+        Where agents take turns the step is noted: the engine takes the weights when it next wakes, in a turn with the
+        actor onloaded.
         """
         if self._policy.takes_turns:
             self._step = step
@@ -109,7 +111,8 @@ class Devices:
     def answering(self, *, then_learns: bool = False) -> Iterator[None]:
         """Context of a generation call: the engine is awake with the published weights.
 
-        `then_learns`: it is the last one before the actor learns; the optimizer state is onloaded after it.
+        `then_learns`: it is the last one before the actor learns; gradient buffers and optimizer state are onloaded
+        after it, also after an error.
         """
         if self._policy.takes_turns:
             with self.scoring():
@@ -119,11 +122,13 @@ class Devices:
                     yield
                 self.asleep_bytes = held_bytes()
             return
-        yield
-        if then_learns and self._policy.engine_sleeps:
-            self._engine.sleep()
-            self.asleep_bytes = held_bytes()
-            self._state.begin_onload()
+        try:
+            yield
+        finally:
+            if then_learns and self._policy.engine_sleeps:
+                self._engine.sleep()
+                self.asleep_bytes = held_bytes()
+                self._state.begin_onload()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

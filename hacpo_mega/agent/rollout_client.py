@@ -23,6 +23,7 @@ from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.optimizer import ActorOffload
+from hacpo_mega.memory.budget import Budget
 from hacpo_mega.records import Completion, Prompt, Rollout
 from hacpo_mega.rollout.engine import Engine, require_options
 from hacpo_mega.rollout.exchange import share_completions
@@ -52,12 +53,14 @@ class RolloutClient:
         *,
         step: int,
         agents_on_device: int,
+        budget: Budget | None = None,
         sampler: Callable[..., Sampler] = Sampler,
     ) -> None:
         """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the job.
 
         `actor` is this rank's, None on a rank that only generates. `agents_on_device` is from `require_fit`: so many
-        start their engines one after another. `sampler` makes the generation requests.
+        start their engines one after another. `budget` is that of the device, None where it only generates. `sampler`
+        makes the generation requests.
         """
         self.name, self.index, self.place = spec.name, place.agent, place
         self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
@@ -72,7 +75,7 @@ class RolloutClient:
         if actor_offload is not None:
             actor_offload.offload()
         with in_turn(place, agents_on_device > 1):
-            self.engine = self._load_engine(spec, config, agents_on_device) if answers else None
+            self.engine = self._load_engine(spec, config, agents_on_device, budget) if answers else None
             with place.spans.span("weights"):
                 self.weight_sync = WeightSync(place, actor, self.engine)
                 self.devices = Devices(policy, place, actor, actor_offload, self.engine, self.weight_sync)
@@ -162,8 +165,9 @@ class RolloutClient:
         if self.engine is not None:
             self.engine.close()
 
-    def _load_engine(self, spec: AgentConfig, config: Config, agents_on_device: int) -> Engine:
+    def _load_engine(self, spec: AgentConfig, config: Config, agents_on_device: int, budget: Budget | None) -> Engine:
         """Starts an engine with random weights: reading the folder twice would double the startup of a large model."""
+        options = engine_options(config, spec, budget if agents_on_device == 1 else None)
         settings = EngineSpec(
             spec.model,
             max_model_len=config.rollout.max_prompt_tokens + config.longest_answer,
@@ -176,7 +180,7 @@ class RolloutClient:
             can_sleep=device_policy(config.mode).engine_sleeps,
             agents_on_device=agents_on_device,
             timeout_s=config.wait_s,
-            options=engine_options(config, spec) | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
+            options=options | ({RETURNS_ROUTING: True} if spec.router_replay else {}),
         )
         with self.place.spans.span("engine"):
             return Engine(settings, on_progress=self.place.progress)

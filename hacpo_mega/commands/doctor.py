@@ -141,13 +141,12 @@ def diagnose(config: Config, place: Place, tolerance: float | None = None) -> li
         difference_T = np.abs(np.concatenate(ours) - np.concatenate(other))
         return finding_of(spec.name, what, dtype, difference_T, bound, must_differ)
 
-    with agent.rollout.devices.answering():
+    with agent.rollout.devices.answering(then_learns=True):
         sequences, num_prompt, sampled = _sequences(agent, config)
         of_engine = agent.rollout.engine.logprobs(sequences)
     scored = [_scored_whole(tokens) for tokens in sequences]
     with agent.rollout.devices.learning(lambda _: nullcontext()):
         before = agent.actor.token_logprobs(scored)
-        agent.actor.optimizer.offload.begin_onload()  # as when the engine falls asleep, which it need not here
         agent.actor.learn_supervised(scored, num_trained_tokens=sum(sequence.num_trained for sequence in scored))
         after = agent.actor.token_logprobs(scored)
     agent.rollout.publish_weights(1)

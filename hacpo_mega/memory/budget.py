@@ -6,7 +6,7 @@ of parts, so that a reader can add it up.
 Imports no torch. Not here: where the numbers come from in a configuration (config/checks/device_memory.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -20,6 +20,9 @@ from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.publish_plan import BUCKET_BYTES
 
 GIB = 1 << 30
+# Assumed, for a choice between seconds: a device reads its memory as the plan has it of an H100, and a copy between it
+# and pinned host memory has what PCIe 4.0 x16 gives.
+DEVICE_BYTES_PER_S, HOST_BYTES_PER_S = 2.3e12, 25e9
 # Not in any tensor of ours and not measured here (docs/design/memory.md): context, libraries, the buffers of NCCL; the
 # graphs that an engine keeps asleep; what a warm-up of the engine takes beside its weights; what the allocator cannot
 # reuse because micro-batches differ in length, as a share of what comes and goes.
@@ -85,7 +88,8 @@ class EnginePlan:
 class Budget:
     """The parts of one pipeline stage of an agent, in bytes; `capacity` is the device's memory, None: not known.
 
-    `does` says whether the device has the stage and a part of an engine, or one of them.
+    does          whether the device has the stage and a part of an engine, or one of them
+    offload_line  why optimizer state is offloaded, or not, where the configuration leaves it open
     """
 
     actor: ActorPlan
@@ -93,6 +97,7 @@ class Budget:
     capacity: int | None
     stage: int = 0
     does: Does = "both"
+    offload_line: str = ""
 
     @cached_property
     def parts(self) -> dict[str, int]:
@@ -158,10 +163,18 @@ class Budget:
             phase = "learn"  # moments are made at the start, for the host to have room for them
         if self.actor.shares:
             return IN_TURN[phase]
-        if not self.actor.offloads:
+        if "engine awake" not in PHASES[phase]:
             return PHASES[phase]
-        away = OFFLOADED if "engine awake" in PHASES[phase] else ()
+        away = (*(OFFLOADED if self.actor.offloads else ()), *(("gradients",) if self.frees_gradients else ()))
         return tuple(part for part in PHASES[phase] if part not in away)
+
+    @property
+    def frees_gradients(self) -> bool:
+        """True if gradient buffers are off the device while the engine is awake.
+
+        On the CPU no engine sleeps, and taking their memory again costs time: only along with what is offloaded.
+        """
+        return not self.engine.stays_awake and (self.actor.device.engine_sleeps or self.actor.offloads)
 
     @property
     def fullest(self) -> str:
@@ -191,13 +204,18 @@ class Budget:
 
 
 def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Budget:
-    """The budget of the pipeline stage that takes the most.
+    """The budget of the pipeline stage that takes the most."""
+    return max(stage_budgets(actor, engine, capacity, does), key=lambda budget: budget.peak)
+
+
+def stage_budgets(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Iterator[Budget]:
+    """The budgets of the pipeline stages among which the fullest is, in whatever phase.
 
     Of those between the first and the last with equal layers, the earliest has most micro-batches in flight.
     """
     last = actor.layout.pp - 1
     stages = range(last + 1) if actor.architecture.dense_layers else sorted({0, min(1, last), last})
-    return max((Budget(actor, engine, capacity, s, does) for s in stages), key=lambda budget: budget.peak)
+    return (Budget(actor, engine, capacity, stage, does) for stage in stages)
 
 
 def left_behind(engine: EnginePlan) -> int:
@@ -232,6 +250,19 @@ def cache_per_token(budget: Budget) -> int:
     a: Architecture = budget.actor.architecture
     heads = max(1, a.num_kv_heads // budget.engine.tp)
     return 2 * a.num_layers * heads * a.head_dim * budget.actor.device.number
+
+
+def answers_at_once(budget: Budget, asked: float, tokens: float, at_most: float) -> float:
+    """Answers of so many `tokens`, on average while they grow, that an engine has room for.
+
+    Its cache limits them, its own limit `at_most`, and what it is `asked`.
+    """
+    return max(1.0, min(asked, at_most, budget.parts["engine cache"] / (cache_per_token(budget) * tokens)))
+
+
+def copies_s(budget: Budget) -> float:
+    """Seconds of the copies of offloaded optimizer state in a step, out and back."""
+    return 2 * sum(budget.parts[part] for part in OFFLOADED) / HOST_BYTES_PER_S
 
 
 def bucket_bytes(actor: ActorPlan) -> int:

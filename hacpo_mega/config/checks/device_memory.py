@@ -6,6 +6,7 @@ to itself or, with placement = "shared", in its agent's turns.
 """
 
 import importlib.metadata
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -14,7 +15,20 @@ from typing import Any
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
-from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
+from hacpo_mega.memory.budget import (
+    DEVICE_BYTES_PER_S,
+    GIB,
+    OFFLOADED,
+    PHASES,
+    Budget,
+    EnginePlan,
+    answers_at_once,
+    copies_s,
+    engine_weights,
+    fullest_stage,
+    left_behind,
+    stage_budgets,
+)
 from hacpo_mega.memory.quantized import quantization_of
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
 from hacpo_mega.models.families.architecture import Architecture
@@ -35,8 +49,9 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 512,
     "enable_chunked_prefill": False,
 }
-CUDA_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.5, "max_num_seqs": 512}
-APART_DEFAULTS: dict[str, Any] = {"gpu_memory_utilization": 0.8}  # of a device without an actor
+SHARE = "gpu_memory_utilization"
+CUDA_DEFAULTS: dict[str, Any] = {SHARE: 0.5, "max_num_seqs": 512}
+APART_DEFAULTS: dict[str, Any] = {SHARE: 0.8}  # of a device without an actor
 
 
 TABLE_WIDTH, NAME_WIDTH = 80, 14
@@ -62,9 +77,14 @@ def agents_in_bf16(config: Config) -> list[str]:
     return [agent.name for agent in config.agents if capacity(config) is not None]
 
 
-def engine_options(config: Config, agent: AgentConfig) -> dict[str, Any]:
-    """vLLM's arguments by the placement, overridden by the user's table."""
-    return _of_placement(config, on_cpu=is_cpu_build()) | agent.vllm
+def engine_options(config: Config, agent: AgentConfig, budget: Budget | None = None) -> dict[str, Any]:
+    """vLLM's arguments by the placement, overridden by the user's table.
+
+    `budget` is that of a device that the agent has to itself, where it may have lowered the engine's default share.
+    """
+    on_cpu = is_cpu_build()
+    share = None if on_cpu or budget is None else budget.engine.memory_share
+    return _of_placement(config, on_cpu=on_cpu) | ({} if share is None else {SHARE: share}) | agent.vllm
 
 
 def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
@@ -93,14 +113,60 @@ def agent_budget(
     if on_cpu is None:
         on_cpu = most is None
     actor = _actor(config, agent, architecture, on_cpu=on_cpu)
-    engine = _engine(config, agent, on_cpu=on_cpu)
+    engine, line = _engine(config, agent, on_cpu=on_cpu), ""
+    if agent.offload == "auto" and most is not None and not (on_cpu or engine.stays_awake or actor.shares):
+        actor, engine, line = _with_offload(config, agent, actor, engine, most)
     choices: tuple[Recompute, ...] = ("none", "mlp", "full") if agent.recompute == "auto" else (agent.recompute,)
     for choice in choices:
         does = "trains" if config.mode.is_apart else "both"
         budget = fullest_stage(replace(actor, recompute=choice), engine, most, does)
         if budget.fits(ROOM):
             break
-    return budget
+    return replace(budget, offload_line=line)
+
+
+def _with_offload(
+    config: Config, agent: AgentConfig, actor: ActorPlan, engine: EnginePlan, most: int
+) -> tuple[ActorPlan, EnginePlan, str]:
+    """Whether optimizer state is offloaded, the share of the engine, and why.
+
+    It stays where it fits beside the engine. Else it leaves, unless the default share may be lowered, and the answers
+    that the smaller cache has no room for cost fewer seconds than the copies.
+    """
+    beside = max(stage_budgets(actor, engine, most), key=lambda budget: budget.phases["generate"])
+    state, too_much = sum(beside.parts[part] for part in OFFLOADED), beside.phases["generate"] - (1.0 - ROOM) * most
+    words = f"optimizer state of {_gib(state)} GiB"
+    if too_much <= 0:
+        return actor, engine, f"offload = 'none': {words} fits beside the engine"
+    leaves = replace(actor, offloads=True)
+    if engine.memory_share is None or SHARE in agent.vllm:
+        return leaves, engine, f"offload = 'optimizer': {words} does not fit beside the engine"
+    smaller = replace(engine, memory_share=max(0.0, math.floor(100 * (engine.memory_share - too_much / most)) / 100))
+    lowered = replace(beside, engine=smaller)
+    shares = f"the engine has {engine.memory_share:g} of the device"
+    if lowered.engine_is_too_small:
+        return leaves, engine, f"offload = 'optimizer': {shares}, beside {words} too little"
+    saved_s = _reading_s(config, agent, lowered) - _reading_s(config, agent, beside)
+    times = f"{saved_s:.1f} s a step of answering against {copies_s(beside):.1f} s of copies (assumed 25 GB/s)"
+    if saved_s > copies_s(beside):
+        return leaves, engine, f"offload = 'optimizer': {shares} instead of {smaller.memory_share:g}, {times}"
+    return actor, smaller, f"offload = 'none': the engine has {smaller.memory_share:g} of the device, {times}"
+
+
+def _reading_s(config: Config, agent: AgentConfig, budget: Budget) -> float:
+    """Seconds in which an engine reads its weights in a step, where answers have half of the most tokens, as planned.
+
+    A smaller cache makes more decoding steps.
+    """
+    rollout, engines = config.rollout, config.lanes * agent.cells_per_lane * agent.cell_size / budget.engine.tp
+    asked, answer = (
+        config.training.prompts_per_step * config.answers_per_prompt / engines,
+        rollout.max_answer_tokens / 2,
+    )
+    at_most = agent.vllm.get("max_num_seqs", CUDA_DEFAULTS["max_num_seqs"])
+    at_once = answers_at_once(budget, asked, rollout.max_prompt_tokens / 2 + answer / 2, at_most)
+    rounds = max(rollout.max_answer_tokens, asked * answer / at_once)
+    return rounds * engine_weights(budget.actor, budget.engine) / DEVICE_BYTES_PER_S
 
 
 def memory_problems(
@@ -244,7 +310,7 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
     return EnginePlan(
         tp=agent.engine_tensor_parallel,
         max_tokens=config.rollout.max_prompt_tokens + config.longest_answer,
-        memory_share=options.get("gpu_memory_utilization") if cache is None else None,
+        memory_share=options.get(SHARE) if cache is None else None,
         cache_bytes=cache or 0,
         keeps_graphs=not options.get("enforce_eager", False),
         stays_awake=config.mode.engine_stays_awake,
@@ -280,6 +346,7 @@ def memory_table(budgets: dict[str, Budget]) -> str:
         for name, cells in rows:
             marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
             lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
+    lines += [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
     most_bytes = columns[0].capacity
     return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
 
@@ -300,6 +367,7 @@ def memory_summary(budgets: dict[str, Budget]) -> str:
         )
         short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
         lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
+    lines += [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
     return "\n".join(lines)
 
 

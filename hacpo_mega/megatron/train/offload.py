@@ -2,11 +2,12 @@
 
 `agents.offload` offloads all that only an optimizer step reads: the float32 main weights that are copies of
 half-precision ones, and both moments of Adam. Main weights that are views of the model's own, as with a float32 model,
-stay. `placement = "shared"` offloads the whole actor (optimizer.py).
+stay. `placement = "shared"` offloads the whole actor (optimizer.py). Gradient buffers are scratch, since every backward
+begins by filling them with zeros: their memory is freed and taken again without a copy.
 
     begin_offload      begins copies to the host; the state may still be read, not written
-    finish_offload     waits for them and frees the device memory
-    begin_onload       begins copies to the device
+    finish_offload     waits for them and frees the device memory, scratch included
+    begin_onload       takes the device memory and begins copies to it; scratch is usable
     ensure_on_device   makes the device's later work wait for them; the state is usable
 
 On CUDA the copies run on a stream of their own through pinned memory, beside other work: out beside publishing, back
@@ -44,24 +45,32 @@ class Offload:
     """Tensors of one device that move to the host and back, with a permanent place in host memory."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], views: Sequence[Tensor] = (), what: str = "the optimizer's state"
+        self,
+        tensors: Sequence[Tensor],
+        views: Sequence[Tensor] = (),
+        what: str = "the optimizer's state",
+        *,
+        scratch: Sequence[Tensor] = (),
     ) -> None:
-        """Allocates host memory for `tensors`, pinned beside CUDA; an empty list never moves.
+        """Allocates host memory for `tensors`, pinned beside CUDA; without tensors and scratch nothing ever moves.
 
         tensors   each spans its whole storage, is contiguous, and shares one dtype and device with the others
         views     contiguous views of them, which are emptied along with them
         what      name of the tensors for error messages
+        scratch   tensors over whole storages whose numbers nobody needs later: they come back with arbitrary content
 
         RuntimeError if the host cannot pin as much.
         """
-        for tensor in tensors:
+        for tensor in (*tensors, *scratch):
             assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, tensor.shape
         self._tensors, self._views, self._what = list(tensors), list(views), what
         self._originals = [tensor.detach() for tensor in tensors]
         self._view_originals = [view.detach() for view in views]
+        self._scratch, self._scratch_originals = list(scratch), [tensor.detach() for tensor in scratch]
         self.residence = Residence.ON_DEVICE
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
+        self._of: dict[int, Tensor] = {}
         if not tensors:
             return
         (dtype,), (device,) = {tensor.dtype for tensor in tensors}, {tensor.device for tensor in tensors}
@@ -74,7 +83,7 @@ class Offload:
             weakref.finalize(self._host, unpin_memory, self._host.data_ptr()).atexit = False
             self._stream, self._copied = torch.cuda.Stream(device), torch.cuda.Event()
         self._on_host = [part.view(tensor.shape) for part, tensor in zip(self._host.split(sizes), tensors, strict=True)]
-        self._of = {id(tensor): part for tensor, part in zip(self._tensors, self._on_host, strict=True)}
+        self._of |= {id(tensor): part for tensor, part in zip(self._tensors, self._on_host, strict=True)}
         of_storage = {original.data_ptr(): part for original, part in zip(self._originals, self._on_host, strict=True)}
         for view in self._views:
             whole, first = of_storage[view.untyped_storage().data_ptr()].view(-1), view.storage_offset()
@@ -89,8 +98,9 @@ class Offload:
         """Begins to copy the tensors to the host, behind the device's work so far; a no-op unless on the device."""
         if self.residence is Residence.ONLOADING:
             self.ensure_on_device()
-        if self.residence is Residence.ON_DEVICE and self._tensors:
-            self._copy(self._on_host, self._originals)
+        if self.residence is Residence.ON_DEVICE and (self._tensors or self._scratch):
+            if self._tensors:
+                self._copy(self._on_host, self._originals)
             self.residence = Residence.OFFLOADING
 
     def finish_offload(self) -> None:
@@ -103,11 +113,12 @@ class Offload:
             return
         if self._copied is not None:
             self._copied.synchronize()
-        for tensor in (*self._tensors, *self._views):
-            tensor.data = self._originals[0].new_empty(0)
-        for original in self._originals:
+        for tensor in (*self._tensors, *self._views, *self._scratch):
+            tensor.data = tensor.new_empty(0)
+        whole = [*self._originals, *self._scratch_originals]
+        for original in whole:
             original.untyped_storage().resize_(0)
-        if self._stream is not None:
+        if whole[0].is_cuda:
             torch.cuda.empty_cache()  # the engine's allocator cannot use memory that torch's caches
         self.residence = Residence.ON_HOST
 
@@ -118,14 +129,18 @@ class Offload:
         """
         if self.residence is not Residence.ON_HOST:
             return
+        whole = [*self._scratch_originals, *self._originals]
         try:
-            for original in self._originals:
+            for original in whole:
                 original.untyped_storage().resize_(original.nbytes)
         except BaseException:
-            for original in self._originals:
+            for original in whole:
                 original.untyped_storage().resize_(0)
             raise
-        self._copy(self._originals, self._on_host)
+        for tensor, original in zip(self._scratch, self._scratch_originals, strict=True):
+            tensor.data = original
+        if self._tensors:
+            self._copy(self._originals, self._on_host)
         self.residence = Residence.ONLOADING
 
     def ensure_on_device(self) -> None:

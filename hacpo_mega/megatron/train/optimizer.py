@@ -25,8 +25,8 @@ from hacpo_mega.megatron.train.fused_optimizer import VERSIONS, chosen_kernels, 
 from hacpo_mega.megatron.train.offload import Offload
 from hacpo_mega.megatron.train.overlap import buffers_of, finish_gather
 
-# Offloadable part of an actor: nothing, the optimizer's state, or everything.
-OffloadMode = Literal["nothing", "state", "everything"]
+# Offloadable part of an actor: nothing, its gradient buffers, these and the optimizer's state, or everything.
+OffloadMode = Literal["nothing", "gradients", "state", "everything"]
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -82,7 +82,7 @@ class ActorOptimizer:
         *,
         offload_mode: OffloadMode = "nothing",
     ) -> None:
-        """`offload_mode` is the offloadable part: nothing, the optimizer's state (`self.offload`), or everything.
+        """`offload_mode` is the offloadable part; `self.offload` moves gradient buffers and the optimizer's state.
 
         An offloadable state has moments from the start. Everything includes the model's weights (`self.weights`;
         `ActorOffload`).
@@ -99,9 +99,10 @@ class ActorOptimizer:
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if self.kernels == "torch":
                 group["fused"] = True  # one pass over the state; by itself torch takes several, with temporaries
-        if offload_mode != "nothing":
+        if has_state := offload_mode in ("state", "everything"):
             self.make_moments()  # so that the host's memory is taken now, not in the first step
-        self.offload = Offload(self._own_state() if offload_mode != "nothing" else ())
+        gradients = [buffer.grad_data for buffer in buffers_of(model)] if offload_mode != "nothing" else []
+        self.offload = Offload(self._own_state() if has_state else (), scratch=gradients)
         # The main weights of a float32 model are views of its buffers, too; what is frozen is in no buffer.
         # A router's bias, float32 and a few numbers, stays.
         frozen = [p for p in model.parameters() if not p.requires_grad and p.dtype is model.config.params_dtype]
@@ -245,23 +246,18 @@ class ActorOffload:
     """Offload of all device memory of an actor outside its agent's turn, for `placement = "shared"`. Bitwise neutral.
 
     The actor is built for it (`ActorSpec(offload_mode="everything")`). Weights, main weights and moments go to the host
-    and come back (offload.py). Gradient buffers are not copied, since every backward begins by filling them with zeros:
-    their memory is freed and taken again. Megatron's buffers for gathering are dropped, and the next forward makes new
-    ones. Not here: turns (agent/devices.py), and the bytes that stay (memory/budget.py).
+    and come back, gradient buffers are freed and taken again (offload.py). Megatron's buffers for gathering are
+    dropped, and the next forward makes new ones. Not here: turns (agent/devices.py), and the bytes that stay
+    (memory/budget.py).
     """
 
     def __init__(self, model: DistributedDataParallel, optimizer: ActorOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._gradients = [buffer.grad_data for buffer in buffers_of(model)]
-        self._gradient_originals = [gradient.detach() for gradient in self._gradients]
 
     def onload(self, *, to_learn: bool) -> None:
         """Onloads the weights; with `to_learn` also gradient buffers, and starts to onload the optimizer's state."""
         self._optimizer.weights.begin_onload()
         if to_learn:
-            for gradient, original in zip(self._gradients, self._gradient_originals, strict=True):
-                original.untyped_storage().resize_(original.nbytes)
-                gradient.data = original
             self._optimizer.offload.begin_onload()
         self._optimizer.weights.ensure_on_device()
 
@@ -270,9 +266,6 @@ class ActorOffload:
         finish_gather(self._model)
         self._optimizer.weights.begin_offload()
         self._optimizer.offload.begin_offload()
-        for gradient, original in zip(self._gradients, self._gradient_originals, strict=True):
-            gradient.data = original.new_empty(0)
-            original.untyped_storage().resize_(0)
         parallel_state.get_global_memory_buffer().buffer.clear()
         self._optimizer.offload.finish_offload()
         self._optimizer.weights.finish_offload()

@@ -30,7 +30,7 @@ def play(folder: Path, out: Path, **options) -> tuple[Left, Actor]:
     """Two steps of two updates, each after a diagnosis; before the second step its state is written to `out`.
 
     out/away        while nobody needs it       out/returning   while it comes back
-    options   offload_mode: what can, its state or everything
+    options   offload_mode: what can, its gradient buffers, its state too, or everything
     """
     actor, stats = make_actor(folder, optimizer=ADAM, **options), []
     cell, cells = dist.get_rank() // actor.layout.tp, dist.get_world_size() // actor.layout.tp

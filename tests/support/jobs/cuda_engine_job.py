@@ -316,6 +316,11 @@ def visit(folder: Path) -> dict[str, object]:
         "level 2": level_two,
         "streams": streams,
         "tenants": tenants.visit(),
+        "off the device": {
+            (policy, offloads, fails): tenants.split_steps(policy, offloads=offloads, fails=fails)
+            for policy, offloads in (("split", False), ("split", True), ("one step off", False), ("apart", False))
+            for fails in (False, True)
+        },
         "full": [wake_on_a_full_device(room) for room in range(5)],
         "peer's device": error_of(lambda: CudaNumbers.logical_device_id_to_visible_device_id(1)),
         "starts": [error_of(lambda agents=agents: start_two_engines(folder, agents)) for agents in (1, 2)],

@@ -1,6 +1,7 @@
 """Tenants of a shared device after an error in a turn: every call that an agent makes there fails once, then two do.
 
 `visit` runs inside cuda_engine_job.py. Actor and engine note whether they are there, and fail before and after it.
+`split_steps` notes what an agent with a device of its own holds on it meanwhile.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from contextlib import contextmanager, nullcontext
 from itertools import combinations
 from types import SimpleNamespace
 
+import torch
+
 from hacpo_mega.agent.devices import POLICIES, Devices
+from hacpo_mega.megatron.train.offload import Offload
 
 
 class Faults:
@@ -113,3 +117,45 @@ def visit() -> dict[str, object]:
                     both.append((kind.__name__, failing))
         found[phase] = count.passed, both
     return found
+
+
+def split_steps(policy: str, *, offloads: bool, fails: bool) -> list[tuple[str, int, int]]:
+    """(call of the engine, bytes of gradients, bytes of state) of a start and a step; gradients are 40, state is 80.
+
+    `fails`: generation raises the first time, and the agent learns from what it has.
+    """
+    state, gradients = torch.ones(20), torch.ones(10)
+    homes, noted = (gradients.detach(), state.detach()), []
+    offload = Offload([state] if offloads else [], scratch=[gradients] if policy == "split" else [])
+
+    class Watched(Tenant):
+        def to(self, name: str, is_asleep: bool) -> None:
+            note(name)
+            self.is_asleep = is_asleep
+
+        def publish(self, _step: int) -> None:
+            note("publish")
+
+    def note(name: str) -> None:
+        noted.append((name, *(home.untyped_storage().nbytes() for home in homes)))
+
+    engine = Watched(Faults())
+    offload.begin_offload()  # as an actor is built (agent.py)
+    offload.finish_offload()
+    actor = SimpleNamespace(optimizer=SimpleNamespace(offload=offload))
+    devices = Devices(POLICIES[policy], None, actor, None, engine, engine)
+    devices.publish(0)
+    try:
+        with devices.answering(then_learns=True):
+            note("generate")
+            if fails:
+                raise RuntimeError("of the engine")
+    except RuntimeError:
+        assert fails
+    offload.ensure_on_device()
+    note("learn")
+    assert state.tolist() == [1.0] * 20
+    devices.publish(1)
+    with devices.answering():
+        note("evaluate")
+    return noted

@@ -136,3 +136,24 @@ def test_where_there_is_no_room_to_return_nothing_is_taken(offload, tensors, mon
     offload.begin_onload()
     offload.ensure_on_device()
     assert all(torch.equal(tensor, then) for tensor, then in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_scratch_is_freed_and_taken_back_without_a_copy(tensors, with_state, monkeypatch):
+    """By hand, in float32: 5 numbers of scratch beside 6 + 12 + 1 of state. Copies are counted."""
+    (scratch,) = drawn((5,))
+    offload, copied = Offload(tensors if with_state else (), scratch=[scratch]), []
+    home, view = scratch.detach(), scratch[1:]  # as a bucket and a parameter see a gradient buffer
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda into, out_of: (copied.extend(into), copy(into, out_of)))
+    for _ in range(2):
+        go(offload)
+        assert scratch.numel() == home.untyped_storage().nbytes() == 0 and offload.residence is Residence.ON_HOST
+        assert sum(tensor.numel() for tensor in tensors) == (0 if with_state else 19)
+        assert sum(offload.readable(tensor).numel() for tensor in tensors) == 19
+        offload.begin_onload()
+        assert scratch.shape == (5,) and home.untyped_storage().nbytes() == 20, "before anyone waits for the state"
+        offload.ensure_on_device()
+        scratch.zero_()
+        assert not view.any() and offload.residence is Residence.ON_DEVICE
+    assert len(copied) == (12 if with_state else 0)

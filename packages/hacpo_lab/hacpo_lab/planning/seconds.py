@@ -16,7 +16,14 @@ from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.traffic import Message, Spread, learn_batches, messages_of, publication_of, score_batches
 from hacpo_mega.memory.actor_bytes import FLOAT32, ActorPlan, actor_memory, trained_parts
 from hacpo_mega.memory.adapter_numbers import num_merged
-from hacpo_mega.memory.budget import Budget, cache_per_token, engine_experts, engine_weights
+from hacpo_mega.memory.budget import (
+    Budget,
+    answers_at_once,
+    cache_per_token,
+    copies_s,
+    engine_experts,
+    engine_weights,
+)
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import feed_forward_parameters, forward_flops, learning_flops, touched_experts
 from hacpo_mega.models.sharding.segments import all_sources
@@ -55,10 +62,8 @@ class Demand:
     @property
     def at_once(self) -> float:
         """Answers that an engine has room for: of its cache, of its limit, of what it is asked."""
-        asked = self.work.answers / self.engines
-        each = cache_per_token(self.budget) * (self.work.prompt_tokens + self.work.answer_tokens / 2)
-        in_cache = self.budget.parts["engine cache"] / each
-        return max(1.0, min(asked, float(self.max_requests), in_cache))
+        tokens = self.work.prompt_tokens + self.work.answer_tokens / 2
+        return answers_at_once(self.budget, self.work.answers / self.engines, tokens, self.max_requests)
 
     @property
     def rounds(self) -> float:
@@ -168,6 +173,7 @@ def _publish(demand: Demand, cluster: Cluster) -> dict[str, float]:
         merged = num_merged(actor.architecture, actor.layout, demand.budget.stage, actor.lora)
         passed += MERGE_PASSES * FLOAT32 * actor.lora.rank * merged
     host_s = cluster.rates.publish_s + cluster.rates.tensor_s * _num_tensors(actor.architecture)
+    host_s += copies_s(demand.budget) if actor.offloads else 0.0  # as if nothing hid them
     return {"memory": passed / cluster.memory_bytes_per_s(), "host": host_s}
 
 
