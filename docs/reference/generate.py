@@ -66,8 +66,8 @@ def models() -> str:
     )
     rows = (
         [
-            f"`{family.model_type}`, `{family.architecture}`",
-            family.models,
+            ", ".join(f"`{name}`" for name in (family.model_type, family.architecture, family.image_class) if name),
+            MODELS[family.model_type],
             ", ".join(family.rope_kinds),
             WINDOWS[family.windows],
             f"heads{_columns(family)}{', key/value heads' * family.whole_qk_norm}",
@@ -100,6 +100,21 @@ def _columns(family: Family) -> str:
     return ", columns of feed-forwards and shared experts" * (family.experts.shared is not None)
 
 
+MODELS = {
+    "llama": "Llama 2 and 3",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral 7B, Nemo, Small; text of Small 3.x",
+    "ministral3": "text of Ministral 3",
+    "phi3": "Phi-3 at 4k, Phi-4",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "glm4": "GLM-4-0414",
+    "gemma3_text": "Gemma 3 270M, 1B; text of 4B, 12B, 27B",
+    "qwen3_moe": "Qwen3-30B-A3B, 235B-A22B",
+    "mixtral": "Mixtral 8x7B, 8x22B",
+    "glm4_moe": "GLM-4.5, 4.5-Air, 4.6",
+}
 # By Family.windows.
 TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": ""}
 WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own"}
