@@ -14,11 +14,12 @@ from tiny_models import SCALED_ROPE, make_model, reference_model
 from transformers import AutoConfig
 
 from hacpo_mega.megatron.weights.hf_reader import FolderReader
-from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_weights
+from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_adapter, write_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import dtype_name, eos_token_ids, with_dtype
 from hacpo_mega.models.files.weight_files import StoredTensor, stored_tensors, tower_tensors, weight_problems
 from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.sharding.lora import Lora
 from hacpo_mega.models.sharding.segments import all_sources
 
 # As published, less their towers' fields.
@@ -152,6 +153,24 @@ def test_both_exports_compute_what_the_checkpoint_does(folder, tmp_path):
     served = json.loads((tmp_path / "text" / "config.json").read_text()).get("llama_4_scaling")
     expected = {"original_max_position_embeddings": 16, "beta": 0.1}
     assert served == (expected if Architecture.from_folder(folder).query_beta else None)
+
+
+def test_an_adapter_is_put_on_the_text_model_alone(folder, tmp_path):
+    """By peft's rules: a text is matched with a module's whole name, whose adapter has that name."""
+    name = "layers.0.self_attn.q_proj"
+    write_adapter({f"base_model.model.model.{name}.lora_A.weight": torch.ones(1)}, LORA, folder, tmp_path)
+    assert list(load_file(tmp_path / "adapter_model.safetensors")) == [
+        f"base_model.model.model.language_model.{name}.lora_A.weight"
+    ]
+    target = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    modules = [name for name, _ in reference_model(folder).named_modules()]
+    found = {name for name in modules if re.fullmatch(target, name)}
+    assert found == {
+        f"model.language_model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.q_proj", "mlp.up_proj")
+    }
+
+
+LORA = Lora(1, 1.0, ("q_proj", "up_proj"))
 
 
 def bytes_of(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, tuple[str, bytes]]:
