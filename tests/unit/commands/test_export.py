@@ -129,8 +129,7 @@ def test_an_image_checkpoint_is_trained_by_its_text_and_leaves_whole_or_as_text(
         "checkpoint": {"every_steps": 1},
     }
     (tmp_path / "run.toml").write_text(tomli_w.dumps(config))
-    train(tmp_path / "run.toml")
-    (step,) = read_metrics(tmp_path / "run" / "metrics.jsonl").values()
+    step = train(tmp_path / "run.toml")[1]
     assert step.values["agent/a/engine_gap_max"] < 1e-4
     trained = tmp_path / "run" / "agents" / "a"
     assert (trained / "processor_config.json").exists() and Architecture.from_folder(trained).query_beta == 0.1
@@ -139,7 +138,7 @@ def test_an_image_checkpoint_is_trained_by_its_text_and_leaves_whole_or_as_text(
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
     for source, name in ((tmp_path / "run", "run"), (checkpoint, "checkpoint")):
         for options in ([], ["--text-only"]):
-            out = tmp_path / "".join([name, *options])
+            out = tmp_path / "".join(["of-", name, *options])
             done = run_here("export", source, *options, "--out", out, *["--trust"] * (source is checkpoint))
             assert done.returncode == 0, done.stderr
             assert bytes_of(out, stored_tensors(out)) == bytes_of(trained, stored_tensors(trained))
@@ -147,7 +146,7 @@ def test_an_image_checkpoint_is_trained_by_its_text_and_leaves_whole_or_as_text(
     problems = tmp_path / "b.jsonl"
     problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     answers = []
-    for name in ("run", "run--text-only"):
+    for name in ("of-run", "of-run--text-only"):
         evaluated, lengths = tmp_path / f"{name}.eval", ("max_prompt_tokens=9", "max_answer_tokens=40")
         run_command(1, "eval", tmp_path / name, problems, "--out", evaluated, "reward.kind=arithmetic", *lengths)
         answers.append([file.read_text() for file in (evaluated / "answers").iterdir()])
