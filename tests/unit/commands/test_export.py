@@ -109,7 +109,7 @@ def test_the_card_says_how_an_agent_was_asked(run_dir, tmp_path):
     assert "Prompt:\n\n```\ns{prompt}\n```" in card
 
 
-def test_an_image_checkpoint_is_trained_by_its_text_and_leaves_whole_or_as_text(tmp_path):
+def test_an_image_checkpoint_leaves_whole_or_as_its_text(tmp_path):
     """Its engines sample from the text model; evaluated, the whole folder answers as its text alone does."""
     model = make_model(
         tmp_path / "model", "ministral3", images=True, num_heads=2, head_dim=32, vocab_size=len(CHARACTERS) + 2,
