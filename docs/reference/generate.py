@@ -66,7 +66,7 @@ def models() -> str:
     )
     rows = (
         [
-            f"`{family.model_type}`, `{family.architecture}`",
+            ", ".join(f"`{name}`" for name in (family.model_type, family.architecture, family.image_class) if name),
             family.models,
             ", ".join(family.rope_kinds),
             WINDOWS[family.windows],

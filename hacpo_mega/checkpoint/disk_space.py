@@ -13,6 +13,7 @@ from pathlib import Path
 from hacpo_mega.checkpoint.files import committed_steps, folder_of
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.checks import architecture_of
+from hacpo_mega.models.files.weight_files import tower_tensors
 from hacpo_mega.models.sharding.lora import adapter_numbers
 from hacpo_mega.models.sharding.segments import all_sources
 
@@ -53,9 +54,11 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def export_bytes(config: Config) -> int:
-    """Bytes of the Hugging Face folders of all agents, adapters beside merged weights."""
+    """Bytes of the Hugging Face folders of all agents, adapters and vision towers beside merged weights."""
     adapters = sum(num_trained(agent) for agent in config.agents if agent.lora is not None)
-    return EXPORT_BYTES_PER_PARAMETER * (adapters + sum(map(num_parameters, config.agents)))
+    towers = (stored for agent in config.agents for stored in tower_tensors(agent.model).values())
+    numbers = adapters + sum(map(num_parameters, config.agents))
+    return EXPORT_BYTES_PER_PARAMETER * numbers + sum(stored.stop - stored.start for stored in towers)
 
 
 def free_bytes(folder: Path) -> int:

@@ -19,6 +19,10 @@ def export(
     agent: Annotated[str | None, typer.Option(help="Name; a run of one agent needs none.")] = None,
     quantize: Annotated[str | None, typer.Option(help="fp8 or nvfp4, by nvidia-modelopt, for vLLM.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapters, for peft.")] = False,
+    text_only: Annotated[
+        bool,
+        typer.Option("--text-only", help="The text model alone, of an image checkpoint; so with --quantize."),
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Write an agent of a run as a Hugging Face folder with a model card."""
@@ -27,11 +31,13 @@ def export(
 
     if adapter and quantize is not None:
         raise ValueError("--adapter and --quantize exclude each other: what is quantized is the merged model")
+    if adapter and text_only:
+        raise ValueError("--adapter and --text-only exclude each other: adapters are of the text model in any case")
     chosen = trained_agent(run, agent, trust=trust)
     if adapter:
         export_adapter(chosen, out)
     elif quantize is None:
-        export_copy(chosen, out)
+        export_copy(chosen, out, text_only=text_only)
     else:
         require_trust(code_of_model(chosen.agent), chosen.file, trusted=trust)
         from hacpo_mega.commands.quantize import export_quantized

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
 from hacpo_mega.agent.agent import Agent
@@ -21,6 +21,7 @@ from hacpo_mega.cluster.machine.environment import compiler_problems
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, OptimizerConfig
+from hacpo_mega.models.files.folder import has_tower
 from hacpo_mega.models.files.visible import say
 from hacpo_mega.records import TokenSequence
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
@@ -191,7 +192,8 @@ def _scored_whole(tokens: Sequence[int]) -> TokenSequence:
 def _hugging_face(spec: AgentConfig, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> list[np.ndarray]:
     """Log-probs of all tokens after the first by transformers, on the CPU: the devices are full of the other two."""
     disable_progress_bar()  # it draws for a screen, and a job's output is a log
-    model = AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    kind = AutoModelForImageTextToText if has_tower(spec.model) else AutoModelForCausalLM
+    model = kind.from_pretrained(spec.model, dtype=dtype, trust_remote_code=spec.trust_remote_code)
     scores = []
     for tokens in sequences:
         tokens_T = torch.tensor(tokens)

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from hacpo_mega.logbook.run.provenance import read_starts
 from hacpo_mega.logbook.run.run_lock import is_gone, signature
 from hacpo_mega.logbook.steps.held_out import HeldOut, are_accuracies, held_out
 from hacpo_mega.megatron.checkpoint.stored_state import model_weights, stored_weights
+from hacpo_mega.megatron.weights.hf_reader import FolderReader
 from hacpo_mega.megatron.weights.hf_writer import (
     ADAPTER,
     copy_beside_weights,
@@ -38,11 +39,11 @@ from hacpo_mega.megatron.weights.hf_writer import (
 )
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import is_tied
-from hacpo_mega.models.files.folder import copied_files
+from hacpo_mega.models.files.folder import copied_files, dtype_name, has_tower
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.links import require_inside, run_above
 from hacpo_mega.models.files.visible import one_line, visible
-from hacpo_mega.models.files.weight_files import INDEX, require_one_reading, stored_tensors
+from hacpo_mega.models.files.weight_files import INDEX, all_tensors, require_one_reading
 from hacpo_mega.models.sharding.lora import adapter_sources
 from hacpo_mega.models.sharding.segments import all_sources
 
@@ -127,26 +128,48 @@ def _with_record(
     )
 
 
-def export_copy(agent: TrainedAgent, out: Path) -> None:
+def export_copy(agent: TrainedAgent, out: Path, *, text_only: bool = False) -> None:
     """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
 
-    ValueError when `out` exists, for a folder that has been changed, and for a checkpoint that is damaged or removed
+    With `text_only` the text model of an image checkpoint alone, as a folder of its own. ValueError for an agent that
+    is none, when `out` exists, for a folder that has been changed, and for a checkpoint that is damaged or removed
     meanwhile.
     """
+    if text_only and not has_tower(_described(agent)):
+        raise ValueError(f"{agent.agent.name} is a text model: export it without --text-only")
     with draft_of(out) as draft:
-        if agent.stored is None:
+        if agent.stored is None and text_only:
+            _write_text(agent.folder, draft)
+            card = model_card(agent, "of the text model alone, byte-equal to the run's")
+        elif agent.stored is None:
             copy_files(_model_files(agent.folder), agent.folder, draft)
             card = model_card(agent)
         else:
-            write_stored(agent.stored, draft)
+            write_stored(agent.stored, draft, text_only=text_only)
             card = model_card(agent, f"of the checkpoint {_word(agent.stored.checkpoint.folder.name)}")
         (draft / CARD).write_text(card, encoding="utf-8")
+
+
+def _described(agent: TrainedAgent) -> Path:
+    """The folder whose config.json describes the agent's model."""
+    return agent.folder if agent.stored is None else agent.stored.agent.model
+
+
+def _write_text(folder: Path, out: Path) -> None:
+    """Fills `out` with the text model of an image checkpoint, in the type that its config.json names."""
+    require_one_reading(folder, tied=is_tied(folder))
+    dtype, sources = getattr(torch, dtype_name(folder)), tuple(all_sources(Architecture.from_folder(folder)))
+    copy_beside_weights(folder, out, dtype, text_only=True)
+    with ExitStack() as stack:
+        reader = FolderReader(folder, stack)
+        tensors = ((source.name, reader.read(source, 0, source.shape[0], dim=0)) for source in sources)
+        write_weights(finite(tensors, dtype, out), sources, out, dtype)
 
 
 def _model_files(folder: Path) -> list[Path]:
     """The files of a run's own export of an agent, without others that were put beside them. ValueError as `check`."""
     require_one_reading(folder, tied=is_tied(folder))
-    weights = {folder / tensor.file for tensor in stored_tensors(folder).values()}
+    weights = {folder / tensor.file for tensor in all_tensors(folder).values()}
     described = [folder / name for name in ("config.json", INDEX) if (folder / name).is_file()]
     return [*sorted(weights), *described, *copied_files(folder)]
 
@@ -183,19 +206,26 @@ def _write_stored_adapter(stored: StoredAgent, folder: Path) -> None:
 
 @contextmanager
 def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
-    """The agent with a Hugging Face folder; one of a checkpoint has it beside `out` until the block ends."""
-    if agent.stored is None:
+    """The agent with a Hugging Face folder, of an image checkpoint its text model alone.
+
+    One of a checkpoint has it beside `out` until the block ends, and so has a text model.
+    """
+    text_only = has_tower(_described(agent))
+    if agent.stored is None and not text_only:
         yield agent
         return
     folder = _new_draft(out)
     try:
-        write_stored(agent.stored, folder)
+        if agent.stored is None:
+            _write_text(agent.folder, folder)
+        else:
+            write_stored(agent.stored, folder, text_only=text_only)
         yield replace(agent, folder=folder)
     finally:
         _remove(folder)
 
 
-def write_stored(stored: StoredAgent, folder: Path) -> None:
+def write_stored(stored: StoredAgent, folder: Path, *, text_only: bool = False) -> None:
     """Fills a folder with a checkpoint's agent, bit by bit as its run would have exported it there.
 
     One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
@@ -206,11 +236,11 @@ def write_stored(stored: StoredAgent, folder: Path) -> None:
     sources, lora = tuple(all_sources(architecture)), stored.agent.adapters(architecture)
     with stored.being_read():
         stored.require_unaltered()
-        copy_beside_weights(base, folder, dtype)
+        copy_beside_weights(base, folder, dtype, text_only=text_only)
         name_end(folder, folder_ends(stored.agent)[0].added)
         tensors = finite(model_weights(stored.folder, base, lora, dtype), dtype, folder)
         try:
-            write_weights(tensors, sources, folder, dtype)
+            write_weights(tensors, sources, folder, dtype, base=None if text_only else base)
         except RunStopped as stop:
             raise ValueError(str(stop)) from stop
 

@@ -8,11 +8,23 @@ Not here: a model that lies in a folder (architecture.py).
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
+from hacpo_mega.models.families.families import (
+    GEMMA3,
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    Family,
+)
 from hacpo_mega.models.families.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
@@ -80,8 +92,45 @@ _ROWS = (
     _Row(_llama("3.1-8B"), LLAMA, 32, 4096, 32, 8, 128, 14336, _LLAMA_VOCAB, rope_factor=8.0),
     _Row(_llama("3.1-70B"), LLAMA, 80, 8192, 64, 8, 128, 28672, _LLAMA_VOCAB, rope_factor=8.0),
 )
+
+
+def _text(names: Iterable[str], family: Family, *sizes: int, **more: Any) -> dict[str, dict[str, Any]]:
+    """The text model of an image checkpoint, by the names of its folders: fields that its text_config gives.
+
+    `sizes` are layers, width, width of the feed-forward, heads and key/value heads.
+    """
+    counts = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    named = {"architectures": [family.image_class], "model_type": family.model_type}
+    fields = {**named, **dict(zip(counts, sizes, strict=True)), **more}
+    return dict.fromkeys(names, fields)
+
+
+def _gemma3(size: str) -> list[str]:
+    return [f"google/gemma-3-{size}-{kind}" for kind in ("pt", "it")]
+
+
+def _ministral3(size: str) -> list[str]:
+    return [f"mistralai/Ministral-3-{size}-{kind}" for kind in ("Base-2512", "Instruct-2512-BF16", "Reasoning-2512")]
+
+
+_LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}
+_WIDE = {"head_dim": 128, "query_pre_attn_scalar": 168}
+_TEKKEN = {"vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
+_LONG = {**_TEKKEN, "max_position_embeddings": 262144}
+_SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
+_SMALL_NAMES = [f"mistralai/Mistral-Small-3.{kind}" for kind in
+                ("1-24B-Base-2503", "1-24B-Instruct-2503", "2-24B-Instruct-2506")]  # fmt: skip
+_TEXTS = {
+    **_text(_gemma3("4b"), GEMMA3, 34, 2560, 10240, 8, 4, **_LINEAR),
+    **_text(_gemma3("12b"), GEMMA3, 48, 3840, 15360, 16, 8, **_LINEAR),
+    **_text(_gemma3("27b"), GEMMA3, 62, 5376, 21504, 32, 16, **_LINEAR, **_WIDE),
+    **_text(_ministral3("3B"), MINISTRAL3, 26, 3072, 9216, 32, 8, **_LONG, tie_word_embeddings=True),
+    **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
+    **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
+    **_text(_SMALL_NAMES, MISTRAL, 40, 5120, 32768, 32, 8, **_SMALL),
+}
 _BY_NAME = {name: row for row in _ROWS for name in row.names}
-PUBLIC_NAMES = tuple(_BY_NAME)
+PUBLIC_NAMES = (*_BY_NAME, *_TEXTS)
 
 
 def public_architecture(name: str) -> Architecture:
@@ -97,6 +146,8 @@ def public_architecture(name: str) -> Architecture:
             f"{name} is no folder with a config.json and none of the {len(PUBLIC_NAMES)} public models that are known "
             f"by name. Nearest: {', '.join(by_last[last] for last in near)}"
         )
+    if found[0] in _TEXTS:
+        return Architecture.from_config(Path(found[0]), _TEXTS[found[0]])
     return _architecture(_BY_NAME[found[0]], found[0])
 
 

@@ -16,14 +16,16 @@ environment.py sets these variables before torch and vllm are imported:
 """
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
 from vllm import config as vllm_config
 from vllm.v1.engine import FinishReason
@@ -31,7 +33,7 @@ from vllm.v1.engine import FinishReason
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import eos_token_ids
-from hacpo_mega.models.files.weight_files import published_names
+from hacpo_mega.models.files.weight_files import published_names, stored_tensors
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
@@ -67,6 +69,16 @@ class Memory(enum.Enum):
     ASLEEP = "asleep"
     WEIGHTS = "weights"
     AWAKE = "awake"
+
+
+def _folder_weights(folder: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors `names` of a folder's text model, one at a time, file by file."""
+    stored = stored_tensors(folder)
+    for file in sorted({stored[name].file for name in names}):
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in names:
+                if stored[name].file == file:
+                    yield name, opened.get_tensor(stored[name].name)
 
 
 def require_options(options: Mapping[str, Any], owner: str = "") -> None:
@@ -115,6 +127,8 @@ class Engine:
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
+        if spec.is_text_of_images and not spec.random_weights:
+            self.load(_folder_weights(spec.model, self._names))
 
     def generate(
         self,

@@ -18,8 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from safetensors.torch import load_file
-from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model, reference_model
-from transformers import AutoModelForCausalLM
+from tiny_models import LLAMA3_ROPE, SCALED_ROPE, YARN_ROPE, auto_class, make_model, reference_model
 
 from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -27,6 +26,7 @@ from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.weight_files import text_name
 
 VOCAB = 131
 CASES = {
@@ -45,10 +45,13 @@ CASES = {
     "olmo3": {"family": "olmo3", "tied": False, "window": 7, "rope_scaling": YARN_ROPE, "num_layers": 4},
     # norms by 1 + w around both blocks, windows, two kinds of angles, an embedding that is scaled
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7, "num_layers": 4},
+    # the same, and one with queries that grow, beside a vision tower that neither computes
+    "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 7, "images": True, "max_shard_size": "60KB"},
+    "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
     # norms around both blocks, neighbours of half a head turn, gate and up in one stored matrix
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
 }
-LATER = ("mistral-six-layers", "phi3", "olmo2", "olmo3", "glm4", "gemma3")
+LATER = ("gemma3-images", "ministral3-images", "mistral-six-layers", "phi3", "olmo2", "olmo3", "glm4", "gemma3")
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again
 RECOMPUTED = "qwen2-biased"
@@ -115,7 +118,9 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
             loss = loss + torch.nn.functional.cross_entropy(logits_TV, targets_of(tokens_T)) / len(PACKS)
             logits.append(logits_TV.detach())
         loss.backward()
-        answers[name] = logits, {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        # Of an image checkpoint those of its text model, by their names in one of text.
+        answers[name] = logits, {text_name(name) or name: g for name, g in gradients.items() if g is not None}
     return answers
 
 
@@ -257,7 +262,7 @@ def test_export_is_the_loaded_folder_byte_for_byte(results, folders, name, tp, p
     export = results((name, tp, pp))[0]["export"]
     assert tensors_of(export) == tensors_of(folders[name])
     assert json.loads((export / "config.json").read_text()) == json.loads((folders[name] / "config.json").read_text())
-    AutoModelForCausalLM.from_pretrained(export)
+    auto_class("images" in CASES[name]).from_pretrained(export)
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:

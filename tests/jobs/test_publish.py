@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from job import run_script
-from tiny_models import YARN_ROPE, make_model
+from tiny_models import SCALED_ROPE, YARN_ROPE, make_model
 
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.alarms import EngineAlarm
@@ -25,6 +25,8 @@ MODELS = {
     "olmo2": {"family": "olmo2", "tied": False},
     "olmo3": {"family": "olmo3", "tied": False, "window": 11, "rope_scaling": YARN_ROPE},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 11},
+    "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 11, "images": True},
+    "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
     "mistral-window": {"family": "mistral", "tied": False, "window": 11},
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
     "experts": {"family": "qwen3_moe", "tied": False},

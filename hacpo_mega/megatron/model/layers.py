@@ -333,6 +333,17 @@ class TwoRopes(SelfAttention):
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
 
 
+class ScaledQueries(SelfAttention):
+    """Megatron's self-attention for models whose queries grow with their position: a rotation scales them, too."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Same as Megatron's, from cosines and sines of keys, then of queries [T, 1, 1, 8P]."""
+        of_keys, of_queries = rotary_pos_emb.chunk(2, dim=-1)
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=(of_queries, of_keys), **options)
+
+
 def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
     """Megatron's local layer spec with the layers of this file, for the layers of one pipeline stage."""
     # Layers of the same kind share a spec.
@@ -360,6 +371,8 @@ def _layer_spec(
     if traits.two_ropes:
         attention.module = TwoRopes
         attention.params = {**attention.params, "has_window": window is not None}
+    if architecture.query_beta:
+        attention.module = ScaledQueries
     attention.submodules.core_attention = ModuleSpec(module=PackedAttention, params={"window": window})
     if architecture.qk_norm:
         norms = _qk_norms(architecture, config.tensor_model_parallel_size)

@@ -23,7 +23,13 @@ from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.model.layers import decoder_spec
 from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE
 from hacpo_mega.megatron.model.platform import megatron_platform, plain_torch
-from hacpo_mega.megatron.model.rope import cosines_and_sines, rope_frequencies, rope_magnitude, window_frequencies
+from hacpo_mega.megatron.model.rope import (
+    cosines_and_sines,
+    query_scales,
+    rope_frequencies,
+    rope_magnitude,
+    window_frequencies,
+)
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.model.te_layers import te_decoder_spec
 from hacpo_mega.models.families.architecture import Architecture
@@ -87,7 +93,8 @@ class HiddenStateModel(GPTModel):
     ) -> tuple:
         """Embeddings [t/tp, 1, H] (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
-        Where layers with a window have frequencies of their own, those follow the others (layers.py, TwoRopes).
+        Where layers with a window have frequencies of their own, those follow the others (layers.py, TwoRopes); where
+        queries are scaled, theirs do, with the scale: [T, 1, 1, 8P] (ScaledQueries).
         `padding_mask` goes to every feed-forward unchanged (moe.py).
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
@@ -98,7 +105,11 @@ class HiddenStateModel(GPTModel):
             # A layer that is computed again in backward has a gradient only where its input has one.
             hidden.requires_grad_()
         positions_T = position_ids[0].float()
-        turns = cosines_and_sines(positions_T, self.rope_P, rope_magnitude(self.architecture), self.config)
+        magnitude = rope_magnitude(self.architecture)
+        turns = cosines_and_sines(positions_T, self.rope_P, magnitude, self.config)
+        if self.architecture.query_beta:
+            scales_T1 = magnitude * query_scales(positions_T, self.architecture)
+            turns = torch.cat([turns, cosines_and_sines(positions_T, self.rope_P, scales_T1, self.config)], dim=-1)
         if len(self.window_rope_P):
             turns = torch.cat([turns, cosines_and_sines(positions_T, self.window_rope_P, 1.0, self.config)], dim=-1)
         return hidden, turns[:, None, None, :], None, None, None, padding_mask

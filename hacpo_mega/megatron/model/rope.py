@@ -49,12 +49,19 @@ def rope_magnitude(architecture: Architecture) -> float:
     return architecture.rope.attention_factor if isinstance(architecture.rope, YarnRope) else 1.0
 
 
+def query_scales(positions_T: torch.Tensor, architecture: Architecture) -> torch.Tensor:
+    """Factors [T, 1] of queries at positions [T], where they grow with the position (YarnRope)."""
+    passed_T = torch.floor(positions_T / architecture.rope.original_positions)
+    return 1 + architecture.query_beta * torch.log(1 + passed_T)[:, None]
+
+
 def cosines_and_sines(
-    positions_T: torch.Tensor, frequencies_P: torch.Tensor, magnitude: float, config: TransformerConfig
+    positions_T: torch.Tensor, frequencies_P: torch.Tensor, magnitude: float | torch.Tensor, config: TransformerConfig
 ) -> torch.Tensor:
     """Cosines, then sines, of positions [T] and frequencies [P]: [T, 4P] in the dtype of the model.
 
-    Both numbers of a pair turn by the same angle: neighbours, or one from each half.
+    `magnitude` is a factor on both, one for all or of every position [T, 1]. Both numbers of a pair turn by the same
+    angle: neighbours, or one from each half.
     """
     angles_TP = torch.outer(positions_T, frequencies_P)
     angles = angles_TP.repeat_interleave(2, dim=-1) if config.rotary_interleaved else angles_TP.repeat(1, 2)

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.model.gated import GatedActivation
-from hacpo_mega.megatron.model.layers import WithBias
+from hacpo_mega.megatron.model.layers import ScaledQueries, WithBias
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.models.families.architecture import Architecture
 
@@ -88,6 +88,8 @@ def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layer
     layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedTEAttention, params={"attend": attention.core_attention})
+    if architecture.query_beta:
+        layer.submodules.self_attention.module = ScaledQueries
     if architecture.output_bias:
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
     if architecture.has_experts:  # ours, behind a norm of its own

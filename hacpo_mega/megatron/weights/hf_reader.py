@@ -38,7 +38,8 @@ class FolderReader:
         return piece
 
     def _slice(self, source: Source) -> Any:
-        name = self.stored[source.name].file
-        if name not in self.open_files:
-            self.open_files[name] = self.stack.enter_context(safe_open(self.folder / name, framework="pt"))
-        return self.open_files[name].get_slice(source.name)
+        stored = self.stored[source.name]
+        if stored.file not in self.open_files:
+            opened = safe_open(self.folder / stored.file, framework="pt")
+            self.open_files[stored.file] = self.stack.enter_context(opened)
+        return self.open_files[stored.file].get_slice(stored.name)

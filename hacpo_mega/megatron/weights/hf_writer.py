@@ -6,18 +6,28 @@ Not here: the source of the tensors (reshard.py, stored_state.py). Imports no Me
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.weights.hf_reader import dtype_of
-from hacpo_mega.models.files.folder import copied_files, named_ends, read_config, read_json, with_dtype
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.folder import copied_files, has_tower, named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.tokenizer_files import ID_KEYS
-from hacpo_mega.models.files.weight_files import INDEX, SINGLE, without_extra_layers
-from hacpo_mega.models.sharding.lora import Lora
+from hacpo_mega.models.files.weight_files import (
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    stored_tensors,
+    tower_tensors,
+    without_extra_layers,
+)
+from hacpo_mega.models.sharding.lora import PREFIX, Lora
 from hacpo_mega.models.sharding.segments import Source
 
 FILE_BYTES = 5 << 30
@@ -49,37 +59,59 @@ def write_weights(
     folder: Path,
     dtype: torch.dtype,
     *,
+    base: Path | None = None,
     file_bytes: int = FILE_BYTES,
     writes: bool = True,
 ) -> None:
     """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    Files are about `file_bytes` each. A process that does not write only iterates, since making the tensors is
-    collective.
+    They get the names that they have in `base`, if that is an image checkpoint, and its tower follows in a file of its
+    own, byte by byte. Files are about `file_bytes` each. A process that does not write only iterates, since making the
+    tensors is collective.
     """
-    files = _plan_files(sources, dtype, file_bytes)
+    tower = tower_tensors(base) if writes and base is not None else {}
+    names = {name: stored.name for name, stored in stored_tensors(base).items()} if tower else {}
+    files = _plan_files(sources, dtype, file_bytes, has_more=bool(tower))
     for name, planned in files.items():
         taken = {}
         for _ in planned:
             tensor_name, tensor = next(tensors)
             if writes:
                 taken[tensor_name] = tensor.cpu()
-        if writes:
+        if writes and planned:
             assert list(taken) == planned, (list(taken), planned)
-            _save(taken, folder / name)
+            _save({names.get(name, name): tensor for name, tensor in taken.items()}, folder / name)
     assert next(tensors, None) is None, "a tensor is not in the plan"
     if writes and len(files) > 1:
-        weight_map = {tensor_name: name for name, planned in files.items() for tensor_name in planned}
+        weight_map = {names.get(one, one): name for name, planned in files.items() for one in planned}
         total = sum(torch.Size(s.shape).numel() * dtype_of(s.name, dtype).itemsize for s in sources)
+        if tower:
+            _save(_read_tower(base, tower), folder / list(files)[-1])
+            weight_map |= dict.fromkeys(tower, list(files)[-1])
+            total += sum(stored.stop - stored.start for stored in tower.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _read_tower(base: Path, tower: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """The tensors of an image checkpoint's tower by name, in the types in which they are stored."""
+    with ExitStack() as stack:
+        files = {stored.file for stored in tower.values()}
+        opened = {file: stack.enter_context(safe_open(base / file, framework="pt")) for file in files}
+        return {name: opened[stored.file].get_tensor(name) for name, stored in tower.items()}
 
 
 def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, folder: Path) -> None:
     """Fills a folder that peft loads on top of the model `base`: adapter_model.safetensors, adapter_config.json.
 
-    Factors by peft's names: A [rank, inputs], B [outputs, rank].
+    Factors by peft's names: A [rank, inputs], B [outputs, rank]. In an image checkpoint the text model lies deeper, and
+    layers of its tower have the same last names.
     """
+    targets: str | list[str] = list(lora.targets)
+    if has_tower(base):
+        layers = f"{PREFIX}model.", f"{PREFIX}model.language_model."
+        tensors = {name.replace(*layers): tensor for name, tensor in tensors.items()}
+        targets = rf".*language_model\..*\.({'|'.join(lora.targets)})"
     _save(dict(tensors), folder / "adapter_model.safetensors")
     hub = HubModel.of_snapshot(base)
     config = {
@@ -90,7 +122,7 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -107,8 +139,10 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     file.chmod(mode & 0o777)
 
 
-def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) -> dict[str, list[str]]:
-    """File name -> names of the tensors in it, in their order."""
+def _plan_files(
+    sources: Sequence[Source], dtype: torch.dtype, file_bytes: int, *, has_more: bool
+) -> dict[str, list[str]]:
+    """File name -> names of the tensors in it, in their order; with `has_more` a last file is left without any."""
     groups, size = [[]], 0
     for source in sources:
         source_bytes = torch.Size(source.shape).numel() * dtype_of(source.name, dtype).itemsize
@@ -117,15 +151,24 @@ def _plan_files(sources: Sequence[Source], dtype: torch.dtype, file_bytes: int) 
             size = 0
         groups[-1].append(source.name)
         size += source_bytes
+    groups += [[]] * has_more
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copies the files that readers of a model need beside its weights, and sets the new dtype in config.json."""
-    copy_files(copied_files(source), source, out)
-    config = without_extra_layers(with_dtype(read_config(source), str(dtype).removeprefix("torch.")))
+def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype, *, text_only: bool = False) -> None:
+    """Copies the files that readers of a model need beside its weights, and sets the new dtype in config.json.
+
+    With `text_only` an image checkpoint becomes its text model: that one's config.json, and no file for images.
+    """
+    copy_files(copied_files(source, text_only=text_only), source, out)
+    config = read_config(source)
+    if text_only:
+        config = {**config, **Architecture.from_folder(source).served_as}
+    elif has_tower(source):
+        config = read_json(source / "config.json")
+    config = without_extra_layers(with_dtype(config, str(dtype).removeprefix("torch.")))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -115,7 +115,9 @@ def save_hf(
             partial.mkdir(parents=True)
             copy_beside_weights(source_folder, partial, dtype)
             name_end(partial, added_end)
-        write_weights(tensors, sources_of(bare), partial, dtype, file_bytes=file_bytes, writes=writes)
+        write_weights(
+            tensors, sources_of(bare), partial, dtype, base=source_folder, file_bytes=file_bytes, writes=writes
+        )
         adapter = {name: tensor.cpu() for name, tensor in factors if writes}
         if writes:
             if bare.lora is not None:

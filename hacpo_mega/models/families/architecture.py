@@ -5,6 +5,7 @@ Not here: the folder's other files (folder.py, weight_files.py) and over how man
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import MOST, Fields
 from hacpo_mega.models.files.folder import read_config
+
+# vLLM's field of config.json for the scale of queries, which transformers has in the rope table.
+SCALING = "llama_4_scaling"
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,21 @@ class Architecture:
     @property
     def angle_size(self) -> int:
         """Number of rotary angles per token, all layers together."""
-        return self.rotary_dim * (1 if self.window_theta is None else 2)
+        return self.rotary_dim * (2 if self.window_theta is not None or self.query_beta else 1)
+
+    @property
+    def query_beta(self) -> float:
+        """Growth of queries with their position (YarnRope); 0: none."""
+        return self.rope.query_beta if isinstance(self.rope, YarnRope) else 0.0
+
+    @property
+    def served_as(self) -> dict[str, Any]:
+        """Fields of config.json by which vLLM runs the text model alone, and with the scale of its queries."""
+        fields = {"architectures": [self.traits.architecture], "tie_word_embeddings": self.tied}
+        if isinstance(self.rope, YarnRope) and self.rope.query_beta:
+            original = self.rope.original_positions
+            fields[SCALING] = {"original_max_position_embeddings": original, "beta": self.rope.query_beta}
+        return fields
 
     @property
     def fits_te(self) -> bool:
@@ -171,14 +189,23 @@ class Architecture:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Architecture":
-        """Read `folder`/config.json. Raises ValueError for a folder without one or a model this project cannot run."""
-        path = Path(folder) / "config.json"
-        fields = Fields(path, read_config(Path(folder)))
+        """Read `folder`/config.json, of an image checkpoint the text model alone.
+
+        Raises ValueError for a folder without one or a model this project cannot run.
+        """
+        return cls.from_config(Path(folder) / "config.json", read_config(Path(folder)))
+
+    @classmethod
+    def from_config(cls, path: Path, given: Mapping[str, Any]) -> "Architecture":
+        """The same from the fields of a config.json, which messages call `path`."""
+        fields = Fields(path, given)
         family = _family(path, fields.given)
         _refuse_variants(path, fields.given, family)
         hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
-        num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
         defaults = family.defaults
+        num_heads = fields.count(
+            "num_attention_heads", default=defaults.get("num_attention_heads"), most=MOST["num_heads"]
+        )
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
         try:
@@ -196,8 +223,12 @@ class Architecture:
                     "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
                 ),
                 **read_feed_forward(fields, family.experts, defaults),
-                vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
-                max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
+                vocab_size=fields.count("vocab_size", default=defaults.get("vocab_size"), most=MOST["vocab_size"]),
+                max_positions=fields.count(
+                    "max_position_embeddings",
+                    default=defaults.get("max_position_embeddings"),
+                    most=MOST["max_positions"],
+                ),
                 norm_eps=fields.positive("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
                 rope_theta=angles.theta,
                 rope=angles.rope,
@@ -218,17 +249,22 @@ class Architecture:
 
 def _family(path: Path, given: Mapping[str, Any]) -> Family:
     """The family that a config.json names by its model_type, and its `architectures` in the same way."""
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    classes = [name for family in FAMILIES.values() for name in (family.architecture, family.image_class) if name]
+    supported = list(dict.fromkeys(classes))
     named = given.get("architectures")
     name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
-    if name not in supported.split(", "):
-        raise ValueError(f"{path}: architecture {name} is not supported; supported: {supported}")
     model_type = given.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{path}: model_type {short(model_type)} is not supported; supported are {known}")
-    if family.architecture != name:
+    for what, found, known in (("architecture", name, supported), ("model_type", model_type, list(FAMILIES))):
+        if found not in known:
+            (nearest,) = get_close_matches(str(found), known, n=1, cutoff=0.0)
+            shown = found if what == "architecture" else short(found)
+            raise ValueError(
+                f"{path}: {what} {shown} is not supported; nearest: {nearest}; supported: {', '.join(known)}. "
+                "CONTRIBUTING.md, Add a model family, says how to add one"
+            )
+    assert family is not None, model_type
+    if name not in (family.architecture, family.image_class):
         raise ValueError(
             f"{path}: model_type {model_type!r} goes with architecture {family.architecture}, found {name}"
         )

@@ -92,6 +92,8 @@ class Family:
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
+    image_class     the class of its image checkpoints, whose `text_config` is a model of this family
+    scales_queries  whether queries grow with their position, by `llama_4_scaling_beta` of its rope table (rope.py)
     defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
@@ -121,6 +123,8 @@ class Family:
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
+    image_class: str | None = None
+    scales_queries: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -204,11 +208,29 @@ MIXTRAL = Family(
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
-    "Mistral 7B, Nemo, Small",
+    "Mistral 7B, Nemo, Small; text of Small 3.x",
     windows="all",
+    image_class="Mistral3ForConditionalGeneration",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     made_with={"sliding_window": None},
 )
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    "text of Ministral 3",
+    windows="all",
+    image_class=MISTRAL.image_class,
+    scales_queries=True,
+    rope_kinds=("yarn",),
+    defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    ignores=frozenset({"llama_4_scaling"}),  # the same for vLLM, which reads no other (Architecture.served_as)
+)  # fmt: skip
 # Others have longrope. transformers reads yarn as longrope.
 PHI3 = Family(
     "phi3",
@@ -278,12 +300,12 @@ GLM4_MOE = Family(
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
 )  # fmt: skip
-# The text models: 1B, and larger ones without their eyes.
+# The text models: 1B, and those of larger ones, which are image checkpoints.
 _TANH = "gelu_pytorch_tanh"
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    "Gemma 3, text alone",
+    "Gemma 3 270M, 1B; text of 4B, 12B, 27B",
     qk_norm=True,
     offset_norms=True,
     norms=SANDWICH,
@@ -293,7 +315,9 @@ GEMMA3 = Family(
     scaled_embedding=True,
     query_scalar=True,
     rope_kinds=("default", "linear"),
+    image_class="Gemma3ForConditionalGeneration",
     defaults={
+        "num_attention_heads": 8, "vocab_size": 262208, "max_position_embeddings": 131072,
         "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "query_pre_attn_scalar": 256,
         "rope_theta": 1e6, "window_theta": 1e4, "sliding_window": 4096, "sliding_window_pattern": 6,
     },
@@ -306,7 +330,7 @@ GEMMA3 = Family(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
     )
 }  # fmt: skip
 

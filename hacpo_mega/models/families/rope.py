@@ -8,7 +8,7 @@ Not here: the frequencies themselves (megatron/model/rope.py).
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hacpo_mega.models.families.families import Family
@@ -18,6 +18,8 @@ from hacpo_mega.models.files.fields import Fields
 
 # What a rope table of any kind may say.
 OF_ALL = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+# What one of a family that scales its queries may say, too; transformers does not read the second.
+_OF_QUERIES = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class YarnRope:
     beta_fast, beta_slow   turns over the original positions above which a frequency stays, below which it is divided
     attention_factor       cosines and sines are multiplied by it
     truncate               whether the edges of the blend are moved to whole pairs
+    query_beta             a query at position p is multiplied with 1 + query_beta * log(1 + floor(p / original
+                           positions)), as Llama 4 has it; 0: it is not
     """
 
     factor: float
@@ -52,6 +56,7 @@ class YarnRope:
     beta_slow: float
     attention_factor: float
     truncate: bool
+    query_beta: float = 0.0
 
     @property
     def reach(self) -> int:
@@ -83,6 +88,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     ValueError for a kind that the family cannot have here, by name, and for a field that the kind does not know.
     """
     table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
+    table = table if table.given else Fields(path, family.defaults.get("rope_parameters", {}))
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
         table = table.table(FULL)
@@ -100,12 +106,16 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
             f"supported are {', '.join(family.rope_kinds)}"
         )
     known, read = KINDS[kind]
+    known |= _OF_QUERIES if family.scales_queries else frozenset()
     if unknown := sorted(key for key, value in table.given.items() if value is not None and key not in known | OF_ALL):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(table.given[unknown[0]])} is no field of rope type {kind!r} that "
             "is known here, so the model may compute other angles; if it does not, take it out of config.json"
         )
-    return Angles(theta, read(table), share, window_theta)
+    rope = read(table)
+    if family.scales_queries and isinstance(rope, YarnRope):
+        rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta"))
+    return Angles(theta, rope, share, window_theta)
 
 
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:

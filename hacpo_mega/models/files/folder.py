@@ -22,13 +22,20 @@ TEXT_FILES = (
     *("added_tokens.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
     "additional_chat_templates/*.jinja",
 )
+IMAGE_FILES = ("*processor_config.json", "chat_template.json")  # by which images are read
 NOTICES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")  # which go with every copy of a model
 ADAPTER_NAMES = ("adapter_config.json", "adapter_model.")
+# Fields of an image checkpoint that stand beside its `text_config` and say something of the text model.
+_OF_BOTH = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+_OF_BOTH += ("pad_token_id", "quantization_config")
 MERGE = "merge it into its base (merge_and_unload of peft), or give the base, with [agents.lora] to train adapters"
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """`folder`/config.json. ValueError, one line, for a folder without one, or with one that is no JSON object."""
+    """`folder`/config.json; of an image checkpoint the fields of its text model, as text_fields has them.
+
+    ValueError, one line, for a folder without one, or with one that is no JSON object.
+    """
     if not (folder / "config.json").is_file():
         if adapter_files(folder):
             raise ValueError(f"model folder {folder} holds an adapter{of_base(folder)} and no config.json; {MERGE}")
@@ -42,7 +49,28 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         raise ValueError(
             f"model folder {folder} has no config.json; give a Hugging Face folder, such as RUN/agents/NAME"
         )
-    return read_json(folder / "config.json")
+    return text_fields(folder)
+
+
+def text_fields(folder: Path) -> Mapping[str, Any]:
+    """The fields of a folder's text model; empty without a config.json.
+
+    An image checkpoint has them in `text_config`. transformers and this project take the fields beside it first.
+    """
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, dict):
+        raise ValueError(f"{folder / 'config.json'}: text_config must be an object, found {short(text)}")
+    beside = {name: config[name] for name in _OF_BOTH if config.get(name) is not None}
+    has_type = beside.keys() & {"dtype", "torch_dtype"}
+    return {key: value for key, value in text.items() if not (has_type and key in ("dtype", "torch_dtype"))} | beside
+
+
+def has_tower(folder: Path) -> bool:
+    """True for an image checkpoint: a text model beside a vision tower."""
+    return read_json(folder / "config.json").get("text_config") is not None
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -51,10 +79,11 @@ def text_files(folder: Path) -> list[Path]:
     return _files(folder, (*TEXT_FILES, "*.py") if has_code else TEXT_FILES)
 
 
-def copied_files(folder: Path) -> list[Path]:
+def copied_files(folder: Path, *, text_only: bool = False) -> list[Path]:
     """Files that a copy of a model keeps beside its weights and config.json: no README of another model, no adapter, no
-    state of an optimizer."""
-    return [*text_files(folder), *_files(folder, NOTICES)]
+    state of an optimizer; those by which an image checkpoint reads images, but with `text_only`."""
+    reads_images = has_tower(folder) and not text_only
+    return [*text_files(folder), *_files(folder, (*NOTICES, *IMAGE_FILES) if reads_images else NOTICES)]
 
 
 def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -100,7 +129,8 @@ def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     The first is generation_config.json; config.json where that names none.
     """
-    named = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    files = read_json(folder / "generation_config.json"), text_fields(folder)
+    named = [fields.get("eos_token_id") for fields in files]
     by_file = [(ids,) if isinstance(ids, int) else tuple(ids or ()) for ids in named]
     return by_file[0] or by_file[1], tuple(dict.fromkeys((*by_file[0], *by_file[1])))
 
@@ -115,8 +145,11 @@ def dtype_name(folder: Path) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json that names the dtype `name`, under the key that it uses already."""
-    return {**config, "torch_dtype" if "torch_dtype" in config else "dtype": name}
+    """A config.json that names the dtype `name`, under the key that it uses already; so does its text_config."""
+    named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": name}
+    if isinstance(text := config.get("text_config"), dict) and text.keys() & {"dtype", "torch_dtype"}:
+        named["text_config"] = with_dtype(text, name)
+    return named
 
 
 def head_size(folder: Path) -> int | None:

@@ -24,7 +24,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hacpo_mega.models.files.documents import one_line, parse_json
-from hacpo_mega.models.files.folder import MERGE, PREDICTS, adapter_files, of_base, read_config, read_json
+from hacpo_mega.models.files.folder import (
+    MERGE,
+    PREDICTS,
+    adapter_files,
+    has_tower,
+    of_base,
+    read_config,
+    read_json,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
@@ -32,6 +40,14 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 # Buffers that some folders store although they follow from the configuration.
 DERIVED = "rotary_emb.inv_freq"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# How image checkpoints name the tensors of their text model, those of transformers 4 and 5 -> the text model itself.
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
 # A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type.
 CORRECTION = "e_score_correction_bias"
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
@@ -47,10 +63,11 @@ NUM_BLOCKS = 1000
 class StoredTensor:
     """A tensor's place and header; `file` is a name in the folder, `dtype` the format's, as "BF16".
 
-    Its bytes are those from `start` to `stop` of the file.
+    `name` is the one in the file. Its bytes are those from `start` to `stop` of the file.
     """
 
     file: str
+    name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -58,7 +75,32 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a folder by name, from its index or its single file.
+    """The tensors of a folder's text model by name; an image checkpoint has them under others, beside its tower's.
+
+    ValueError as `all_tensors`.
+    """
+    tensors = all_tensors(folder)
+    if not has_tower(folder):
+        return tensors
+    return {name: stored for stored in tensors.values() if (name := text_name(stored.name)) is not None}
+
+
+def tower_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of an image checkpoint that are none of its text model: its vision tower, which stays as it is."""
+    tensors = all_tensors(folder) if has_tower(folder) else {}
+    return {name: stored for name, stored in tensors.items() if text_name(name) is None}
+
+
+def text_name(stored: str) -> str | None:
+    """The name of a text model's tensor that an image checkpoint holds as `stored`; None for one of its tower."""
+    for prefix, own in TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return own + stored.removeprefix(prefix)
+    return None
+
+
+def all_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a folder by the names in its files, from its index or its single file.
 
     ValueError, a line per problem: no safetensors, an index that names what is not there, a file that is broken or cut
     short, weights that another reader would take otherwise.
@@ -101,7 +143,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header = parse_json(stream.read(length))
             header.pop("__metadata__", None)
-            tensors = {name: _stored(file.name, entry, 8 + length) for name, entry in header.items()}
+            tensors = {name: _stored(file.name, name, entry, 8 + length) for name, entry in header.items()}
             end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file} has a broken header and is no safetensors file: copy it again") from error
@@ -124,6 +166,11 @@ def weight_problems(folder: Path, wanted: Mapping[str, tuple[int, ...]], *, fami
     except ValueError as problems:
         return str(problems).splitlines()
     problems = []
+    if has_tower(folder) and not tower_tensors(folder):
+        problems.append(
+            f"{folder} has a text_config and no tensor of a vision tower, which its export would lack: copy the folder "
+            "again, or make text_config its config.json"
+        )
     if missing := sorted(wanted.keys() - tensors.keys()):
         problems.append(f"{folder} lacks {len(missing)} tensors of this {family} model: {some(missing)}")
     extra = extra_layers(read_json(folder / "config.json"))
@@ -273,10 +320,10 @@ def _against_index(file: Path, unnamed: set[str], index: Mapping[str, str]) -> I
         )
 
 
-def _stored(file: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
+def _stored(file: str, name: str, entry: Mapping[str, Any], first: int) -> StoredTensor:
     """One entry of a header; bytes begin at `first`."""
     start, stop = entry["data_offsets"]
-    return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
+    return StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), first + start, first + stop)
 
 
 def _is_map_of_names(index: Any) -> bool:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
-from hacpo_mega.models.files.folder import head_size
+from hacpo_mega.models.families.architecture import SCALING, Architecture
+from hacpo_mega.models.files.folder import has_tower, head_size
 from hacpo_mega.models.sharding.layout import head_size_problem
 
 BLOCK = 16  # tokens of the key-value cache, on the CPU
@@ -54,6 +56,31 @@ class EngineSpec:
         """True if log-probs come with a routing."""
         return self.options.get(RETURNS_ROUTING, False)
 
+    @property
+    def is_text_of_images(self) -> bool:
+        """True if the folder is an image checkpoint, of which the engine runs the text model alone.
+
+        vLLM would look for that model's tensors under other names: the engine loads them itself.
+        """
+        return has_tower(self.model)
+
+    def _text_model(self) -> dict[str, Any]:
+        """Argument that makes vLLM read config.json as training does, where it would not."""
+        if not (self.model / "config.json").is_file():
+            return {}
+        fields = Architecture.from_folder(self.model).served_as
+        if not self.is_text_of_images and SCALING not in fields:
+            return {}
+
+        def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+            """The text model's configuration; vLLM also asks with an empty one, for its model_type."""
+            text = config.get_text_config()
+            for name, value in fields.items():
+                setattr(text, name, value)
+            return text
+
+        return {"hf_overrides": text_config}
+
     def vllm_arguments(
         self, *, on_cuda: bool, visible_devices: int = 0, expandable_segments: bool = False
     ) -> dict[str, Any]:
@@ -74,6 +101,7 @@ class EngineSpec:
             **defaults,
             **options,
             "model": str(self.model),
+            **self._text_model(),
             "tensor_parallel_size": self.tensor_parallel_size,
             "distributed_executor_backend": "external_launcher",
             "dtype": self.dtype,
@@ -85,7 +113,7 @@ class EngineSpec:
             "generation_config": "vllm",  # a folder's own top_p or temperature must not reach the sampler
             "logprobs_mode": "processed_logprobs",  # after temperature, as the actor's are
             # "auto" would prefer consolidated.safetensors.
-            "load_format": "dummy" if self.random_weights else "safetensors",
+            "load_format": "dummy" if self.random_weights or self.is_text_of_images else "safetensors",
             "enable_sleep_mode": on_cuda and self.can_sleep,
         }
 

@@ -35,8 +35,15 @@ ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE, ADAPTED: SM
 # What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
 # the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
 WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
-# Parameters that the Hub shows for the weights of each.
+# Parameters that the Hub shows for the weights of each; of image checkpoints those of transformers' text model.
 PARAMETERS = {
+    "google/gemma-3-4b-it": 3_880_263_168,
+    "google/gemma-3-12b-it": 11_766_034_176,
+    "google/gemma-3-27b-it": 27_009_346_304,
+    "mistralai/Ministral-3-3B-Base-2512": 3_429_006_336,
+    "mistralai/Ministral-3-8B-Base-2512": 8_489_553_920,
+    "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23_572_403_200,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B-Base": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -250,6 +257,14 @@ def test_too_few_devices_are_refused_with_what_fits(tmp_path):
     assert "16 processes (qwen-8b: 4 lanes x 1 cells x tp 2 x pp 1 = 8;" in found
     overrides = re.search(r"Here fits: (.*) \(8 devices, ", found)[1].split()
     assert fits(*planned_on(PAIR, of_kind(tmp_path, "h100", 1), *overrides))
+
+
+def test_a_pair_of_two_makers_is_planned_on_one_node(tmp_path):
+    """The text of an image checkpoint by its name: nothing of the vision tower is on a device."""
+    models = "agents.qwen-8b.model=Qwen/Qwen3-8B", "agents.llama-8b.model=mistralai/Ministral-3-8B-Instruct-2512-BF16"
+    planned, work, machines = planned_on(PAIR, of_kind(tmp_path, "h100", 1), *models, "lanes=2")
+    assert fits(planned, work, machines)
+    assert planned.models["llama-8b"] == public_architecture("mistralai/Ministral-3-8B-Base-2512")
 
 
 @pytest.mark.nightly

@@ -6,10 +6,18 @@ Every parameter is random, norms and biases too: a norm left at one or a bias le
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.folder import has_tower
 from hacpo_mega.models.files.weight_files import CORRECTION
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
@@ -22,6 +30,20 @@ LLAMA3_ROPE = {
 }
 # Three quarters of the positions of make_model's models are beyond the original ones.
 YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16}
+# As Ministral 3 has it: both of the first cancel, and queries grow.
+SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+# A vision tower of one layer, with its own names and types in both families.
+TOWERS = {
+    "Gemma3ForConditionalGeneration": {
+        "mm_tokens_per_image": 4,
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+                          "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "Mistral3ForConditionalGeneration": {
+        "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+                          "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+}  # fmt: skip
 
 
 def make_model(
@@ -46,12 +68,13 @@ def make_model(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
     said: dict | None = None,
+    images: bool = False,
 ) -> Path:
     """Write a random model of `family`, one of FAMILIES, to `folder` and return the folder.
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
     A `window` is that of all layers, or of every second one, as the family has it; experts are `ffn_size` wide.
-    `said` are further fields of config.json.
+    `said` are further fields of config.json. With `images` it is the text model of an image checkpoint.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
@@ -80,7 +103,11 @@ def make_model(
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if images:
+        kind = getattr(transformers, traits.image_class)
+        config = kind.config_class(text_config=config, tie_word_embeddings=tied, **TOWERS[traits.image_class])
+        config.architectures = [traits.image_class]
+    model = auto_class(images).from_config(config, dtype=dtype)
     _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
@@ -89,7 +116,13 @@ def make_model(
 def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Hugging Face's model of a folder, by its plainest implementations; its grouped experts refuse float64."""
     experts = {"experts_implementation": "eager"} if Architecture.from_folder(folder).has_experts else {}
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **experts)
+    kind = auto_class(has_tower(folder))
+    return kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **experts)
+
+
+def auto_class(images: bool) -> type:
+    """transformers' door to a text model, or to an image checkpoint."""
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
 def _config(

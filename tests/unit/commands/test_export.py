@@ -19,7 +19,7 @@ from repository import ROOT
 from run_cases import CHARACTERS, train
 from safetensors.torch import load_file
 from stored_harm import be_hostile, be_of_another_format, flip_a_bit
-from tiny_models import make_model
+from tiny_models import SCALED_ROPE, make_model
 
 from hacpo_mega.checkpoint.files import FORMAT, RECORD, FileState, file_sha256, folder_of, remove_old
 from hacpo_mega.commands import export
@@ -29,6 +29,7 @@ from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.megatron.checkpoint.stored_state import WEIGHT, Part, stored_name, stored_weights, write_parts
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.files.weight_files import StoredTensor, stored_tensors, tower_tensors
 from hacpo_mega.models.sharding.segments import all_sources
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
@@ -106,6 +107,54 @@ def test_the_card_says_how_an_agent_was_asked(run_dir, tmp_path):
     export_copy(trained_agent(run_dir, "second"), tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Prompt:\n\n```\ns{prompt}\n```" in card
+
+
+def test_an_image_checkpoint_leaves_whole_or_as_its_text(tmp_path):
+    """Its engines sample from the text model; evaluated, the whole folder answers as its text alone does."""
+    model = make_model(
+        tmp_path / "model", "ministral3", images=True, num_heads=2, head_dim=32, vocab_size=len(CHARACTERS) + 2,
+        tied=False, rope_scaling=SCALED_ROPE,
+    )  # fmt: skip
+    make_tokenizer(model, CHARACTERS)
+    (model / "processor_config.json").write_text("{}")
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "num_steps": 1,
+        "agents": [{"name": "a", "model": str(model), "optimizer": {"lr": 1e-3}}],
+        "algorithm": {"method": "grpo"},
+        "data": {"generator": "arithmetic"},
+        "reward": {"kind": f"{GRADER}:share_of_ones"},
+        "rollout": {"rollouts_per_prompt": 4, "max_prompt_tokens": 9, "max_answer_tokens": 40},
+        "training": {"prompts_per_step": 4, "prompts_per_update": 4, "max_tokens_per_microbatch": 256},
+        "checkpoint": {"every_steps": 1},
+    }
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(config))
+    step = train(tmp_path / "run.toml")[1]
+    assert step.values["agent/a/engine_gap_max"] < 1e-4
+    trained = tmp_path / "run" / "agents" / "a"
+    assert (trained / "processor_config.json").exists() and Architecture.from_folder(trained).query_beta == 0.1
+    assert bytes_of(trained, tower_tensors(trained)) == bytes_of(model, tower_tensors(model))
+    assert bytes_of(trained, stored_tensors(trained)) != bytes_of(model, stored_tensors(model))
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    for source, name in ((tmp_path / "run", "run"), (checkpoint, "checkpoint")):
+        for options in ([], ["--text-only"]):
+            out = tmp_path / "".join(["of-", name, *options])
+            done = run_here("export", source, *options, "--out", out, *["--trust"] * (source is checkpoint))
+            assert done.returncode == 0, done.stderr
+            assert bytes_of(out, stored_tensors(out)) == bytes_of(trained, stored_tensors(trained))
+            assert bytes_of(out, tower_tensors(out)) == ({} if options else bytes_of(model, tower_tensors(model)))
+    problems = tmp_path / "b.jsonl"
+    problems.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    answers = []
+    for name in ("of-run", "of-run--text-only"):
+        evaluated, lengths = tmp_path / f"{name}.eval", ("max_prompt_tokens=9", "max_answer_tokens=40")
+        run_command(1, "eval", tmp_path / name, problems, "--out", evaluated, "reward.kind=arithmetic", *lengths)
+        answers.append([file.read_text() for file in (evaluated / "answers").iterdir()])
+    assert answers[0] == answers[1] != []
+
+
+def bytes_of(folder: Path, tensors: dict[str, StoredTensor]) -> dict[str, bytes]:
+    return {name: (folder / stored.file).read_bytes()[stored.start : stored.stop] for name, stored in tensors.items()}
 
 
 @pytest.mark.parametrize("out", ["/proc/x", "file/x", "dangling", "n" * 250])

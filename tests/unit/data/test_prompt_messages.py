@@ -56,6 +56,19 @@ def test_messages_that_cannot_be_read_are_named_with_their_row(tmp_path, prompt,
     assert str(problem).startswith(f"{file}:2: field 'prompt' ") and what in str(problem)
 
 
+@pytest.mark.parametrize("field, value", [("images", ["a.png"]), ("image", {"path": "a.png"}), ("videos", [b"x"])])
+def test_rows_with_images_are_named(tmp_path, field, value):
+    rows = [{"prompt": "1+1=", "answer": 2, field: nothing} for nothing in (None, [], "a container's")]
+    file = write_lines(tmp_path / "a.jsonl", *[row | {"prompt": f"{n}+1="} for n, row in enumerate(rows)])
+    assert len(load_prompts([file])) == 3
+    table = pyarrow.Table.from_pylist([{"prompt": "1+1=", "answer": 2, field: value}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (problem,) = check_data([tmp_path / "a.parquet"])
+    assert str(problem).startswith(
+        f"{tmp_path / 'a.parquet'}:1: field {field!r} is not read, for agents see text alone"
+    )
+
+
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 
 

@@ -16,14 +16,15 @@ from memory_cases import EXPERTS, GLM4, LLAMA, OLMO2, QWEN2, learn_of_budget, le
 from memory_trace import TracedMemory
 from repository import ROOT, SOURCES
 from safetensors.torch import load_file
-from tiny_models import make_model
+from tiny_models import SCALED_ROPE, make_model
 
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
-# family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output
+# family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output;
+# experts; queries that grow with their position
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True},
-          "qwen3_moe": {"tied": True}}  # fmt: skip
+          "qwen3_moe": {"tied": True}, "ministral3": {"tied": False, "rope_scaling": SCALED_ROPE}}  # fmt: skip
 NAMES = tuple(MODELS)
 DENSE = NAMES[:3]
 HEAD = 4 * 2048 * 64 * 2  # bytes of one head of 64 numbers, in the four layers of the plans below

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model
+from tiny_models import SCALED_ROPE, make_model
+from transformers import AutoConfig, PreTrainedConfig
 
+from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
 
 WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
@@ -58,6 +60,30 @@ def test_on_the_cpu_nothing_sleeps_and_blocks_are_small(tmp_path):
     assert (arguments["enable_sleep_mode"], arguments["block_size"]) == (False, BLOCK)
     assert routed.returns_routing and "sleep_mode_offload_cudagraph" not in arguments
     assert [arguments[name] for name in WAITS] == [78, 78]
+
+
+@pytest.mark.parametrize("family, beta", [("gemma3_text", None), ("ministral3", 0.1)])
+def test_of_an_image_checkpoint_vllm_is_shown_the_text_model(tmp_path, family, beta):
+    """By its class, and with the scale of its queries, which vLLM reads elsewhere; the engine loads its tensors."""
+    rope = SCALED_ROPE if beta else None
+    images = make_model(tmp_path / "images", family, images=True, num_heads=2, head_dim=32, rope_scaling=rope)
+    text = make_model(tmp_path / "text", family, num_heads=2, head_dim=32, rope_scaling=rope)
+    shown = {}
+    for folder in (images, text):
+        arguments = spec(folder).vllm_arguments(on_cuda=False)
+        change = arguments.get("hf_overrides", lambda config: config)
+        shown[folder] = change(AutoConfig.from_pretrained(folder)).to_dict()
+        assert arguments["load_format"] == ("dummy" if folder is images else "safetensors")
+        assert change(PreTrainedConfig(model_type="stand-in")).model_type == "stand-in"
+    expected = None if beta is None else {"original_max_position_embeddings": 16, "beta": beta}
+    for config in shown.values():
+        assert config["architectures"] == [FAMILIES[family].architecture]
+        assert config.get("llama_4_scaling") == expected
+    assert ("hf_overrides" in arguments) == bool(beta), "nothing of a plain text model is changed"
+    assert all(shown[images][name] == value for name, value in shown[text].items() if name in MODEL)
+
+
+MODEL = ("hidden_size", "rope_parameters", "model_type", "tie_word_embeddings", "sliding_window")
 
 
 def test_users_options_replace_defaults():
