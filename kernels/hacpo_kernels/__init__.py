@@ -7,6 +7,7 @@ stats = objective_stats(terms)
 """
 
 from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
+from hacpo_kernels.autograd import main_grad_placeholder
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 from hacpo_kernels.products import add_product, product
@@ -17,6 +18,7 @@ __all__ = [
     "SequenceTerms",
     "add_product",
     "linear_logprob",
+    "main_grad_placeholder",
     "objective_from_mean",
     "objective_stats",
     "packed_objective",

@@ -13,7 +13,7 @@ from typing import Any
 
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
+from hacpo_mega.memory.actor_bytes import ActorPlan, Recompute, device_of
 from hacpo_mega.memory.budget import GIB, PHASES, Budget, EnginePlan, fullest_stage, left_behind
 from hacpo_mega.memory.quantized import quantization_of
 from hacpo_mega.memory.weight_numbers import expert_weights, num_weights
@@ -211,7 +211,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         diagnoses=config.training.diagnose_every > 0,
         offloads=agent.offload == "optimizer" or config.mode.takes_turns,
         shares=config.mode.takes_turns,
-        device=CPU if on_cpu else CUDA,
+        device=device_of(agent.dtype, on_cpu=on_cpu),
         lora=agent.adapters(architecture),
         replayed=_replayed_tokens(config, agent),
     )
