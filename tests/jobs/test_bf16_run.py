@@ -1,6 +1,6 @@
-"""Whole runs in bf16 on the CPU, by `agents.dtype`: a run in two parts, what engines answer with, what leaves the run.
+"""A whole run in bf16 on the CPU, by `agents.dtype`: in two parts, and what leaves it.
 
-One run on policy (dense, a tied head on two tensor ranks), one that is one step off with adapters on experts.
+A dense agent beside one with adapters on experts, one step off. The own ratio of 1 is test_actor_bf16.py's.
 """
 
 import pytest
@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.checkpoint.stored_agent import stored_agent
-from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.megatron.checkpoint.stored_state import stored_weights
 from hacpo_mega.megatron.weights.merging import merged
 from hacpo_mega.models.families.architecture import Architecture
@@ -23,20 +22,8 @@ BF16 = {"dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def on_policy(tmp_path_factory):
-    """Every step on disk, every weight of the engines verified after it was published."""
-    folder = tmp_path_factory.mktemp("dense")
-    agents = [
-        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2, **BF16),
-        agent_table(folder, "plain", "llama", CHARACTERS + PAIRS, **BF16),
-    ]
-    config = write_watched_config(folder, agents)
-    train(config)
-    return config
-
-
-@pytest.fixture(scope="module")
 def one_step_off(tmp_path_factory):
+    """Every step on disk, every weight of the engines verified after it was published."""
     folder = tmp_path_factory.mktemp("ahead")
     lora = {"rank": 4, "alpha": 8.0}
     agents = [
@@ -49,31 +36,22 @@ def one_step_off(tmp_path_factory):
     return config
 
 
-@pytest.mark.parametrize("which, num_shards", [("on_policy", 3), ("one_step_off", 2)])
-def test_a_run_in_two_parts_ends_with_the_same_bits(which, num_shards, request):
-    config = request.getfixturevalue(which)
-    run = config.parent / "run"
+def test_a_run_in_two_parts_ends_with_the_same_bits(one_step_off):
+    run = one_step_off.parent / "run"
     assert {state.dtype for state in read_checkpoint(folder_of(run, 2)).agents.values()} == {"bfloat16"}
-    require_same_in_two_parts(config, run, num_shards)
+    require_same_in_two_parts(one_step_off, run, 2)
 
 
-def test_the_own_ratio_of_a_steps_first_update_is_exactly_one(on_policy):
-    steps = read_metrics(on_policy.parent / "run" / "metrics.jsonl")
-    for name in ("wide", "plain"):
-        assert [steps[step].values[f"agent/{name}/self/first_ratio_error"] for step in (1, 2)] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", ["wide", "plain"])
-def test_exports_are_the_main_weights_rounded_or_not(name, on_policy, tmp_path):
-    run = on_policy.parent / "run"
-    stored = stored_agent(folder_of(run, 2), name)
+def test_exports_are_the_main_weights_rounded_or_not(one_step_off, tmp_path):
+    run = one_step_off.parent / "run"
+    stored = stored_agent(folder_of(run, 2), "dense")
     sources = all_sources(Architecture.from_folder(stored.agent.model))
     masters = dict(stored_weights(stored.folder, sources, torch.float32))
-    rounded = load_file(run / "agents" / name / "model.safetensors")
+    rounded = load_file(run / "agents" / "dense" / "model.safetensors")
     assert {tensor: value.bfloat16().float().equal(rounded[tensor].float()) for tensor, value in masters.items()} == (
         dict.fromkeys(rounded, True)
     )
-    whole = exported(run, name, tmp_path / "out", "--dtype", "float32")
+    whole = exported(run, "dense", tmp_path / "out", "--dtype", "float32")
     assert {tensor: torch.equal(value, masters[tensor]) for tensor, value in whole.items()} == (
         dict.fromkeys(masters, True)
     )
@@ -105,15 +83,15 @@ def exported(run, name, out, *options, file="model"):
     return load_file(out / f"{file}.safetensors")
 
 
-def test_another_type_is_another_run_and_a_finished_run_is_rounded(on_policy, tmp_path):
-    run = on_policy.parent / "run"
-    done = run_here("train", on_policy, "num_steps=3", "agents.wide.dtype=float32")
+def test_another_type_is_another_run_and_a_finished_run_is_rounded(one_step_off, tmp_path):
+    run = one_step_off.parent / "run"
+    done = run_here("train", one_step_off, "num_steps=3", "agents.dense.dtype=float32")
     assert done.returncode == 2
-    assert "agents.wide.dtype was 'bfloat16', is 'float32': go on all the same with --accept" in done.stderr
+    assert 'agents.dense.dtype was "bfloat16", is "float32": go on all the same with --accept' in done.stderr
     for options, said in (
         (("--dtype", "float32"), "--dtype is for a checkpoint"),
         (("--dtype", "half"), "--dtype 'half' is not known; there are: float32, bfloat16"),
         (("--dtype", "float32", "--quantize", "fp8"), "--dtype and --quantize exclude each other"),
     ):
-        done = run_here("export", run, "--agent", "wide", "--out", tmp_path / "out", *options)
+        done = run_here("export", run, "--agent", "dense", "--out", tmp_path / "out", *options)
         assert done.returncode == 2 and done.stderr.startswith(said), done.stderr
