@@ -71,7 +71,7 @@ def test_main_weights_of_a_float32_folder_are_its_numbers(family, tmp_path):
     """At every layout; the model has them rounded."""
     folder = make_model(tmp_path / "model", family)
     run_group(2, save_at_start, folder, tmp_path)
-    expected, sources = load_file(folder / "model.safetensors"), all_sources(Architecture.from_folder(folder))
+    expected, sources = load_file(folder / "model.safetensors"), tuple(all_sources(Architecture.from_folder(folder)))
     for place in range(len(LAYOUTS)):
         found = dict(stored_weights(tmp_path / str(place), sources, torch.float32))
         assert {name: torch.equal(tensor, expected[name]) for name, tensor in found.items()} == (
