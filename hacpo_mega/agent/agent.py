@@ -37,6 +37,7 @@ from hacpo_mega.agent.rollout_client import RolloutClient, require_fit
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.algorithm import GradientProducts, engine_weights, sample_weight
 from hacpo_mega.checkpoint.files import Checkpoint
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.turns import in_turn
 from hacpo_mega.config import AgentConfig, Config
@@ -307,6 +308,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
+        dtype=actor_dtype(place.device, spec.dtype),
         timeout_s=config.wait_s,
     )
     actor = Actor(spec.model, plan, ActorHooks(place.spans, place.progress, REPORTS))

@@ -70,7 +70,7 @@ class RolloutClient:
         share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
         self.sampler = sampler(self.codec, self.index, share if answers else slice(0), config)
         self.ahead = EngineThread()
-        self.dtype = actor_dtype(place.device) if actor is None else actor.model.config.params_dtype
+        self.dtype = actor_dtype(place.device, spec.dtype) if actor is None else actor.model.config.params_dtype
         actor_offload = ActorOffload(actor.model, actor.optimizer) if policy.takes_turns else None
         if actor_offload is not None:
             actor_offload.offload()

@@ -128,12 +128,12 @@ def _with_record(
     )
 
 
-def export_copy(agent: TrainedAgent, out: Path, *, text_only: bool = False) -> None:
+def export_copy(agent: TrainedAgent, out: Path, dtype: str | None = None, *, text_only: bool = False) -> None:
     """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
 
-    With `text_only` the text model of an image checkpoint alone, as a folder of its own. ValueError for an agent that
-    is none, when `out` exists, for a folder that has been changed, and for a checkpoint that is damaged or removed
-    meanwhile.
+    A checkpoint's can have another `dtype`. With `text_only` the text model of an image checkpoint alone, as a folder of
+    its own. ValueError for an agent that is none, when `out` exists, for a folder that has been changed, and for a
+    checkpoint that is damaged or removed meanwhile.
     """
     if text_only and not has_tower(_described(agent)):
         raise ValueError(f"{agent.agent.name} is a text model: export it without --text-only")
@@ -145,8 +145,9 @@ def export_copy(agent: TrainedAgent, out: Path, *, text_only: bool = False) -> N
             copy_files(_model_files(agent.folder), agent.folder, draft)
             card = model_card(agent)
         else:
-            write_stored(agent.stored, draft, text_only=text_only)
-            card = model_card(agent, f"of the checkpoint {_word(agent.stored.checkpoint.folder.name)}")
+            write_stored(agent.stored, draft, dtype, text_only=text_only)
+            as_asked = "" if dtype is None else f", in {dtype}"
+            card = model_card(agent, f"of the checkpoint {_word(agent.stored.checkpoint.folder.name)}{as_asked}")
         (draft / CARD).write_text(card, encoding="utf-8")
 
 
@@ -174,10 +175,10 @@ def _model_files(folder: Path) -> list[Path]:
     return [*sorted(weights), *described, *copied_files(folder)]
 
 
-def export_adapter(agent: TrainedAgent, out: Path) -> None:
+def export_adapter(agent: TrainedAgent, out: Path, dtype: str | None = None) -> None:
     """Writes the agent's adapters alone, as peft loads them on top of the model that the run began with.
 
-    ValueError for an agent without, and as `export_copy`.
+    `dtype` as in `export_copy`. ValueError for an agent without, and as `export_copy`.
     """
     if agent.agent.lora is None:
         raise ValueError(
@@ -188,13 +189,13 @@ def export_adapter(agent: TrainedAgent, out: Path) -> None:
         if agent.stored is None:
             shutil.copytree(agent.folder / ADAPTER, draft, dirs_exist_ok=True, copy_function=shutil.copyfile)
         else:
-            _write_stored_adapter(agent.stored, draft)
+            _write_stored_adapter(agent.stored, draft, dtype)
         (draft / CARD).write_text(model_card(agent, "adapters of LoRA, in peft's format"), encoding="utf-8")
 
 
-def _write_stored_adapter(stored: StoredAgent, folder: Path) -> None:
+def _write_stored_adapter(stored: StoredAgent, folder: Path, asked: str | None) -> None:
     base, architecture = stored.agent.model, Architecture.from_folder(stored.agent.model)
-    lora, dtype = stored.agent.adapters(architecture), getattr(torch, stored.dtype)
+    lora, dtype = stored.agent.adapters(architecture), getattr(torch, asked or stored.dtype)
     with stored.being_read():
         stored.require_unaltered()
         tensors = stored_weights(stored.folder, adapter_sources(architecture, lora), dtype)
@@ -225,13 +226,14 @@ def as_folder(agent: TrainedAgent, out: Path) -> Iterator[TrainedAgent]:
         _remove(folder)
 
 
-def write_stored(stored: StoredAgent, folder: Path, *, text_only: bool = False) -> None:
+def write_stored(stored: StoredAgent, folder: Path, asked: str | None = None, *, text_only: bool = False) -> None:
     """Fills a folder with a checkpoint's agent, bit by bit as its run would have exported it there.
 
+    With another type than the run's `asked`, float32 is the main weights as they are, or adapters merged in float32.
     One process, one tensor at a time, after every byte of its state has been compared with what was written. ValueError
     when one differs, is not finite, or is gone.
     """
-    dtype, base = getattr(torch, stored.dtype), stored.agent.model
+    dtype, base = getattr(torch, asked or stored.dtype), stored.agent.model
     architecture = Architecture.from_folder(base)
     sources, lora = tuple(all_sources(architecture)), stored.agent.adapters(architecture)
     with stored.being_read():

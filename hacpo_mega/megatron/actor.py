@@ -32,7 +32,7 @@ from hacpo_mega.cluster.groups.tree import share_bytes
 from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.patches import apply_patches
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
-from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, save_state
+from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, read_main_weights, save_state
 from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.model.installed import VERSION
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
@@ -161,6 +161,7 @@ class Actor:
             self.optimizer = ActorOptimizer(
                 self.model, spec.optimizer, spec.total_updates, offload_mode=spec.offload_mode
             )
+        read_main_weights(self.model, self.optimizer, self.folder)
         self._reference: list[torch.Tensor] | None = None
         self._saving_group: dist.ProcessGroup | None = None
         self.timeout = timedelta(seconds=spec.timeout_s)

@@ -50,6 +50,15 @@ CUDA = Device(number=2, flash_attention=True, triton_head=True, engine_sleeps=Tr
 CPU = Device(number=4, flash_attention=False, triton_head=False, engine_sleeps=False)
 
 
+def device_of(dtype: str | None, *, on_cpu: bool) -> Device:
+    """The kind of device with weights of `dtype`; None is the device's own. Flash attention takes no float32."""
+    device = CPU if on_cpu else CUDA
+    if dtype is None:
+        return device
+    mixed = dtype != "float32"
+    return replace(device, number=2 if mixed else FLOAT32, flash_attention=device.flash_attention and mixed)
+
+
 @dataclass(frozen=True)
 class ActorPlan:
     """One agent's actor: its model, layout, cells (dp) and micro-batches of at most `num_tokens`.

@@ -17,6 +17,7 @@ from hacpo_kernels.api import (
     rotate_heads,
     segment_sum,
 )
+from hacpo_kernels.autograd import main_grad_placeholder
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 from hacpo_kernels.products import add_product, product
@@ -28,6 +29,7 @@ __all__ = [
     "add_product",
     "gated_activation",
     "linear_logprob",
+    "main_grad_placeholder",
     "merge_adapter",
     "objective_from_mean",
     "objective_stats",

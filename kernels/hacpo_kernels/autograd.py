@@ -98,6 +98,11 @@ def _weight_gradient(head: Head, weight_VH: torch.Tensor, grad_weight_VH: torch.
     """Weight gradient [V, H] for autograd; with `fuse_main_grad` a placeholder that Megatron's hook ignores."""
     if not head.fuse_main_grad:
         return grad_weight_VH.to(weight_VH.dtype)
+    return main_grad_placeholder(weight_VH)
+
+
+def main_grad_placeholder(weight_VH: torch.Tensor) -> torch.Tensor:
+    """Gradient [V, H] to return to autograd where the real one is added to `weight_VH.main_grad` already."""
     weight_VH.grad_added_to_main_grad = True
     # The embedding of a tied weight adds its own gradient to the placeholder; Megatron marks such weights and then
     # adds the sum to main_grad, so the placeholder must be 0.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from actor_cases import Oracle, full_weights, make_actor, objective, one_rank, random_samples, with_sources_near
-from bf16_cases import check_gradient, check_own_ratios, gradient, make_folder, own_ratios
+from bf16_cases import check_gradient, check_own_ratios, frequent_token_error, gradient, make_folder, own_ratios
 
 from hacpo_mega.config import OptimizerConfig
 
@@ -30,6 +30,12 @@ def test_own_ratio_of_a_steps_first_update_is_exactly_one(folder, max_tokens):
 @pytest.mark.parametrize("max_tokens", [60, 10_000])
 def test_gradient_is_hugging_faces_up_to_bf16(folder, max_tokens):
     check_gradient(gradient(folder, max_tokens), folder)
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 8192])
+def test_a_frequent_tokens_row_is_added_in_float32(folder, num_tokens):
+    """Half of the micro-batch is one token. torch's own backward takes another kernel above 3,072 tokens."""
+    assert frequent_token_error(folder, num_tokens) < 3e-2
 
 
 def test_policy_loss_runs_through_the_kernels(folder):

@@ -34,9 +34,9 @@ def rank_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def actor_dtype(device: torch.device) -> torch.dtype:
-    """Number format of an actor's weights, and of its engine's: bf16 on CUDA, fp32 on the CPU."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def actor_dtype(device: torch.device, asked: str | None = None) -> torch.dtype:
+    """Number format of an actor's weights, and of its engine's: as `asked`, else bf16 on CUDA, fp32 on the CPU."""
+    return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
 def require_fitting_environment() -> None:

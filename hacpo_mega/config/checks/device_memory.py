@@ -14,7 +14,7 @@ from typing import Any
 
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, Recompute
+from hacpo_mega.memory.actor_bytes import ActorPlan, Recompute, device_of
 from hacpo_mega.memory.budget import (
     DEVICE_BYTES_PER_S,
     GIB,
@@ -74,7 +74,8 @@ def capacity(config: Config) -> int | None:
 
 def agents_in_bf16(config: Config) -> list[str]:
     """Names of the agents whose weights are bf16."""
-    return [agent.name for agent in config.agents if capacity(config) is not None]
+    by_device = "float32" if capacity(config) is None else "bfloat16"
+    return [agent.name for agent in config.agents if (agent.dtype or by_device) == "bfloat16"]
 
 
 def engine_options(config: Config, agent: AgentConfig, budget: Budget | None = None) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         diagnoses=config.training.diagnose_every > 0,
         offloads=agent.offload == "optimizer" or config.mode.takes_turns,
         shares=config.mode.takes_turns,
-        device=CPU if on_cpu else CUDA,
+        device=device_of(agent.dtype, on_cpu=on_cpu),
         lora=agent.adapters(architecture),
         replayed=_replayed_tokens(config, agent),
     )

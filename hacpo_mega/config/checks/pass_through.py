@@ -199,7 +199,5 @@ def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
             f"vllm.quantization: {kind!r} is for folders that are quantized already, and engines here get the "
             f"weights that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"
         )
-    elif capacity(config) is None:
-        yield (
-            f"vllm.quantization: {kind!r} is for bf16 weights, and engines on the CPU hold float32. Nearest: without it"
-        )
+    elif capacity(config) is None or agent.dtype == "float32":
+        yield f"vllm.quantization: {kind!r} is for bf16 weights on a GPU. Nearest: without it"

@@ -198,6 +198,9 @@ class AgentConfig(Section):
     transformer: Literal["auto", "local", "te"] = "auto"
     """Implementation of the actor's layers: Megatron's own with torch's attention (local), TransformerEngine's, for
     bf16 on CUDA (te), or te if it is installed and the actor allows it (auto)."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Number format of the weights, in the actor and in its engine; Adam works in float32 with both. Not given:
+    bfloat16 on CUDA, float32 on the CPU, where bfloat16 is for tests and studies."""
     router_replay: Flag = False
     """Router replay (R3, arXiv 2510.11370): scoring and learning reuse the engine's expert choices for the agent's own
     answers. Otherwise the actor routes again and may choose other experts through rounding."""

@@ -13,6 +13,7 @@ Not here: which steps are kept, and that a step exists for all agents or for non
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from hacpo_mega.megatron.checkpoint.stored_state import (
 from hacpo_mega.megatron.model.model import HiddenStateModel, unwrapped
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, ParameterShare
-from hacpo_mega.megatron.weights.names import place_of, trained_slots
+from hacpo_mega.megatron.weights.hf_reader import FolderReader
+from hacpo_mega.megatron.weights.names import place_of, sources_of, trained_slots
 from hacpo_mega.models.sharding.segments import Cut, Slot, rectangles
 
 
@@ -93,6 +95,27 @@ def load_state(
     with megatron_platform():
         optimizer.spread_main_weights(model)
     optimizer.set_progress(num_updates, num_applied)
+
+
+@torch.no_grad()
+def read_main_weights(model: DistributedDataParallel, optimizer: ActorOptimizer, folder: Path) -> None:
+    """Reads the float32 tensors of a model folder into the main weights, which were made of the rounded weights.
+
+    Every rank reads its share. Rounding them gives the weights that the model has. Frozen weights stay rounded.
+    """
+    bare = unwrapped(model)
+    if bare.config.params_dtype is torch.float32 or bare.lora is not None:
+        return
+    with ExitStack() as stack:
+        reader = FolderReader(folder, stack)
+        parts = _parts(bare, optimizer, written=False)
+        for source in sources_of(bare):
+            if reader.stored[source.name].dtype != "F32":
+                continue
+            for part in parts.get(stored_name(WEIGHT, source.name), ()):
+                rows, *columns = zip(part.offsets, part.data.shape, strict=True)
+                piece = reader.read(source, rows[0], sum(rows), dim=0)
+                part.data.copy_(piece.narrow(1, *columns[0]) if columns else piece)
 
 
 def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool) -> dict[str, list[Part]]:

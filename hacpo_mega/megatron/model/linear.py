@@ -1,16 +1,21 @@
-"""Products of Megatron's linear layers, taken from hacpo_kernels. Everything else of the layers stays Megatron's.
+"""Products of Megatron's linear layers, taken from hacpo_kernels, and the embedding's gradient. Everything else of the
+layers stays Megatron's.
 
 A matrix's gradient is added to the update's sum where it is computed, instead of being made first and added later.
 Megatron has this as gradient_accumulation_fusion, with a kernel of apex. Here it is `add_product`, on every device: no
 gradient is ever whole, and one of half-precision numbers is not rounded to half precision before the float32 sum. The
 other two products of a layer use `product` on a CPU alone; elsewhere they are torch's own.
+
+An embedding of half-precision numbers adds its gradient's rows to the same sum. torch's own backward adds them in half
+precision: 6,600 times 0.01 makes 4 instead of 66.
 """
 
 from typing import Any
 
 import torch
-from hacpo_kernels import add_product, product
+from hacpo_kernels import add_product, main_grad_placeholder, product
 from torch.autograd.function import Function, FunctionCtx
+from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 
 # Whether gradients are added at once, by layer implementation. TransformerEngine's layers have an option for it.
@@ -33,6 +38,34 @@ class _Products(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in MATMULS and not kwargs:
             return product(*args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Rows(Function):
+    """Rows [..., H] of a weight [V, H] by their ids, whose gradient is added to its main_grad in float32."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, weight_VH: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight_VH, ids)
+        return embedding(ids, weight_VH)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight_VH, ids = ctx.saved_tensors
+        ids_T, rows_TH = ids.flatten(), gradient.flatten(end_dim=-2).float()
+        if rows_TH.is_cuda:  # each of the two adds the rows of an id in their order on its device alone
+            weight_VH.main_grad.index_put_((ids_T,), rows_TH, accumulate=True)
+        else:
+            weight_VH.main_grad.index_add_(0, ids_T, rows_TH)
+        return main_grad_placeholder(weight_VH), None
+
+
+class EmbeddingInFloat32(TorchFunctionMode):
+    """Replaces the embedding of a half-precision weight that Megatron's buffers train; for Megatron's own layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is embedding and args[1].dtype != torch.float32 and hasattr(args[1], "main_grad"):
+            return _Rows.apply(args[1], args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 from hacpo_mega.config.checks.pass_through import table_problems
 from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.model.layers import decoder_spec
-from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE
+from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE, EmbeddingInFloat32
 from hacpo_mega.megatron.model.platform import megatron_platform, plain_torch
 from hacpo_mega.megatron.model.rope import (
     cosines_and_sines,
@@ -97,7 +97,8 @@ class HiddenStateModel(GPTModel):
         queries are scaled, theirs do, with the scale: [T, 1, 1, 8P] (ScaledQueries).
         `padding_mask` goes to every feed-forward unchanged (moe.py).
         """
-        hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        with EmbeddingInFloat32():
+            hidden = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if hidden is not None and self.architecture.traits.scaled_embedding:
             # Rounded as the weights are, as transformers and vLLM do.
             hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()

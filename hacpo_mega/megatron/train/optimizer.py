@@ -62,8 +62,8 @@ class OptimizerStep:
 class ParameterShare:
     """This rank's share of a parameter in the optimizer: the numbers start:stop of it, flattened.
 
-    state   [stop - start] each, by torch's names: `param` (the main weight), `exp_avg`, `exp_avg_sq`; no copies, unless
-            they are offloaded (offload.py): then the host copies, read-only
+    state   [stop - start] each, by torch's names: `param` (the main weight) and, once there are moments, `exp_avg` and
+            `exp_avg_sq`; no copies, unless they are offloaded (offload.py): then the host copies, read-only
     """
 
     start: int
@@ -145,12 +145,14 @@ class ActorOptimizer:
         return (state for part in self.parts for state in part.optimizer.state.values())
 
     def share_of(self, parameter: torch.nn.Parameter) -> ParameterShare | None:
-        """This rank's share of a parameter's state, once there are moments; None if it has none."""
+        """This rank's share of a parameter's state; None if it has none."""
         part = next((part for part in self.parts if parameter in part.model_param_gbuf_map), None)
         if part is None:
             return None
         numbers = part._get_model_param_range_map(parameter)["param"]
-        state = part._get_main_param_and_optimizer_states(parameter)
+        group, place = part.model_param_group_index_map[parameter]
+        main = part.optimizer.param_groups[group]["params"][place]
+        state = {"param": main, **part.optimizer.state.get(main, {})}
         state = {kind: self.weights.readable(self.offload.readable(tensor)) for kind, tensor in state.items()}
         return ParameterShare(numbers.start, numbers.end, state)
 

@@ -85,10 +85,10 @@ _RATIOS = {True: [0.99, 1.0001, 1.01], False: [0.5, 0.8, 0.95, 1.3]}
 
 
 class Oracle:
-    """A Hugging Face model in float64."""
+    """A Hugging Face model in float64, or another type."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = reference_model(folder)
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float64) -> None:
+        self.model = reference_model(folder, dtype)
 
     def token_logprobs(self, sample: Sample) -> torch.Tensor:
         """Log-probs of the trained tokens of one sample, with a graph."""

@@ -4,12 +4,15 @@ jobs/test_actor_bf16.py runs them on the CPU over gloo, gpu/test_actor_gpu.py an
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from actor_cases import (
     DESCENT,
+    VOCAB,
     Oracle,
     gradient_by_descent,
     make_actor,
@@ -21,6 +24,7 @@ from actor_cases import (
 from tiny_models import make_model
 
 from hacpo_mega.config import OptimizerConfig
+from hacpo_mega.records import TokenSequence
 
 BF16 = torch.bfloat16
 SIZES = {"hidden_size": 256, "num_heads": 4, "head_dim": 64, "dtype": BF16}
@@ -92,3 +96,33 @@ def check_gradient(found: Found, folder: Path) -> None:
     assert abs(loss / exact.item() - 1) < 5e-3
     assert abs(grad_norm / norm(expected) - 1) < 2e-2
     assert relative_error(weights, expected) < 3e-2
+
+
+def hugging_faces_error(folder: Path) -> float:
+    """Relative error of the same gradient by Hugging Face in bf16, whose logits are rounded, too."""
+    (exact, rounded), samples = (Oracle(folder), Oracle(folder, BF16)), random_samples(6, seed=60)
+    found, expected = (oracle.gradient(oracle.cross_entropy(samples)) for oracle in (rounded, exact))
+    return relative_error({name: tensor.double() for name, tensor in found.items()}, expected)
+
+
+FREQUENT, LONGEST = 3, 128  # a token, and tokens of a sequence
+
+
+def frequent_token_error(folder: Path, num_tokens: int, *, tp: int = 1) -> float:
+    """Relative error of the row of a token that is half of a micro-batch of so many, in the embedding's gradient.
+
+    A tied head is another sum of the row; it learns to answer alone, and no answer is the token.
+    """
+    rng = np.random.default_rng(5)
+    texts = rng.integers(FREQUENT + 1, VOCAB, size=(num_tokens // LONGEST, LONGEST), dtype=np.int32)
+    texts[:, :-1:2] = FREQUENT
+    sequences = [TokenSequence(text[:-1], text[-1:], 1) for text in texts]
+    options = {"max_tokens_per_microbatch": 2 * num_tokens, "share_prompts": False, "dtype": BF16}
+    actor = make_actor(folder, tp=tp, optimizer=STEP, **options)
+    update = partial(actor.learn_supervised, sequences, len(sequences))
+    found, stats = gradient_by_descent(actor, update)
+    assert stats.num_microbatches == 1
+    oracle = Oracle(folder)
+    expected = oracle.gradient(oracle.cross_entropy(sequences))
+    ours, exact = (rows[name][FREQUENT] for rows in (found, expected) for name in expected if "embed_tokens" in name)
+    return float((ours / 1e4 - exact).norm() / exact.norm())

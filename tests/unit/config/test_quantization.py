@@ -67,7 +67,9 @@ def test_the_correction_is_suggested_where_an_engine_is_coarser(tmp_path):
 
 def test_an_engine_on_the_cpu_quantizes_nothing(tmp_path):
     _, problem = checked(tmp_path, "agents.a.vllm.quantization=fp8")
-    assert "agents.a: vllm.quantization: 'fp8' is for bf16 weights, and engines on the CPU hold float32" in problem
+    assert "agents.a: vllm.quantization: 'fp8' is for bf16 weights on a GPU" in problem
+    _, problem = checked(tmp_path, "device_memory_gib=80", "agents.a.dtype=float32", "agents.a.vllm.quantization=fp8")
+    assert "agents.a: vllm.quantization: 'fp8' is for bf16 weights on a GPU" in problem
 
 
 def test_what_needs_a_quantized_folder_is_refused(tmp_path):

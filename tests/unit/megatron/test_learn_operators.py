@@ -65,6 +65,24 @@ def test_a_gradient_of_half_precision_is_added_in_float32():
     assert ((total - exact).abs() <= 300 * 2.0**-24 * terms).all()
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_rows_of_an_embedding_are_added_in_float32(is_tied):
+    """One token is half of the text: torch's sum in bf16 stops growing at 256 times its terms."""
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(50, 8).bfloat16())
+    weight.main_grad, weight.zero_out_wgrad = torch.randn(50, 8), is_tied
+    ids, grads = torch.randint(1, 50, (2, 1, 4096)), torch.rand(2, 1, 4096, 8).bfloat16()
+    ids[..., ::2] = 0
+    exact = weight.main_grad.double().index_add(0, ids.flatten(), grads.double().flatten(0, 2))
+    for half, grad in zip(ids, grads, strict=True):
+        with linear.EmbeddingInFloat32():
+            rows = torch.nn.functional.embedding(half, weight)
+        assert torch.equal(rows, weight[half])
+        rows.backward(grad)
+    assert weight.grad_added_to_main_grad and (not is_tied or not weight.grad.any())
+    assert ((weight.main_grad - exact).abs() <= 8192 * 2.0**-24 * exact.abs().max()).all()
+
+
 def test_gradients_are_added_where_they_are_computed_unless_told_otherwise(tmp_path, monkeypatch):
     """Two micro-batches at least; each matrix of a layer is added to once for each."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)

@@ -339,6 +339,22 @@ def test_a_run_goes_on_under_another_choice():
     }
 
 
+def test_the_type_of_weights_decides_their_bytes():
+    config = load_config(PAIR)
+    agent = config.agents[1]
+    architecture = architecture_of(agent)
+
+    def parts(dtype: str | None, *, on_cpu: bool) -> tuple[int, int]:
+        typed = agent.model_copy(update={"dtype": dtype, "recompute": "full"})
+        found = agent_budget(config, typed, architecture, on_cpu=on_cpu).parts
+        return found["weights"], found["main weights"]
+
+    for on_cpu in (True, False):
+        weights, copies = parts("bfloat16", on_cpu=on_cpu)
+        assert copies > 0 and parts("float32", on_cpu=on_cpu) == (2 * weights, 0)
+        assert parts(None, on_cpu=on_cpu) == parts("float32" if on_cpu else "bfloat16", on_cpu=on_cpu)
+
+
 def test_without_a_device_nothing_is_refused_and_nothing_recomputed(monkeypatch):
     """The configurations of the paper name one; without the line it is the installed packages that say."""
     config = load_config(PAIR, [SHARED]).model_copy(update={"device_memory_gib": None})

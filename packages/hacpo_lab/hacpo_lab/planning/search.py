@@ -19,7 +19,7 @@ from hacpo_lab.planning.traffic import Spread, spread_of
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import agent_budget
-from hacpo_mega.memory.actor_bytes import CPU, CUDA
+from hacpo_mega.memory.actor_bytes import device_of
 from hacpo_mega.memory.budget import GIB, Budget
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.families.architecture import Architecture
@@ -206,7 +206,7 @@ def _layouts(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Iterator
     node, tokens = cluster.devices_per_node, config.training.max_tokens_per_microbatch
     shares = [(tp, cp) for tp in _divisors(node) for cp in _divisors(node // tp) if tokens % (tp * cp) == 0]
     stages = range(1, MAX_STAGES + 1) if is_even else (agent.pp,)
-    inside = _fits_a_node(model, cluster)
+    inside = _fits_a_node(model, cluster, agent.dtype)
     for (tp, cp), pp in itertools.product(shares, stages):
         sizes = [n for n in _divisors(tp * cp * pp) if node % n == 0 or (not inside and n % node == 0)]
         most = cluster.num_devices // (tp * cp * pp)
@@ -221,9 +221,9 @@ def _sharing(ranks: int, cells: int) -> list[int]:
     return _divisors(ranks) + [ranks << n for n in range(1, cells.bit_length())]
 
 
-def _fits_a_node(model: Architecture, cluster: Cluster) -> bool:
+def _fits_a_node(model: Architecture, cluster: Cluster, dtype: str | None) -> bool:
     """Tells whether a node's devices hold an engine's weights in half of their memory; else whole nodes do."""
-    number = (CPU if cluster.on_cpu else CUDA).number
+    number = device_of(dtype, on_cpu=cluster.on_cpu).number
     return num_weights(model, Layout()) * number <= cluster.devices_per_node * cluster.device.memory_gib * GIB / 2
 
 
