@@ -21,7 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # By import_module, because the package has a function of the first one's name.
-logprob, objective = (import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective"))
+logprob, objective, experts = (
+    import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective", "experts")
+)
 ARCHITECTURE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
@@ -54,7 +56,7 @@ def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, nu
     aligned = [
         i
         for i, arg in enumerate(kernel.arg_names)
-        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg == "hidden_size")
+        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "matrix_rows", "matrix_columns"))
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})
@@ -102,11 +104,27 @@ def small_kernels():
     yield compile_kernel("segment sum", kernel, types_of(kernel, {**pointers, "out_ptr": "*fp64"}), sizes, 8, 3)
 
 
+def expert_kernels():
+    """The kernels of a mixture of 8 experts a token, in bf16."""
+    names = ("rows_ptr", "out_ptr", "grad_ptr", "grad_rows_ptr", "left_ptr", "right_ptr")
+    pointers = dict.fromkeys(names, "*bf16") | {"place_ptr": "*i64", "ends_ptr": "*i32"}
+    sizes = {"block_k": 8, "block_h": experts.COLUMNS_PER_STEP}
+    for has_shares in (True, False):
+        kernel, constants = experts._combine_kernel, {**sizes, "has_shares": has_shares}
+        yield compile_kernel(f"combine{' shares' * has_shares}", kernel, types_of(kernel, pointers), constants, 4, 3)
+    kernel = experts._combine_gradient_kernel
+    yield compile_kernel("combine gradient", kernel, types_of(kernel, pointers), sizes, 4, 3)
+    kernel = experts._add_grouped_kernel
+    tiles = {"block_n": experts.BLOCK_N, "block_k": experts.BLOCK_K, "block_r": experts.BLOCK_R, "upcast": False}
+    types = types_of(kernel, pointers)
+    yield compile_kernel("grouped gradient", kernel, types, tiles, experts.NUM_WARPS, experts.NUM_STAGES)
+
+
 def main() -> int:
     print(f"triton {triton.__version__}, sm_{ARCHITECTURE}")
     print(f"{'kernel':28}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
     worst = 0
-    for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels()):
+    for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels(), expert_kernels()):
         print(f"{built.name:28}{built.registers:10}{built.stack:8}{built.shared:10}{built.wgmma:8}", flush=True)
         worst = max(worst, built.shared)
     return 0 if worst <= SHARED_MEMORY else 1

@@ -1,4 +1,4 @@
-"""Log-probs without logits, and the HACPO objective in one launch. Tensors in, tensors out; independent of any trainer.
+"""Log-probs without logits, the HACPO objective in one launch, sums of experts. Tensors in, tensors out; independent of any trainer.
 
 logprob_T = linear_logprob(hidden, weight, target, group=tensor_parallel_group)
 loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, advantage, is_self, update_index=0,
@@ -6,7 +6,15 @@ loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, a
 stats = objective_stats(terms)
 """
 
-from hacpo_kernels.api import linear_logprob, objective_from_mean, packed_objective, segment_sum
+from hacpo_kernels.api import (
+    add_grouped_product,
+    combine_gradients,
+    combine_rows,
+    linear_logprob,
+    objective_from_mean,
+    packed_objective,
+    segment_sum,
+)
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.objective_stats import ObjectiveStats, SequenceTerms, objective_stats
 from hacpo_kernels.products import add_product, product
@@ -15,7 +23,10 @@ __all__ = [
     "Bounds",
     "ObjectiveStats",
     "SequenceTerms",
+    "add_grouped_product",
     "add_product",
+    "combine_gradients",
+    "combine_rows",
     "linear_logprob",
     "objective_from_mean",
     "objective_stats",

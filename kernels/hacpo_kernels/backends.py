@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hacpo_kernels import experts, reference
 from hacpo_kernels import linear_logprob as triton_logprob
-from hacpo_kernels import reference
 from hacpo_kernels import sequence_objective as triton_objective
 from hacpo_kernels.reference import LogitStats, RowGradients
 
@@ -21,6 +21,9 @@ class Backend:
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+    combine_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    combine_gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_grouped_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 REFERENCE = Backend(
@@ -30,6 +33,9 @@ REFERENCE = Backend(
     reference.chunk_rows,
     reference.segment_sum,
     reference.packed_objective,
+    reference.combine_rows,
+    reference.combine_gradients,
+    reference.add_grouped_product,
 )
 TRITON = Backend(
     triton_logprob.logit_stats,
@@ -38,6 +44,9 @@ TRITON = Backend(
     triton_logprob.chunk_rows,
     triton_objective.segment_sum,
     triton_objective.packed_objective,
+    experts.combine_rows,
+    experts.combine_gradients,
+    experts.add_grouped_product,
 )
 
 

@@ -21,7 +21,7 @@ def test_an_expert_without_rows_has_no_gradient_of_what_was_in_the_memory():
         torch.randn(*shape, device="cuda", dtype=torch.bfloat16) for shape in ((64, 512), (4, 1024, 512), (64, 1024))
     )
     weight.requires_grad_()
-    output = grouped_product(rows.requires_grad_(), weight, counts)
+    output = grouped_product(rows.requires_grad_(), weight.flatten(0, 1), counts)
     used = [torch.full_like(weight, float("nan")) for _ in range(4)]
     del used
     output.backward(grad)

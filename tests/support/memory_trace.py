@@ -100,6 +100,7 @@ def trace_actor(
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             # CUDA's adds in place; the CPU's takes float32 copies.
             stack.enter_context(_replaced(linear, "add_product", lambda total, left, right: None))
+            stack.enter_context(_replaced(moe, "add_grouped_product", lambda total, left, right, ends: None))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # whose products have memory of their own
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from hacpo_kernels import backends
 from megatron.core.tensor_parallel import random
 from memory_trace import _even, _fake_world, _NumbersThatAreKnown
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,6 +86,7 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
         patched = stack.enter_context(monkeypatch.context())
         patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
+        patched.setattr(backends, "TRITON", backends.REFERENCE)  # a kernel of Triton has no fake
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: GPU)
         # Dropout's random stream, of which a model without dropout draws nothing.
