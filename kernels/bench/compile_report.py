@@ -56,7 +56,8 @@ def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, nu
     aligned = [
         i
         for i, arg in enumerate(kernel.arg_names)
-        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "matrix_rows", "matrix_columns"))
+        if arg not in constants
+        and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "matrix_rows", "matrix_columns"))
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages})

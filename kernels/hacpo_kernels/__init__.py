@@ -1,4 +1,4 @@
-"""Log-probs without logits, the HACPO objective in one launch, sums of experts. Tensors in, tensors out; independent of any trainer.
+"""Log-probs without logits, the HACPO objective in one launch, sums of experts: tensors in, tensors out, no trainer.
 
 logprob_T = linear_logprob(hidden, weight, target, group=tensor_parallel_group)
 loss_B, coefficient_B, terms = packed_objective(logprob_T, cu_seqlens, source, advantage, is_self, update_index=0,

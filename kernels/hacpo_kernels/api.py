@@ -59,6 +59,8 @@ def linear_logprob(
         reduce_hidden_grad=reduce_hidden_grad,
         fuse_main_grad=fuse_main_grad,
     )
+    if hidden.is_cuda and not target.is_cuda:
+        target = target.pin_memory()  # else the host may wait for what the device has to do
     target = target.to(hidden.device, torch.int64, non_blocking=True)
     column_T = target - vocab_start
     column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)

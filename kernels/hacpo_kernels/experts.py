@@ -127,11 +127,11 @@ def combine_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference.combine_gradients` in Triton."""
     (num_tokens, per_token), hidden_size = place_nk.shape, rows_RH.shape[1]
-    grad_RH, grad_nk = torch.empty_like(rows_RH), torch.empty_like(shares_nk)
+    grad_RH, grad_nk = rows_RH.new_empty(rows_RH.shape), shares_nk.new_empty(shares_nk.shape)
     if num_tokens:
         with torch.cuda.device_of(rows_RH):
             _combine_gradient_kernel[(num_tokens,)](
-                grad_nH.contiguous(), rows_RH, place_nk, shares_nk, grad_RH, grad_nk,
+                grad_nH.contiguous(), rows_RH.contiguous(), place_nk, shares_nk.contiguous(), grad_RH, grad_nk,
                 per_token, hidden_size, triton.next_power_of_2(per_token), COLUMNS_PER_STEP,
             )  # fmt: skip
     return grad_RH, grad_nk

@@ -334,9 +334,7 @@ def grouped_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: to
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows_RK: torch.Tensor, weight_MK: torch.Tensor, ends_e: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_MK: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_MK, ends_e)
         weight_eNK = weight_MK.unflatten(0, (len(ends_e), -1))
         if not len(rows_RK):

@@ -1,4 +1,4 @@
-"""The benchmarks of both kernels run from end to end on a CPU: gate, table, CSV, plot. Times mean nothing there."""
+"""The benchmarks of the kernels run from end to end on a CPU: gate, table, CSV, plot. Times mean nothing there."""
 
 import csv
 import os
@@ -9,7 +9,10 @@ import pytest
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name, candidates", [("linear_logprob", ("ours", "eager")), ("sequence_objective", ("ours",))])
+@pytest.mark.parametrize(
+    "name, candidates",
+    [("linear_logprob", ("ours", "eager")), ("sequence_objective", ("ours",)), ("experts", ("ours",))],
+)
 def test_a_benchmark_gates_measures_and_writes(name, candidates, tmp_path, request):
     script = request.config.rootpath / "kernels" / "bench" / f"{name}.py"
     asked = [sys.executable, script, "--device", "cpu", "--shapes", "tiny", "--rounds", "3", "--warmups", "1"]
