@@ -113,7 +113,7 @@ def test_a_node_without_a_compiler_or_headers_says_so(monkeypatch, tmp_path):
 
 
 def test_what_is_sent_arrives_as_it_was():
-    """Of any dtype, shape and stride, with nothing among it, and none at all; parts begin where kernels may read."""
+    """Tensors keep dtype, shape and values, None stays None, and parts begin where kernels may read."""
     given = (
         torch.arange(7, dtype=torch.int16).view(7, 1), None, torch.tensor([True, False, True]),
         torch.arange(6.0).view(2, 3).T, torch.empty(0, dtype=torch.int64), torch.tensor([2**40, -1]),

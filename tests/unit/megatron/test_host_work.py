@@ -39,8 +39,8 @@ def test_the_host_waits_as_often_whatever_the_depth(asked):
         assert {part: found[part].num_waits for part in parts} == parts
         assert found["learn: optimizer"].num_waits == 1  # for the norm of all gradients
         waits = {where.split(": ")[1]: times for where, times in found["learn: loss and backward"].waits.items()}
-        # The head's backward; whether the loss is finite; the report of a micro-batch. The last is the CPU's check.
-        assert waits == {"backward": 1, "sum_over_cells": 1, "<lambda>": 5, "check_objective": 1}
+        # The head's backward; whether the loss is finite; a micro-batch's report. The last two are the CPU's checks.
+        assert waits == {"backward": 1, "sum_over_cells": 1, "<lambda>": 5, "check_segments": 1, "check_objective": 1}
 
 
 def test_a_layer_asks_for_no_more_than_it_needs(asked):
