@@ -23,6 +23,7 @@ from hacpo_mega.algorithm import (
     scale_gradient,
     token_objective,
 )
+from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.records import MicroBatch, Rollout, Sample, Score, UpdateStats
 
@@ -106,7 +107,7 @@ class PolicyLoss:
             parts = [
                 self.reference.get(key, np.zeros(s.num_trained, np.float32)) for key, s in zip(keys, batch.sequences)
             ]
-            reference_R = torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device)
+            reference_R = _sent(parts, token_logprob_R.device)
             rows = (cu_seqlens, samples.is_self_B)
             penalty, kl = kl_penalty(token_logprob_R, reference_R, *rows, self.weight, self.config)
             loss = loss + penalty
@@ -132,7 +133,7 @@ class PolicyLoss:
         """Log-prob of each trained token before the step's first update, [R]; in that update, the current one."""
         if samples[0].source_logprob is None:
             return token_logprob_R.detach()
-        return torch.from_numpy(np.concatenate([sample.old_logprobs for sample in samples])).to(token_logprob_R.device)
+        return _sent([sample.old_logprobs for sample in samples], token_logprob_R.device)
 
 
 def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -140,7 +141,12 @@ def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Ten
     if all(sample.token_weights is None for sample in samples):
         return token_logprob_R
     parts = [np.ones(s.num_trained, np.float32) if s.token_weights is None else s.token_weights for s in samples]
-    return scale_gradient(token_logprob_R, torch.from_numpy(np.concatenate(parts)).to(token_logprob_R.device))
+    return scale_gradient(token_logprob_R, _sent(parts, token_logprob_R.device))
+
+
+def _sent(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
+    """Numbers of all samples, one after the other, on `device`."""
+    return send((torch.from_numpy(np.concatenate(parts)),), device)[0]
 
 
 def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleColumns:
@@ -148,14 +154,11 @@ def sample_columns(samples: Sequence[Sample], device: torch.device) -> SampleCol
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
         values = (getattr(sample, name) for sample in samples)
-        return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype).to(device)
+        return torch.tensor([math.nan if value is None else value for value in values], dtype=dtype)
 
-    return SampleColumns(
-        source_logprob_B=column("source_logprob", torch.float32),
-        advantage_B=column("advantage", torch.float32),
-        is_self_B=column("is_self", torch.bool),
-        length_B=column("length", torch.float32),
-    )
+    numbers = (column(name, torch.float32) for name in ("source_logprob", "advantage", "length"))
+    source_logprob_B, advantage_B, length_B, is_self_B = send((*numbers, column("is_self", torch.bool)), device)
+    return SampleColumns(source_logprob_B, advantage_B, is_self_B, length_B)
 
 
 def ratios_by_key(result: UpdateStats) -> dict[SampleKey, float]:

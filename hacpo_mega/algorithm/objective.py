@@ -73,7 +73,7 @@ def token_objective(
     bound = config.log_ratio_clamp
     ratio_R = (token_logprob_R - old_logprob_R).clamp(-bound, bound).exp()
     clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
-    advantage_R = advantage_B[torch.repeat_interleave(length_B.long())]
+    advantage_R = advantage_B[torch.repeat_interleave(length_B.long(), output_size=len(token_logprob_R))]
     loss_R = -torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R)
     loss_B = _token_means(loss_R, length_B)
     trained_R = torch.where(ratio_R * advantage_R > clipped_R * advantage_R, 0.0, ratio_R)
@@ -86,7 +86,7 @@ def token_objective(
 
 def _token_means(value_R: Tensor, length_B: Tensor) -> Tensor:
     """Mean over the tokens of each answer, [B], from values [R] of all tokens and the answers' lengths; 0 for none."""
-    owner_R = torch.repeat_interleave(length_B.long())
+    owner_R = torch.repeat_interleave(length_B.long(), output_size=len(value_R))
     return value_R.new_zeros(len(length_B)).index_add(0, owner_R, value_R) / length_B.clamp(min=1)
 
 

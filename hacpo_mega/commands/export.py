@@ -131,8 +131,8 @@ def _with_record(
 def export_copy(agent: TrainedAgent, out: Path, dtype: str | None = None, *, text_only: bool = False) -> None:
     """Writes the agent as it is, every file as the run's own export has it, and its model card; adapters are merged.
 
-    A checkpoint's can have another `dtype`. With `text_only` the text model of an image checkpoint alone, as a folder of
-    its own. ValueError for an agent that is none, when `out` exists, for a folder that has been changed, and for a
+    A checkpoint's can have another `dtype`. With `text_only` the text model of an image checkpoint alone, as a folder
+    of its own. ValueError for an agent that is none, when `out` exists, for a folder that has been changed, and for a
     checkpoint that is damaged or removed meanwhile.
     """
     if text_only and not has_tower(_described(agent)):

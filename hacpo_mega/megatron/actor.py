@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from hacpo_mega.algorithm import GradientProducts, mean_logprobs
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.cluster.groups.tree import share_bytes
-from hacpo_mega.cluster.machine.device import actor_dtype
+from hacpo_mega.cluster.machine.device import actor_dtype, send
 from hacpo_mega.cluster.patches import apply_patches
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite, read_main_weights, save_state
@@ -218,9 +218,9 @@ class Actor:
         finish_gather(self.model)  # no module's pre-forward hook waits for the head
         weight_VH, tokens = lm_head_weight(self.model), own_tokens(len(batch.tokens_T))
         own = own_rows(batch.rows_R, tokens)
-        rows_N = batch.rows_R[own] - tokens.start
+        (rows_N,) = send((batch.rows_R[own] - tokens.start,), self.device)
         logprob_N = linear_logprob(
-            hidden_tH.index_select(0, rows_N.to(self.device, non_blocking=True)),
+            hidden_tH.index_select(0, rows_N),
             weight_VH,
             batch.targets_R[own],
             vocab_start=vocab_start(self.model),

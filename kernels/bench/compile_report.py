@@ -22,8 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # By import_module, because the package has a function of the first one's name.
-logprob, objective, elementwise = (
-    import_module(f"hacpo_kernels.{name}") for name in ("linear_logprob", "sequence_objective", "elementwise")
+logprob, objective, elementwise, experts = (
+    import_module(f"hacpo_kernels.{name}")
+    for name in ("linear_logprob", "sequence_objective", "elementwise", "experts")
 )
 ARCHITECTURE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
@@ -57,7 +58,8 @@ def compile_kernel(name: str, kernel, types: dict[str, str], constants: dict, nu
     aligned = [
         i
         for i, arg in enumerate(kernel.arg_names)
-        if arg not in constants and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "width"))
+        if arg not in constants
+        and (arg.endswith(("_ptr", "_stride")) or arg in ("hidden_size", "width", "matrix_rows", "matrix_columns"))
     ]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     built = triton.compile(source, target=TARGET, options={"num_warps": num_warps, "num_stages": num_stages, **more})
@@ -125,11 +127,27 @@ def layer_kernels(dtype: str):
     yield built("merge", elementwise._merge_kernel, {"rank": 32, **blocks}, enable_fp_fusion=False)
 
 
+def expert_kernels():
+    """The kernels of a mixture of 8 experts a token, in bf16."""
+    names = ("rows_ptr", "out_ptr", "grad_ptr", "grad_rows_ptr", "left_ptr", "right_ptr")
+    pointers = dict.fromkeys(names, "*bf16") | {"place_ptr": "*i64", "ends_ptr": "*i32"}
+    sizes = {"block_k": 8, "block_h": experts.COLUMNS_PER_STEP}
+    for has_shares in (True, False):
+        kernel, constants = experts._combine_kernel, {**sizes, "has_shares": has_shares}
+        yield compile_kernel(f"combine{' shares' * has_shares}", kernel, types_of(kernel, pointers), constants, 4, 3)
+    kernel = experts._combine_gradient_kernel
+    yield compile_kernel("combine gradient", kernel, types_of(kernel, pointers), sizes, 4, 3)
+    kernel = experts._add_grouped_kernel
+    tiles = {"block_n": experts.BLOCK_N, "block_k": experts.BLOCK_K, "block_r": experts.BLOCK_R, "upcast": False}
+    types = types_of(kernel, pointers)
+    yield compile_kernel("grouped gradient", kernel, types, tiles, experts.NUM_WARPS, experts.NUM_STAGES)
+
+
 def main() -> int:
     print(f"triton {triton.__version__}, sm_{ARCHITECTURE}")
     print(f"{'kernel':40}{'registers':>10}{'stack':>8}{'shared':>10}{'wgmma':>8}")
     worst = 0
-    layers = layer_kernels("bf16"), layer_kernels("fp32")
+    layers = layer_kernels("bf16"), layer_kernels("fp32"), expert_kernels()
     for built in itertools.chain(head_kernels("bf16"), head_kernels("fp32"), small_kernels(), *layers):
         print(f"{built.name:40}{built.registers:10}{built.stack:8}{built.shared:10}{built.wgmma:8}", flush=True)
         worst = max(worst, built.shared)

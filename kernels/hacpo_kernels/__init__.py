@@ -1,4 +1,4 @@
-"""Log-probs without logits, the HACPO objective and a layer's elementwise parts in one launch each.
+"""Log-probs without logits, the HACPO objective and a layer's elementwise parts in one launch each, sums of experts.
 
 Tensors in, tensors out; independent of any trainer.
 
@@ -9,6 +9,9 @@ stats = objective_stats(terms)
 """
 
 from hacpo_kernels.api import (
+    add_grouped_product,
+    combine_gradients,
+    combine_rows,
     gated_activation,
     linear_logprob,
     merge_adapter,
@@ -26,7 +29,10 @@ __all__ = [
     "Bounds",
     "ObjectiveStats",
     "SequenceTerms",
+    "add_grouped_product",
     "add_product",
+    "combine_gradients",
+    "combine_rows",
     "gated_activation",
     "linear_logprob",
     "main_grad_placeholder",

@@ -59,6 +59,8 @@ def linear_logprob(
         reduce_hidden_grad=reduce_hidden_grad,
         fuse_main_grad=fuse_main_grad,
     )
+    if hidden.is_cuda and not target.is_cuda:
+        target = target.pin_memory()  # else the host may wait for what the device has to do
     target = target.to(hidden.device, torch.int64, non_blocking=True)
     column_T = target - vocab_start
     column_T = column_T.masked_fill((column_T < 0) | (column_T >= head.num_columns), -1)
@@ -190,6 +192,33 @@ def merge_adapter(
     parts = (part[None] for part in parts) if one else parts
     merged = choose_backend(backend, weight, DTYPES).merged(*parts)
     return merged[0] if one else merged
+
+
+def combine_rows(
+    rows: torch.Tensor, place: torch.Tensor, shares: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Sum [n, H] of each token's rows, weighted by its float32 shares [n, k], without a graph.
+
+    rows    [n k, H]; place int64 [n, k], contiguous: which of them are a token's
+    """
+    return choose_backend(backend, rows, DTYPES).combine_rows(rows, place, shares)
+
+
+def combine_gradients(
+    grad: torch.Tensor, rows: torch.Tensor, place: torch.Tensor, shares: torch.Tensor, *, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `combine_rows` in rows [n k, H] and shares [n, k], from that of its result [n, H]."""
+    return choose_backend(backend, rows, DTYPES).combine_gradients(grad, rows, place, shares)
+
+
+def add_grouped_product(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, *, backend: str = "auto"
+) -> None:
+    """total [e, N, K] += left^T @ right over each expert's rows, in place, in float32 over all of them.
+
+    left [R, N], right [R, K]   sorted by expert; the rows of an expert end at ends int32 [e]
+    """
+    choose_backend(backend, left, DTYPES).add_grouped_product(total, left, right, ends)
 
 
 class _PackedLoss(torch.autograd.Function):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hacpo_kernels import elementwise, reference
+from hacpo_kernels import elementwise, experts, reference
 from hacpo_kernels import linear_logprob as triton_logprob
 from hacpo_kernels import sequence_objective as triton_objective
 from hacpo_kernels.reference import LogitStats, RowGradients
@@ -25,6 +25,9 @@ class Backend:
     gated_gradient: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
     rotated: Callable[[torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
     merged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    combine_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    combine_gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_grouped_product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 REFERENCE = Backend(
@@ -38,6 +41,9 @@ REFERENCE = Backend(
     reference.gated_gradient,
     reference.rotated,
     reference.merged,
+    reference.combine_rows,
+    reference.combine_gradients,
+    reference.add_grouped_product,
 )
 TRITON = Backend(
     triton_logprob.logit_stats,
@@ -50,6 +56,9 @@ TRITON = Backend(
     elementwise.gated_gradient,
     elementwise.rotated,
     elementwise.merged,
+    experts.combine_rows,
+    experts.combine_gradients,
+    experts.add_grouped_product,
 )
 
 

@@ -7,6 +7,7 @@ packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (o
                     answers (`Bounds.cross`). Both backends must match it.
 gated, rotated      a layer's gated activation and rotary embedding, in torch's operations and with their bits
 merged              LoRA's product, added to its matrix
+experts             `combine_rows` with its gradients, and `add_grouped_product` (experts.py).
 
 Not here: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
 (linear_logprob.py, sequence_objective.py, elementwise.py). Everything but a layer's operations computes in float32, or
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from hacpo_kernels.bounds import Bounds
-from hacpo_kernels.products import product
+from hacpo_kernels.products import add_product, product
 
 # Most elements of logits that exist at once on this path (64 MiB of float32), whatever T and V are.
 LOGIT_BUDGET = 1 << 24
@@ -290,3 +291,37 @@ def merged(weight_ENM: torch.Tensor, up_ENR: torch.Tensor, down_ERM: torch.Tenso
                 sum_nM.add_(column_n[:, None] * row_M)  # not addcmul, which some processors round once and others twice
             out_nM.copy_(sum_nM.add_(weight_nM))
     return whole_ENM
+
+
+def combine_rows(rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor | None) -> torch.Tensor:
+    """Sum of the rows `place_nk` of each token, [n, H] in their dtype, weighted by its float32 shares if there are any.
+
+    With shares, products and sum are float32.
+    """
+    if shares_nk is None:
+        return rows_RH.index_select(0, place_nk.flatten()).unflatten(0, place_nk.shape).sum(dim=1)
+    total_nH = rows_RH.new_zeros(len(place_nk), rows_RH.shape[1], dtype=shares_nk.dtype)
+    for place_n, share_n in zip(place_nk.T, shares_nk.T, strict=True):
+        total_nH += rows_RH.index_select(0, place_n) * share_n[:, None]
+    return total_nH.type_as(rows_RH)
+
+
+def combine_gradients(
+    grad_nH: torch.Tensor, rows_RH: torch.Tensor, place_nk: torch.Tensor, shares_nk: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `combine_rows`: of its rows, in their dtype, and of its shares. Each row belongs to one token."""
+    grad_nH, grad_RH, grad_nk = grad_nH.type_as(shares_nk), torch.empty_like(rows_RH), torch.empty_like(shares_nk)
+    for number, (place_n, share_n) in enumerate(zip(place_nk.T, shares_nk.T, strict=True)):
+        grad_RH.index_copy_(0, place_n, (grad_nH * share_n[:, None]).type_as(rows_RH))
+        grad_nk[:, number] = (grad_nH * rows_RH.index_select(0, place_n)).sum(dim=-1)
+    return grad_RH, grad_nk
+
+
+def add_grouped_product(
+    total_eNK: torch.Tensor, left_RN: torch.Tensor, right_RK: torch.Tensor, ends_e: torch.Tensor
+) -> None:
+    """total[e] += left[rows of e]^T @ right[rows of e], in place; rows are sorted by expert and end at `ends_e`."""
+    sizes = ends_e.diff(prepend=ends_e.new_zeros(1)).tolist()
+    for total_NK, left, right in zip(total_eNK, left_RN.split(sizes), right_RK.split(sizes), strict=True):
+        if len(left):
+            add_product(total_NK, left.t(), right)

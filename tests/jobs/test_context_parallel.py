@@ -182,7 +182,7 @@ def attend(tp, cp):
     )
     tokens, found = own_tokens(sum(LENGTHS)), []
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    packed = packed_segments(starts, None, torch.device("cpu"))
+    packed = packed_segments(starts, None)
     for attention in (PackedTEAttention(Attend, config, groups), PackedAttention(config, groups)):
         query, key, value = (whole.chunk(tp, dim=1)[groups.tp.rank()][tokens] for whole in wholes())
         query.requires_grad_()

@@ -29,6 +29,7 @@ from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model import layers, linear, moe
+from hacpo_mega.megatron.model import model as models
 from hacpo_mega.megatron.model.context_parallel import resize
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
 from hacpo_mega.megatron.model.platform import megatron_platform
@@ -95,11 +96,19 @@ def trace_actor(
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
         stack.enter_context(_replaced(moe, "_known", _even))
+        stack.enter_context(_replaced(models, "send", lambda tensors, _: list(tensors)))  # a copy loses its numbers
         if on_cuda:
             stack.enter_context(_replaced(moe, "_fits", lambda *_: True))
             stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
             # CUDA's adds in place; the CPU's takes float32 copies.
             stack.enter_context(_replaced(linear, "add_product", lambda total, left, right: None))
+            stack.enter_context(_replaced(moe, "add_grouped_product", lambda total, left, right, ends: None))
+            stack.enter_context(
+                _replaced(moe, "combine_rows", lambda rows, place, *_: torch.empty_like(rows[: len(place)]))
+            )
+            stack.enter_context(
+                _replaced(moe, "combine_gradients", lambda _, *given: tuple(map(torch.empty_like, given[::2])))
+            )
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # whose products have memory of their own
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))

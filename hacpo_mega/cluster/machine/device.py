@@ -6,12 +6,14 @@ Not here: who shares a device (turns.py).
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 DRIVER = "R580 or later"  # the first that runs CUDA 13, which torch 2.13's wheels are built for
 FIRST_GPU = Path("/dev/nvidia0")
+SENT_ALIGNED = 16  # bytes, as kernels read
 
 
 def rank_device(local_rank: int) -> torch.device:
@@ -37,6 +39,28 @@ def rank_device(local_rank: int) -> torch.device:
 def actor_dtype(device: torch.device, asked: str | None = None) -> torch.dtype:
     """Number format of an actor's weights, and of its engine's: as `asked`, else bf16 on CUDA, fp32 on the CPU."""
     return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+def send(tensors: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+    """Tensors of the host on `device`, by one copy out of pinned memory: the host does not wait for the device's queue.
+
+    None stays None.
+    """
+    starts = [0]
+    for tensor in tensors:
+        size = 0 if tensor is None else tensor.numel() * tensor.element_size()
+        starts.append(starts[-1] + -(-size // SENT_ALIGNED) * SENT_ALIGNED)
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, tensor in zip(starts, tensors):
+        if tensor is not None:
+            _part(packed, start, tensor).copy_(tensor)
+    packed = packed.to(device, non_blocking=True)
+    return [None if tensor is None else _part(packed, start, tensor) for start, tensor in zip(starts, tensors)]
+
+
+def _part(packed: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """View of the bytes from `start` on, with dtype and shape of `like`."""
+    return packed[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
 def require_fitting_environment() -> None:

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from torch.nn.functional import silu
 
+from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config.checks.pass_through import table_problems
 from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
 from hacpo_mega.megatron.model.layers import decoder_spec
@@ -215,15 +216,13 @@ def transformer_config(
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
+        # A message between stages would wait for the whole device, so for the engine's work, too.
+        "batch_p2p_sync": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # cuBLAS may add the partial sums of a split product in bf16; for the whole process, so the engine's, too.
         "disable_bf16_reduced_precision_matmul": True,
     }
-    config = TransformerConfig(
-        **{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)}
-    )
-    config.variable_seq_lengths = layout.vpp == 1  # train/schedule.py says why
-    return config
+    return TransformerConfig(**{**defaults, **overrides, **decided_fields(architecture, layout, recompute, from_torch)})
 
 
 def forward_packed(
@@ -248,11 +247,12 @@ def forward_packed(
     own = own_tokens(num_tokens)
     num_own = own.stop - own.start
     assert num_own % tp == 0, (num_tokens, num_own, tp)
-    device = unwrapped(model).rope_P.device
-    packed = packed_segments(cu_seqlens, prefixes_S2, device)
-    tokens_1T, positions_1T = (tensor[own].to(device, non_blocking=True)[None] for tensor in (tokens_T, positions_T))
-    told = None if routing_TLK is None else _of_rank(unwrapped(model), routing_TLK[own]).to(device, non_blocking=True)
-    inputs = {"input_ids": tokens_1T, "position_ids": positions_1T, "padding_mask": told}
+    packed = packed_segments(cu_seqlens, prefixes_S2)
+    told = None if routing_TLK is None else _of_rank(unwrapped(model), routing_TLK[own])
+    segments = (packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.key_places)
+    sent = send((tokens_T[own], positions_T[own], told, *segments), unwrapped(model).rope_P.device)
+    packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.key_places = sent[3:]
+    inputs = {"input_ids": sent[0][None], "position_ids": sent[1][None], "padding_mask": sent[2]}
     with megatron_platform(), plain_torch():
         return model(**inputs, attention_mask=None, packed_seq_params=packed)
 

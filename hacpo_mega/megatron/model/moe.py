@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from hacpo_kernels import add_grouped_product, add_product, combine_gradients, combine_rows
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -112,12 +113,11 @@ class ExpertMatrix(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
         self.weight = as_experts(random_weight(config, num_experts * rows, columns))
 
     def forward(self, rows_RK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
         """Every row [R, K] times the matrix of its expert, [R, N]; rows are sorted by expert, counts [e]."""
-        return expert_product(rows_RK, self.weight.unflatten(0, (self.num_experts, -1)), counts_e)
+        return expert_product(rows_RK, self.weight, counts_e)
 
 
 def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -153,8 +153,7 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        of_tokens = grad_RH.index_select(0, _inverse(order)).unflatten(0, (-1, ctx.per_token))
-        return of_tokens.sum(dim=1), None, None
+        return combine_rows(grad_RH, _inverse(order).view(-1, ctx.per_token)), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -162,23 +161,15 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows_RH: torch.Tensor, order: torch.Tensor, shares_nk: torch.Tensor) -> torch.Tensor:
-        rows_nkH = rows_RH.index_select(0, _inverse(order)).unflatten(0, shares_nk.shape)
-        ctx.save_for_backward(rows_nkH, order, shares_nk)
-        total_nH = torch.zeros_like(rows_nkH[:, 0], dtype=torch.float32)
-        for number in range(shares_nk.shape[1]):
-            total_nH += rows_nkH[:, number] * shares_nk[:, number, None]
-        return total_nH.type_as(rows_RH)
+        place_nk = _inverse(order).view_as(shares_nk)
+        ctx.save_for_backward(rows_RH, place_nk, shares_nk)
+        return combine_rows(rows_RH, place_nk, shares_nk)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_nH: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
-        rows_nkH, order, shares_nk = ctx.saved_tensors
-        grad_nkH = torch.empty_like(rows_nkH)
-        grad_shares_nk = torch.empty_like(shares_nk)
-        for number in range(shares_nk.shape[1]):
-            grad_nkH[:, number] = grad_nH * shares_nk[:, number, None]
-            grad_shares_nk[:, number] = (grad_nH.float() * rows_nkH[:, number]).sum(dim=-1)
-        return grad_nkH.flatten(0, 1).index_select(0, order), None, grad_shares_nk
+        grad_RH, grad_shares_nk = combine_gradients(grad_nH, *ctx.saved_tensors)
+        return grad_RH, None, grad_shares_nk
 
 
 # ---- over the ranks of ep
@@ -266,29 +257,34 @@ class _Permute(torch.autograd.Function):
 # ---- products
 
 
-def expert_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
-    """Every row [R, K] times the matrix [N, K] of its expert, [R, N]; rows are sorted by expert, counts [e]."""
-    product = grouped_product if _fits(rows_RK, weight_eNK) else looped_product
-    return product(rows_RK, weight_eNK, counts_e)
+def expert_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+    """Every row [R, K] times the matrix [N, K] of its expert, [R, N]; rows are sorted by expert, counts [e].
+
+    The matrices are stacked, [M = e N, K]. Their gradient is added to the float32 sum of Megatron's buffer if they have
+    one, as linear.py does for others.
+    """
+    product = grouped_product if _fits(rows_RK, weight_MK, len(counts_e)) else looped_product
+    return product(rows_RK, weight_MK, counts_e)
 
 
-def _fits(rows_RK: torch.Tensor, weight_eNK: torch.Tensor) -> bool:
+def _fits(rows_RK: torch.Tensor, weight_MK: torch.Tensor, num_experts: int) -> bool:
     """True if torch's grouped product supports them: half precision on CUDA, in rows of 16 bytes."""
-    aligned = not any(size % ALIGNED for size in weight_eNK.shape[1:])
+    aligned = not (weight_MK.shape[0] // num_experts % ALIGNED or weight_MK.shape[1] % ALIGNED)
     return rows_RK.is_cuda and rows_RK.dtype is torch.bfloat16 and aligned
 
 
-def looped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+def looped_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """`expert_product` with one product per expert. Waits for the device."""
     (counts,) = _known(counts_e[None], len(rows_RK))
-    return _Looped.apply(rows_RK, weight_eNK, counts)
+    return _Looped.apply(rows_RK, weight_MK, counts)
 
 
 class _Looped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK)
+    def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_MK)
         ctx.counts = counts
+        weight_eNK = weight_MK.unflatten(0, (len(counts), -1))
         output_RN = rows_RK.new_empty(len(rows_RK), weight_eNK.shape[1])
         for rows, weight_NK, output in zip(rows_RK.split(counts), weight_eNK, output_RN.split(counts), strict=True):
             torch.mm(rows, weight_NK.T, out=output)
@@ -297,16 +293,18 @@ class _Looped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        (rows_RK, weight_eNK), grads = ctx.saved_tensors, grad_RN.split(ctx.counts)
+        (rows_RK, weight_MK), grads = ctx.saved_tensors, grad_RN.split(ctx.counts)
+        weight_eNK = weight_MK.unflatten(0, (len(ctx.counts), -1))
         grad_rows = grad_RN.new_empty(len(grad_RN), weight_eNK.shape[2])
         for grad, weight_NK, into_rows in zip(grads, weight_eNK, grad_rows.split(ctx.counts), strict=True):
             torch.mm(grad, weight_NK, out=into_rows)
         if rows_RK is None:
             return grad_rows, None, None
-        grad_weight = torch.empty_like(weight_eNK)
-        for grad, rows, into_weight in zip(grads, rows_RK.split(ctx.counts), grad_weight, strict=True):
-            torch.mm(grad.T, rows, out=into_weight)  # zeros if there are no rows
-        return grad_rows, grad_weight, None
+        total_eNK = _gradient_sum(weight_MK).view_as(weight_eNK)
+        for grad, rows, total_NK in zip(grads, rows_RK.split(ctx.counts), total_eNK, strict=True):
+            if len(rows):
+                add_product(total_NK, grad.T, rows)
+        return grad_rows, _for_autograd(weight_MK, total_eNK), None
 
 
 def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
@@ -314,17 +312,31 @@ def _for_weight(ctx: FunctionCtx, rows_RK: torch.Tensor) -> torch.Tensor | None:
     return rows_RK if ctx.needs_input_grad[1] else None
 
 
-def grouped_product(rows_RK: torch.Tensor, weight_eNK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+def _gradient_sum(weight_MK: torch.Tensor) -> torch.Tensor:
+    """Sum [M, K] that the gradient is added to: that of the update, or zeros for a weight outside of a buffer."""
+    total_MK = getattr(weight_MK, "main_grad", None)
+    dtype = torch.promote_types(weight_MK.dtype, torch.float32)
+    return torch.zeros_like(weight_MK, dtype=dtype) if total_MK is None else total_MK
+
+
+def _for_autograd(weight_MK: torch.Tensor, total_eNK: torch.Tensor) -> torch.Tensor:
+    """Gradient [M, K] for autograd; a placeholder that Megatron's hook ignores where the update's sum has it."""
+    if getattr(weight_MK, "main_grad", None) is None:
+        return total_eNK.flatten(0, 1).type_as(weight_MK)
+    weight_MK.grad_added_to_main_grad = True
+    return torch.empty_like(weight_MK)
+
+
+def grouped_product(rows_RK: torch.Tensor, weight_MK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
     """`expert_product` as one kernel."""
-    return _Grouped.apply(rows_RK, weight_eNK, counts_e.cumsum(0).to(torch.int32))
+    return _Grouped.apply(rows_RK, weight_MK, counts_e.cumsum(0).to(torch.int32))
 
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows_RK: torch.Tensor, weight_eNK: torch.Tensor, ends_e: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_eNK, ends_e)
+    def forward(ctx: FunctionCtx, rows_RK: torch.Tensor, weight_MK: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(_for_weight(ctx, rows_RK), weight_MK, ends_e)
+        weight_eNK = weight_MK.unflatten(0, (len(ends_e), -1))
         if not len(rows_RK):
             return rows_RK.new_empty(0, weight_eNK.shape[1])
         return torch._grouped_mm(rows_RK, weight_eNK.transpose(1, 2), offs=ends_e)
@@ -332,15 +344,14 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        rows_RK, weight_eNK, ends_e = ctx.saved_tensors
-        if not len(grad_RN):
-            no_rows = grad_RN.new_empty(0, weight_eNK.shape[2])
-            return no_rows, None if rows_RK is None else torch.zeros_like(weight_eNK), None
-        grad_RN = grad_RN.contiguous()
-        grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
+        rows_RK, weight_MK, ends_e = ctx.saved_tensors
+        weight_eNK, grad_RN = weight_MK.unflatten(0, (len(ends_e), -1)), grad_RN.contiguous()
+        grad_rows = grad_RN.new_empty(len(grad_RN), weight_eNK.shape[2])
+        if len(grad_RN):
+            grad_rows = torch._grouped_mm(grad_RN, weight_eNK, offs=ends_e)
         if rows_RK is None:
             return grad_rows, None, None
-        grad_weight = torch._grouped_mm(grad_RN.T, rows_RK, offs=ends_e)
-        has_none_e = ends_e.diff(prepend=ends_e.new_zeros(1)) == 0
-        # On Blackwell the kernel leaves the gradient of an expert without rows uninitialised.
-        return grad_rows, grad_weight.masked_fill_(has_none_e[:, None, None], 0.0), None
+        # torch's own kernel rounds to bf16, and on Blackwell leaves the memory of an expert without rows as it was.
+        total_eNK = _gradient_sum(weight_MK).view_as(weight_eNK)
+        add_grouped_product(total_eNK, grad_RN, rows_RK, ends_e)
+        return grad_rows, _for_autograd(weight_MK, total_eNK), None

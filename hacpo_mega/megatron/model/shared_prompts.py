@@ -62,7 +62,7 @@ class Run:
 class PackedSegments(PackedSeqParams):
     """Megatron's description of a pack, extended to segments with more keys than queries.
 
-    key_places    int64 [M] on the device, the tokens whose keys they attend to, segment after segment; None: their own
+    key_places    int64 [M], the tokens whose keys they attend to, segment after segment; None: their own
     """
 
     key_places: torch.Tensor | None = None
@@ -99,21 +99,21 @@ def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tup
     return runs
 
 
-def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None, device: torch.device) -> PackedSegments:
-    """Segments of a micro-batch in the form that attention needs.
+def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None) -> PackedSegments:
+    """Segments of a micro-batch in the form that attention needs, on the CPU, where `forward_packed` sends them from.
 
     cu_seqlens [S + 1] and prefixes_S2 [S, 2] are int32 on the CPU.
     """
     lengths_S = cu_seqlens.diff()
     keys_S, key_starts, places = lengths_S, cu_seqlens, None
     if prefixes_S2 is not None and bool(prefixes_S2.any()):
-        places = _key_places(cu_seqlens, prefixes_S2).to(device, non_blocking=True)
+        places = _key_places(cu_seqlens, prefixes_S2)
         keys_S = lengths_S + prefixes_S2[:, 1]
         key_starts = torch.cat([keys_S.new_zeros(1), keys_S.cumsum(0).int()])
     return PackedSegments(
         qkv_format="thd",
-        cu_seqlens_q=cu_seqlens.to(device, non_blocking=True),
-        cu_seqlens_kv=key_starts.to(device, non_blocking=True),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=key_starts,
         max_seqlen_q=int(lengths_S.max()),
         max_seqlen_kv=int(keys_S.max()),
         key_places=places,

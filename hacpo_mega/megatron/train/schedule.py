@@ -24,7 +24,6 @@ Not here: which sequences share a micro-batch (samples/packing.py), who counts t
 what these numbers mean in a run (logbook/files/metrics.py).
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -42,6 +41,7 @@ from torch.nn.functional import pad
 
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.cluster.groups.tree import as_tensor, join, split
+from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config import DataParallelConfig
 from hacpo_mega.megatron.model.model import HiddenStateModel, forward_packed, unwrapped
 from hacpo_mega.megatron.model.router import PADDING, UNTOLD, coefficients
@@ -138,20 +138,19 @@ def _longest(batches: Sequence[MicroBatch]) -> int:
 def _forward(model: torch.nn.Module, batch: MicroBatch, longest: int) -> torch.Tensor:
     """Forward of a stage, or of a chunk of it.
 
-    Between chunks all messages are as long as those of the `longest` micro-batch. Megatron's exchange of true shapes
-    deadlocks there: a rank that sends forward and backward at once waits for the shapes of both, while its neighbour
-    sends one after the other, and waits for the first tensor before it sends the second's shape.
+    All messages are as long as those of the `longest` micro-batch. Megatron's exchange of true shapes waits for the
+    whole device, and deadlocks between chunks: a rank that sends forward and backward at once waits for the shapes of
+    both, while its neighbour sends one after the other, and waits for the first tensor before it sends the second's
+    shape.
     """
     bare, pack = unwrapped(model), (batch.tokens_T, batch.positions_T, batch.cu_seqlens, batch.prefixes_S2)
     pack = *pack, _routing(bare, batch)
-    if bare.config.variable_seq_lengths:
-        return forward_packed(model, *pack)
     ranks = bare.config.tensor_model_parallel_size * parallel_state.get_context_parallel_world_size()
     own = len(batch.tokens_T) // ranks
     if not bare.pre_process:
         bare.decoder.input_tensor = bare.decoder.input_tensor[:own]
-    hidden = forward_packed(model, *pack)
-    return hidden if bare.post_process else pad(hidden, (0, 0, 0, 0, 0, longest // ranks - own))
+    hidden, missing = forward_packed(model, *pack), longest // ranks - own
+    return hidden if bare.post_process or not missing else pad(hidden, (0, 0, 0, 0, 0, missing))
 
 
 def _routing(model: HiddenStateModel, batch: MicroBatch) -> torch.Tensor | None:
@@ -186,7 +185,6 @@ def _pipeline(model: DistributedDataParallel, batches: Sequence[MicroBatch]) -> 
         "data_iterator": iterators if len(chunks) > 1 else iterators[0],
         "model": [model, *chunks[1:]],
         "num_microbatches": len(batches) + missing,
-        # Micro-batches differ in length: the true shape travels with every tensor (variable_seq_lengths), or this does.
         "seq_length": _longest(batches),
         "micro_batch_size": 1,
     }
@@ -295,15 +293,9 @@ def places(sequences: Sequence[TokenSequence], batch: MicroBatch) -> list[int]:
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Moves a micro-batch to the device for the loss function, which needs no routing; unchanged on the CPU."""
-    if device.type == "cpu":
-        return batch
-    tensors = {
-        field.name: getattr(batch, field.name).to(device, non_blocking=True)
-        for field in dataclasses.fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "routing_TLK"
-    }
-    return dataclasses.replace(batch, **tensors)
+    """The micro-batch with what a loss function reads of it on the device: where each sequence's rows begin."""
+    (starts_B,) = send((batch.row_cu_seqlens_B,), device)
+    return replace(batch, row_cu_seqlens_B=starts_B)
 
 
 def update_stats(

@@ -110,18 +110,18 @@ class ExpertAdapter(LayerAdapter):
 
     def forward(self, rows_MI: Tensor, counts_e: Tensor) -> Tensor:
         """Addition [M, O] to the matrices' products, from M rows [M, I] sorted by expert, counts [e]."""
-        low = expert_product(rows_MI, self.down.unflatten(0, (self.num_experts, -1)), counts_e) * self.scale
+        low = expert_product(rows_MI, self.down, counts_e) * self.scale
         return expert_product(low, self._spread_up(), counts_e)
 
     def _spread_up(self) -> Tensor:
-        """Block matrices [e, O, n R]: every row of `up` in the columns of its own adapter; zeros elsewhere."""
+        """Block matrices [e O, n R]: every row of `up` in the columns of its own adapter; zeros elsewhere."""
         rank = self.up.shape[1]
         num_adapters = self.down.shape[0] // (self.num_experts * rank)
-        up_enoR = self.up.view(self.num_experts, num_adapters, -1, rank)
         if num_adapters == 1:
-            return up_enoR[:, 0]
+            return self.up
+        up_enoR = self.up.view(self.num_experts, num_adapters, -1, rank)
         is_own_nn = torch.eye(num_adapters, dtype=self.up.dtype, device=self.up.device)
-        return (up_enoR[:, :, :, None] * is_own_nn[:, None, :, None]).flatten(3).flatten(1, 2)
+        return (up_enoR[:, :, :, None] * is_own_nn[:, None, :, None]).flatten(3).flatten(0, 2)
 
 
 def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:

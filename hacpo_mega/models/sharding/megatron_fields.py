@@ -75,8 +75,8 @@ FIXED: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
     "mtp_num_layers": None,
-    # Micro-batches are packed to different lengths; the dispatcher is what Megatron demands beside it.
-    "variable_seq_lengths": True,
+    # An exchange of true lengths waits for the whole device, the engine's work included (megatron/train/schedule.py).
+    "variable_seq_lengths": False,
     "moe_token_dispatcher_type": "alltoall",
     # An answer must have the same score twice (megatron/model/te_layers.py).
     "fp8": None,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from device_table import DeviceTable
 
-from hacpo_mega.cluster.machine.device import rank_device
+from hacpo_mega.cluster.machine.device import rank_device, send
 from hacpo_mega.cluster.machine.environment import compiler_problems
 from hacpo_mega.cluster.machine.visible_gpus import visible_gpus
 from hacpo_mega.preflight.node_report import _device_facts
@@ -110,3 +110,16 @@ def test_a_node_without_a_compiler_or_headers_says_so(monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     (tmp_path / "clang").touch(mode=0o755)
     assert compiler_problems() == []
+
+
+def test_what_is_sent_arrives_as_it_was():
+    """Tensors keep dtype, shape and values, None stays None, and parts begin where kernels may read."""
+    given = (
+        torch.arange(7, dtype=torch.int16).view(7, 1), None, torch.tensor([True, False, True]),
+        torch.arange(6.0).view(2, 3).T, torch.empty(0, dtype=torch.int64), torch.tensor([2**40, -1]),
+    )  # fmt: skip
+    sent = send(given, torch.device("cpu"))
+    for tensor, found in zip(given, sent, strict=True):
+        assert (found is None) if tensor is None else (torch.equal(found, tensor) and found.dtype == tensor.dtype)
+    assert all(found.storage_offset() * found.element_size() % 16 == 0 for found in sent if found is not None)
+    assert send((None,), torch.device("cpu")) == [None]

@@ -11,7 +11,12 @@ import pytest
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "name, candidates",
-    [("linear_logprob", ("ours", "eager")), ("sequence_objective", ("ours",)), ("elementwise", ("ours", "eager"))],
+    [
+        ("linear_logprob", ("ours", "eager")),
+        ("sequence_objective", ("ours",)),
+        ("elementwise", ("ours", "eager")),
+        ("experts", ("ours",)),
+    ],
 )
 def test_a_benchmark_gates_measures_and_writes(name, candidates, tmp_path, request):
     script = request.config.rootpath / "kernels" / "bench" / f"{name}.py"

@@ -133,6 +133,8 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.to and not work.has(args[0]):
             work.now.uploads += 1
+            if not kwargs.get("non_blocking"):  # cudaMemcpyAsync out of pageable memory, and a wait for the stream
+                work.waits()
             return work.put(func(args[0], *args[1:], **kwargs | {"copy": True}))
         before, work._makes = work._makes, True
         try:
@@ -167,7 +169,8 @@ class _Operations(TorchDispatchMode):
         is_mask = name in ("index", "index_put_") and any(
             tensor.dtype is torch.bool for tensor in args[1] if tensor is not None
         )
-        if name in WAITS or is_mask:
+        is_size_unknown = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in WAITS or is_mask or is_size_unknown:
             work.waits()
         elif name not in EMPTY and name not in MAKES_NOTHING and not func.is_view:
             asked.launches += 1

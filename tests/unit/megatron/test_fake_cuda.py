@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from hacpo_kernels import backends
 from megatron.core.tensor_parallel import random
 from memory_trace import _even, _fake_world, _NumbersThatAreKnown
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -88,6 +89,7 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
         for room, name in ((rope, "rotate_heads"), (gated, "gated_activation")):
             patched.setattr(room, name, partial(getattr(room, name), backend="reference"))
+        patched.setattr(backends, "TRITON", backends.REFERENCE)  # a kernel of Triton has no fake
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "current_device", lambda: GPU)
         # Dropout's random stream, of which a model without dropout draws nothing.

@@ -1,14 +1,20 @@
 """The actor's requests to a device stay within written bounds; its kernels over lists are Megatron's, bit for bit."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
-from actor_cases import one_rank
+from actor_cases import one_rank, random_samples
 from host_work import HostWork, record_actor
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from tiny_models import make_model
 
+from hacpo_mega.agent.policy_loss import PolicyLoss
+from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.train.fused_optimizer import THERE
+from hacpo_mega.samples.packing import microbatch
 
 # Launches of a layer's forward beside norms, attention, rotations and the gated activation: four products, two sums
 # with the residual, and Megatron's copy of the queries out of the fused projection.
@@ -33,8 +39,8 @@ def test_the_host_waits_as_often_whatever_the_depth(asked):
         assert {part: found[part].num_waits for part in parts} == parts
         assert found["learn: optimizer"].num_waits == 1  # for the norm of all gradients
         waits = {where.split(": ")[1]: times for where, times in found["learn: loss and backward"].waits.items()}
-        # The head's backward; whether the loss is finite; the report of a micro-batch. The last is the CPU's check.
-        assert waits == {"backward": 1, "sum_over_cells": 1, "<lambda>": 5, "check_objective": 1}
+        # The head's backward; whether the loss is finite; a micro-batch's report. The last two are the CPU's checks.
+        assert waits == {"backward": 1, "sum_over_cells": 1, "<lambda>": 5, "check_segments": 1, "check_objective": 1}
 
 
 def test_a_layer_asks_for_no_more_than_it_needs(asked):
@@ -42,7 +48,24 @@ def test_a_layer_asks_for_no_more_than_it_needs(asked):
         few, many = (asked[depth][part] for depth in (1, 3))
         assert many.launches - few.launches == 2 * LAUNCHES_OF_A_LAYER, many.names
         assert (few.names["cos"], many.names["cos"]) == (1, 1)
-        assert few.uploads == many.uploads <= 5
+        assert few.uploads == many.uploads == 1
+
+
+@pytest.mark.parametrize("method", ["hacpo", "grpo"])
+def test_a_loss_sends_what_it_needs_without_a_wait(method):
+    """Token log-probs lie on the device; samples, old log-probs and the reference on the host."""
+    config = AlgorithmConfig(method=method, kl_coef=0.1)
+    samples = [replace(sample, source_logprob=-5.0) for sample in random_samples(2, seed=3) if sample.is_self]
+    samples = [replace(s, old_logprobs=np.zeros(s.num_trained, np.float32)) for s in samples]
+    batch = microbatch([[sample] for sample in samples])
+    keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
+    reference = {key: np.zeros(s.num_trained, np.float32) for key, s in zip(keys, samples)}
+    logprob_R = torch.full((len(batch.rows_R),), -2.0)
+    work = HostWork(logprob_R, batch.row_cu_seqlens_B)
+    with work.recording(), work.part("loss"):
+        PolicyLoss(1, 1.0, config, reference)(logprob_R.requires_grad_(), batch)
+    waits = {where: times for where, times in work.asked["loss"].waits.items() if "check_" not in where}
+    assert waits == {} and work.asked["loss"].uploads
 
 
 def test_the_optimizer_asks_once_for_all_parameters(asked):
@@ -57,7 +80,8 @@ def test_what_is_counted_is_what_a_device_would_be_asked():
     with work.recording(), work.part("by hand"):
         product = (there * 2)[1:]  # a launch and a view
         here + here  # the host's own
-        sent = here.to(torch.device("cpu"))  # sent
+        sent = here.to(torch.device("cpu"), non_blocking=True)  # sent
+        here.to(torch.device("cpu"))  # sent, and a wait
         product += sent[1:]  # a launch, nothing new
         numbers = [*product.tolist(), product.sum().item()]  # a launch, two waits
         product.cpu() + here[1:]  # a wait; then it is the host's
@@ -65,7 +89,7 @@ def test_what_is_counted_is_what_a_device_would_be_asked():
         product[product > 2]  # a launch, a wait
     asked = work.asked["by hand"]
     assert numbers == [3.0, 3.0, 3.0, 9.0]
-    assert (asked.launches, asked.uploads, asked.num_waits) == (4, 1, 4)
+    assert (asked.launches, asked.uploads, asked.num_waits) == (4, 2, 5)
     assert work.has(sent) and work.has(empty) and not work.has(here)
     assert (asked.names["mul"], asked.names["add_"], asked.names["sum"], asked.names["gt"]) == (1, 1, 1, 1)
 

@@ -32,7 +32,7 @@ def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window):
 def attended(inputs, starts, prefixes, window):
     """This project's attention of queries, keys and values in segments."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
-    packed = packed_segments(starts, prefixes, starts.device)
+    packed = packed_segments(starts, prefixes)
     alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
     attention = PackedAttention(config, alone, softmax_scale=0.3, window=window)
     return attention(*inputs, None, packed_seq_params=packed)
@@ -102,7 +102,7 @@ def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(attend, monke
     monkeypatch.setattr(layers, "varlen_attn", lambda *given, **_how: Kernel.apply(*given[:3]))
     query, key, value = (torch.randn(15, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     starts, seen = torch.tensor([0, *range(6, 16)]).int(), torch.tensor([(0, 0)] + 9 * [(0, 6)]).int()
-    found_TND = attend(query, key, value, packed_segments(starts, seen, starts.device), None, None)
+    found_TND = attend(query, key, value, packed_segments(starts, seen), None, None)
     rows = 9 * 7 + 6 * (attend is layers._attend_flash)  # which has the prompt's own as well
     assert [number for number, _ in gathered] == [rows] * 2 and all(kept.expired() for _, kept in gathered)
     found_TND.sum().backward()
