@@ -51,6 +51,16 @@ def test_it_is_the_paper_on_one_node_of_eight(pair, workplace):
     assert config.agents[0].prompting.filled("x").endswith(r"within \boxed{}.")
 
 
+@pytest.mark.parametrize("pair", TABLE)
+def test_it_can_answer_one_step_ahead(pair, workplace):
+    """An engine over several ranks would be refused there, so one that is not given has one device."""
+    config = load_config(FOLDER / f"{pair}.toml", ["rollout.one_step_off=true"])
+    assert max(agent.cell_size for agent in config.agents) > 1
+    assert {agent.engine_tensor_parallel for agent in config.agents} == {1}
+    with pytest.raises(ValueError, match="is over 2 ranks"):
+        load_config(FOLDER / f"{pair}.toml", ["rollout.one_step_off=true", "agents.*.engine_tp=2"])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("pair", TABLE)
 def test_a_layout_that_does_not_fit_is_refused(pair, workplace):
