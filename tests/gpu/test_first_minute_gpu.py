@@ -94,7 +94,7 @@ def read_by_a_peer(value: object) -> object:
 
 @pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=on_a_device)])
 def test_handles_of_shared_memory_are_read(on_device):
-    """What vLLM's custom all-reduce sends: a handle as bytes in a tensor, then those of graphs as lists of numbers."""
+    """As vLLM's custom all-reduce sends them: bytes in a tensor, then lists of numbers for its graphs."""
     handle = torch.arange(64, dtype=torch.uint8)
     if on_device:
         from vllm import _custom_ops as ops
@@ -106,13 +106,13 @@ def test_handles_of_shared_memory_are_read(on_device):
     assert read_by_a_peer(of_graphs) == of_graphs
 
 
+@on_a_device
 @pytest.mark.parametrize(
     "module",
     [
         "hacpo_mega.megatron.actor",
         pytest.param(
-            "transformer_engine.pytorch",
-            marks=[on_a_device, pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine")],
+            "transformer_engine.pytorch", marks=pytest.mark.skipif(VERSION is None, reason="needs TransformerEngine")
         ),
     ],
 )

