@@ -15,6 +15,7 @@ Not here: other agents (trainer.py exchanges with them), generation requests (sa
 ratios that use the scores (policy_loss.py).
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -306,7 +307,7 @@ def _actor(spec: AgentConfig, place: Place, config: Config, start: Checkpoint | 
         offload_mode=_offload_mode(budget),
         lora=spec.adapters(architecture_of(spec)),
         transformer=spec.transformer,
-        communication=spec.data_parallel,
+        communication=spec.data_parallel.by_nodes(place.gather_agent(socket.gethostname().encode())),
         overrides=spec.megatron,
         dtype=actor_dtype(place.device, spec.dtype),
         timeout_s=config.wait_s,

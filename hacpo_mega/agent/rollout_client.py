@@ -8,7 +8,7 @@ Not here: learning (agent.py), generation requests (sampler.py).
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hacpo_mega.agent.devices import Devices, device_policy
@@ -103,23 +103,29 @@ class RolloutClient:
         Afterwards the engine sleeps until `publish_weights`: the actor needs its memory to learn.
         """
         asked = self.sampler.sampled(prompts, step)
+        texts: dict[tuple[int, int], str] = {}
 
         def told(place: int, completion: Completion) -> None:
-            prompt = asked.mine[place][0]
-            on_answer(prompt, self.sampler.rollout(asked.mine[place], completion))
+            prompt, g = asked.mine[place]
+            rollout = self.sampler.rollout(asked.mine[place], completion)
+            texts[prompt.index, g] = rollout.text
+            on_answer(prompt, rollout)
 
         with self.devices.answering(then_learns=True):
-            return self._answered(asked, step, on_answer=None if on_answer is None else told)
+            return self._answered(asked, step, texts, on_answer=None if on_answer is None else told)
 
     def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int, step: int) -> list[Rollout]:
         """One greedy answer per prompt from the policy after `step`, as a deployed model would give."""
         with self.devices.answering():
-            return self._answered(self.sampler.greedy(prompts, max_tokens), step)
+            return self._answered(self.sampler.greedy(prompts, max_tokens), step, {})
 
-    def _answered(self, asked: Requests, step: int, **options: Any) -> list[Rollout]:
-        """Answers of all engines of the cell, on every rank of the cell."""
+    def _answered(
+        self, asked: Requests, step: int, texts: Mapping[tuple[int, int], str], **options: Any
+    ) -> list[Rollout]:
+        """Answers of all engines of the cell, on every rank of the cell; the call may fill `texts`."""
         completions = self._call(asked, step)(**options)
-        return self.sampler.rollouts(asked.places, share_completions(completions, self.place, len(asked.places)))
+        shared = share_completions(completions, self.place, len(asked.places))
+        return self.sampler.rollouts(asked.places, shared, texts)
 
     def _call(self, asked: Requests, step: int) -> Generate:
         """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""

@@ -5,9 +5,10 @@ A pure function of its arguments: no process group, no engine, no clock. So answ
 Not here: device turns (devices.py), the engine (rollout/engine.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from hacpo_mega.config import Config
@@ -71,15 +72,22 @@ class Sampler:
         """Places of all answers to `prompts`, by prompt, then by rollout."""
         return [(prompt, g) for prompt in prompts for g in range(self._answers_per_prompt)]
 
-    def rollouts(self, places: Sequence[AnswerPlace], completions: Sequence[Completion]) -> list[Rollout]:
-        """Records with text of the answers."""
-        return [self.rollout(place, completion) for place, completion in zip(places, completions, strict=True)]
+    def rollouts(
+        self,
+        places: Sequence[AnswerPlace],
+        completions: Sequence[Completion],
+        texts: Mapping[tuple[int, int], str] = MappingProxyType({}),
+    ) -> list[Rollout]:
+        """Records with text of the answers; `texts`, by prompt index and rollout index, are known already."""
+        found = (texts.get((prompt.index, g)) for prompt, g in places)
+        return [self.rollout(*answer) for answer in zip(places, completions, found, strict=True)]
 
-    def rollout(self, place: AnswerPlace, completion: Completion) -> Rollout:
-        """Record with text of one answer."""
+    def rollout(self, place: AnswerPlace, completion: Completion, text: str | None = None) -> Rollout:
+        """Record with text of one answer; `text` None: it is decoded here."""
         (prompt, g), ended = place, completion.stop is Stop.EOS
-        # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
-        text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
+        if text is None:
+            # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
+            text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         routing = completion.routing if self._replays else None  # a resumed run may have answers with a routing
         return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs, routing)
 

@@ -45,7 +45,7 @@ from hacpo_mega.rollout.vllm.host_process import (
     require_process,
     starting_vllm,
 )
-from hacpo_mega.rollout.vllm.patches import VLLM
+from hacpo_mega.rollout.vllm.patches import VLLM, MergedRecords
 from hacpo_mega.rollout.vllm.routing import Routing, routing_of
 from hacpo_mega.rollout.vllm.row_noise import RowNoise
 from hacpo_mega.rollout.weights.engine_weights import (
@@ -118,6 +118,8 @@ class Engine:
             self._guard = EngineStreamGuard(partial(LLM, **arguments))
         with self._guard.open() as llm:
             self._step, llm.llm_engine.step = llm.llm_engine.step, self._watched_step
+            processor = llm.llm_engine.output_processor
+            processor.process_outputs = MergedRecords(processor.process_outputs)
             config, runner = llm.llm_engine.vllm_config, worker_of(llm).model_runner
             converts = converts_experts(runner.get_model())
             if not self._on_cuda:
@@ -391,6 +393,7 @@ class RunningAnswers:
         scheduler = engine.engine_core.engine_core.scheduler
         if isinstance(scheduler, DecodeScheduler):
             engine.output_processor.process_outputs(scheduler.take_held())
+        engine.output_processor.process_outputs.flush()
         states = list(engine.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
         self._note_routes(outputs)  # before vLLM forgets them

@@ -168,7 +168,7 @@ def _readings(
         for g, trajectory in enumerate(group_N[j])
         if trains[p][j][g] and REPLACEMENT not in trajectory.rollout.text
     }
-    ids = codec.encode_answers(list(texts))
+    ids = codec.encode_answers(list(texts), torch.get_num_threads())
     steers = [found is None or not codec.control_ids.isdisjoint(found) for found in ids]
     read = [None if steer else codec.decode_answer(found) for found, steer in zip(ids, steers)]
     return dict(zip(texts, map(Reading, ids, read)))

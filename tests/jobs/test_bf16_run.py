@@ -5,7 +5,7 @@ A dense agent beside one with adapters on experts, one step off. The own ratio o
 
 import pytest
 import torch
-from hacpo_mega.megatron.weights.merging import merged
+from hacpo_kernels import merge_adapter
 from job import run_here
 from run_cases import CHARACTERS, PAIRS, agent_table, require_same_in_two_parts, train, write_watched_config
 from safetensors.torch import load_file
@@ -71,7 +71,7 @@ def test_adapters_are_merged_in_float32(one_step_off, tmp_path):
     for name in adapted:
         down, up = (factors[factor] for factor in factor_names(name))
         exact = base[name].double() + lora.scale * up.double() @ down.double()
-        assert torch.equal(whole[name], merged(base[name].float(), up, down, lora.scale))
+        assert torch.equal(whole[name], merge_adapter(base[name].float(), up, down, lora.scale))
         assert (whole[name] - exact).abs().max() < 1e-6 * exact.abs().max()
     adapter = exported(run, "experts", tmp_path / "adapter", "--adapter", "--dtype", "float32", file="adapter_model")
     assert {value.dtype for value in adapter.values()} == {torch.float32}

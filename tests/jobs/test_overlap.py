@@ -11,6 +11,7 @@ from actor_cases import full_weights, make_actor, objective, random_samples
 from job import run_group
 from tiny_models import make_model
 
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
 from hacpo_mega.megatron.train.overlap import finish_gather, start_gather
 
@@ -202,6 +203,37 @@ def test_cells_of_two_ranks_learn_the_same(of_four, tp, pp):
 def test_what_the_law_of_gradients_decides_is_refused(field):
     with pytest.raises(ValueError, match=rf"{field}\n.*not permitted"):
         DataParallelConfig(**{field: False})
+
+
+def nodes(rank_map: RankMap, agent: int, per_node: int) -> list[bytes]:
+    """The nodes of the leaders of an agent's cells, where ranks fill nodes in order."""
+    size, cells = rank_map.agents[agent].cell_size, rank_map.lanes * rank_map.agents[agent].cells_per_lane
+    return [b"node%d" % ((rank_map.first_ranks[agent] + cell * size) // per_node) for cell in range(cells)]
+
+
+@pytest.mark.parametrize(
+    "lanes, tp, on", [(4, 2, False), (4, 4, True), (1, 16, False), (2, 8, True), (2, 4, False), (1, 1, False)]
+)
+def test_overlap_is_on_where_cells_are_on_several_nodes(lanes, tp, on):
+    rank_map = RankMap(lanes, (AgentShape("a", tp=tp), AgentShape("b", tp=tp)))
+    for agent in range(2):
+        found = DataParallelConfig().by_nodes(nodes(rank_map, agent, per_node=8))
+        assert (found.overlap_grad_reduce, found.overlap_param_gather) == (on, on)
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"overlap_grad_reduce": False}, (False, False)),
+        ({"overlap_param_gather": False}, (True, False)),
+        ({"overlap_grad_reduce": True}, (True, False)),
+        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, (True, True)),
+    ],
+)
+def test_overlap_that_is_given_wins(given, expected):
+    found = DataParallelConfig(**given).by_nodes([b"a", b"b"])
+    assert (found.overlap_grad_reduce, found.overlap_param_gather) == expected
+    assert found == found.by_nodes([b"a"])
 
 
 def test_a_bucket_size_without_buckets_is_refused():

@@ -3,6 +3,7 @@
 Not here: whether a layout fits a model (checks.py).
 """
 
+from collections.abc import Collection
 from datetime import datetime
 from typing import Annotated, Literal, Self
 
@@ -56,10 +57,12 @@ class OptimizerConfig(Section):
 class DataParallelConfig(Section):
     """Gradient reduction over the cells of an agent: options of Megatron's DistributedDataParallelConfig."""
 
-    overlap_grad_reduce: Flag = False
-    """Reduce gradients while backward computes, or after it in updates in which a cell has no samples."""
-    overlap_param_gather: Flag = False
-    """Gather updated weights while the next forward computes; needs overlap_grad_reduce, whose buckets it uses."""
+    overlap_grad_reduce: Flag | None = None
+    """Reduce gradients while backward computes, or after it in updates in which a cell has no samples; not given: if
+    the agent's cells are on several nodes."""
+    overlap_param_gather: Flag | None = None
+    """Gather updated weights while the next forward computes; needs overlap_grad_reduce, whose buckets it uses, and is
+    chosen with it if neither is given."""
     bucket_size: Count | None = None
     """Parameters in one bucket; not given: 40 million, or a million per cell if that is more."""
     pad_buckets_for_high_nccl_busbw: Flag = False
@@ -71,6 +74,14 @@ class DataParallelConfig(Section):
         if given and not self.overlap_grad_reduce:
             raise ValueError(f"{', '.join(sorted(given))}: without overlap_grad_reduce there is one bucket; set it too")
         return self
+
+    def by_nodes(self, nodes: Collection[bytes]) -> Self:
+        """The same with what is not given decided by the nodes of the agent's cells."""
+        is_given, gathers = self.overlap_grad_reduce is not None, self.overlap_param_gather
+        reduces = self.overlap_grad_reduce if is_given else len(set(nodes)) > 1
+        # Given by hand, the one does not switch on the other: it would change what a configuration computes today.
+        gathers = gathers if gathers is not None else reduces and not is_given
+        return self.model_copy(update={"overlap_grad_reduce": reduces, "overlap_param_gather": gathers})
 
 
 class LoraConfig(Section):
@@ -171,7 +182,7 @@ class AgentConfig(Section):
     """Replicas of the agent in each lane, tp x cp x pp processes each; they split the lane's prompts."""
     engine_tp: Count | None = None
     """Processes of one vLLM engine, a divisor of tp x cp x pp, or of rollout_gpus if that is given; not given: all of
-    them, one engine per cell."""
+    them, one engine per cell, or 1 with rollout.one_step_off."""
     rollout_gpus: Count | None = None
     """With placement = "apart": processes of each cell that only generate, beside the tp x cp x pp that train; a
     multiple of engine_tp. Not given: none."""

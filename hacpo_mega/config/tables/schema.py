@@ -337,6 +337,20 @@ class Config(Section):
     slurm: SlurmConfig = SlurmConfig()
     """Resources asked of a Slurm cluster; only cpus_per_rank on the CPU changes results, by rounding."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _engines_that_answer_ahead_are_single(cls, given: Any) -> Any:
+        """Fills engine_tp = 1 beside one_step_off: larger engines would be refused (checks.py)."""
+        if not isinstance(given, dict):
+            return given
+        rollout, agents = given.get("rollout"), given.get("agents")
+        is_ahead = isinstance(rollout, dict) and rollout.get("one_step_off") is True
+        if not is_ahead or given.get("placement", "split") != "split" or not isinstance(agents, list | tuple):
+            return given
+        is_wide = [isinstance(a, dict) and any(a.get(key, 1) != 1 for key in ("tp", "cp", "pp")) for a in agents]
+        filled = ({"engine_tp": 1, **agent} if wide else agent for agent, wide in zip(agents, is_wide))
+        return {**given, "agents": tuple(filled)}
+
     @property
     def mode(self) -> Mode:
         """Placement and timing of actors and engines, as booleans."""

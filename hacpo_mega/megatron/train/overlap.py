@@ -2,8 +2,8 @@
 
 Megatron's wrapper does both for jobs in which every rank has equally many micro-batches. Here a cell may have none in
 an update. So cells agree before each backward whether the reduction may begin inside it, and all cells start to gather
-weights at one point, right after the optimizer's step; later calls only wait, which is not collective. Off by default
-(`agents.data_parallel`).
+weights at one point, right after the optimizer's step; later calls only wait, which is not collective. By default on
+where an agent's cells are on several nodes (`agents.data_parallel`).
 
 Not here: the reduction itself (schedule.py).
 """

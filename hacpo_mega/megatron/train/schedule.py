@@ -67,6 +67,7 @@ def data_parallel(
     """
     model.config.calculate_per_token_loss = True
     model.config.finalize_model_grads_func = partial(_reduce_gradients, spans)
+    options = options.by_nodes(())  # where nobody has decided: one node
     wrapping = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, **options.model_dump()
     )

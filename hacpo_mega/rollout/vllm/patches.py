@@ -1,22 +1,33 @@
-"""Permanent patches of vLLM, with the reason of each (cluster/patches.py).
+"""Permanent patches of vLLM, with the reason of each (cluster/patches.py), and one of a live engine (engine.py).
 
-Not here: replacements while an engine starts (host_process.py), and on live objects (engine.py).
+Not here: replacements while an engine starts (host_process.py).
 """
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
+import numpy as np
 from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker
 from vllm.utils import jit_monitor
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.engine.output_processor import OutputProcessorOutput
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
 
 from hacpo_mega.cluster.patches import Patch
 from hacpo_mega.rollout.vllm.host_process import keeping_default_group, without_message_queue
 from hacpo_mega.rollout.vllm.routing import on_every_rank
 
 Update = Callable[[LogprobsProcessor, LogprobsLists], None]
+Allocate = Callable[..., KVCacheBlocks | None]
+# Steps of tokens that wait for their answer's end, so that memory stays small however long answers are.
+MOST_HELD = 64
+ONE_MORE = {"num_lookahead_tokens": 0}  # arguments beside request and number, for a running request
 
 
 def written_at_once(one_by_one: Update) -> Update:
@@ -45,11 +56,76 @@ def written_at_once(one_by_one: Update) -> Update:
     return update
 
 
+def inside_a_block(allocate: Allocate) -> Allocate:
+    """Replacement of KVCacheManager's `allocate_slots`, which still handles all but the plain case.
+
+    Plain: a running request gets one token, which neither opens nor fills a block of a cache of full attention. Nothing
+    is allocated, freed or hashed then, and vLLM takes 4 us a request and step to find that out.
+    """
+
+    @wraps(allocate)
+    def allocate_slots(manager: KVCacheManager, request: Request, num_new_tokens: int, **how: Any) -> Any:
+        if num_new_tokens == 1 and how == ONE_MORE:
+            first, *others = manager.coordinator.single_type_managers
+            is_plain = type(first) is FullAttentionManager and not others
+            if is_plain and 0 < request.num_computed_tokens % first.block_size < first.block_size - 1:
+                return manager.empty_kv_cache_blocks
+        return allocate(manager, request, num_new_tokens, **how)
+
+    return allocate_slots
+
+
+class MergedRecords:
+    """Replacement of a live output processor's `process_outputs`: an answer's tokens are one record when it ends.
+
+    vLLM would handle every token of every running answer by itself, in every step. Statistics need each record.
+    """
+
+    def __init__(self, one_by_one: Callable[..., OutputProcessorOutput]) -> None:
+        self._one_by_one = one_by_one
+        self._held: dict[str, list[EngineCoreOutput]] = {}
+
+    def __call__(
+        self,
+        records: list[EngineCoreOutput],
+        engine_core_timestamp: Any = None,
+        iteration_stats: Any = None,
+        **how: Any,
+    ) -> OutputProcessorOutput:
+        """Passes on what ended, what brings more than tokens, and what has waited for MOST_HELD steps."""
+        if iteration_stats is None:
+            records = [merged(self._held.pop(one.request_id)) for one in records if not self._holds(one)]
+        return self._one_by_one(records, engine_core_timestamp, iteration_stats, **how)
+
+    def flush(self) -> None:
+        """Passes on all held tokens: running answers are complete then."""
+        held, self._held = self._held, {}
+        self._one_by_one([merged(records) for records in held.values()])
+
+    def _holds(self, record: EngineCoreOutput) -> bool:
+        held = self._held.setdefault(record.request_id, [])
+        held.append(record)
+        is_plain = record.prefill_stats is record.routed_experts is record.new_sampling_mask is None
+        return is_plain and record.finish_reason is None and len(held) < MOST_HELD
+
+
+def merged(records: list[EngineCoreOutput]) -> EngineCoreOutput:
+    """The last record of a request, with the tokens and log-probs of all."""
+    last = records[-1]
+    if len(records) > 1:
+        last.new_token_ids = [token for record in records for token in record.new_token_ids]
+        if last.new_logprobs is not None:
+            columns = zip(*(record.new_logprobs[:3] for record in records), strict=True)
+            last.new_logprobs = LogprobsLists(*map(np.concatenate, columns))
+    return last
+
+
 _KEEPING = "the default group is the trainer's; also when an engine that nobody closed is collected"
 _QUEUE = "a queue between ranks would unpickle what its sockets bring"
 _EXPERTS = "every rank of an engine keeps the experts that its tokens went to"
 _MONITOR = "it watches the whole process: it warns of the trainer's own kernels, or fails them"
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
+_SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
 
 VLLM = (
     Patch(parallel_state, "destroy_distributed_environment", keeping_default_group, _KEEPING, wraps=True),
@@ -57,4 +133,5 @@ VLLM = (
     Patch(worker, "get_tp_group", on_every_rank, _EXPERTS),
     Patch(jit_monitor, "activate", lambda **_how: None, _MONITOR),
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
+    Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
 )

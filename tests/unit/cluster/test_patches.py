@@ -9,6 +9,7 @@ from hacpo_mega.rollout.vllm.patches import VLLM
 
 PATCHES = {f"{patch.owner.__name__}.{patch.name}": patch for patch in (*TORCH, *MEGATRON, *VLLM)}
 GROUP = "vllm.distributed.parallel_state.GroupCoordinator"
+BLOCKS = "vllm.v1.core.kv_cache_manager.KVCacheBlocks | None"
 LINEAR = "megatron.core.tensor_parallel.layers"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 # The library's own, or the type of what has no signature.
@@ -38,6 +39,13 @@ SIGNATURES = {
     "vllm.distributed.aux_output_connector.worker.get_tp_group": f"() -> {GROUP}",
     "vllm.utils.jit_monitor.activate": "(*, mode: Literal['warn', 'error'] = 'warn', verbose: bool = False) -> None",
     "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",
+    "KVCacheManager.allocate_slots": (
+        "(self, request: vllm.v1.request.Request, num_new_tokens: int, num_new_computed_tokens: int = 0, "
+        f"new_computed_blocks: {BLOCKS} = None, num_lookahead_tokens: int = 0, num_external_computed_tokens: int = 0, "
+        "delay_cache_blocks: bool = False, num_encoder_tokens: int = 0, full_sequence_must_fit: bool = False, "
+        "reserved_blocks: int = 0, has_scheduled_reqs: bool = True, skip_zeroing_group_ids: tuple[int, ...] = ()) "
+        f"-> {BLOCKS}"
+    ),
 }
 
 

@@ -51,6 +51,14 @@ def test_it_is_the_paper_on_one_node_of_eight(pair, workplace):
     assert config.agents[0].prompting.filled("x").endswith(r"within \boxed{}.")
 
 
+@pytest.mark.parametrize("pair", TABLE)
+def test_it_can_answer_one_step_ahead(pair, workplace):
+    """An engine over several ranks would be refused there, so one that is not given has one device."""
+    config = load_config(FOLDER / f"{pair}.toml", ["rollout.one_step_off=true"])
+    assert {agent.engine_tensor_parallel for agent in config.agents} == {1}
+    assert {agent.engine_tp for agent in config.agents if agent.cell_size > 1} <= {1}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("pair", TABLE)
 def test_a_layout_that_does_not_fit_is_refused(pair, workplace):

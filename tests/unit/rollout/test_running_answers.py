@@ -1,10 +1,15 @@
 """Names for the ends of an engine's answers; tests/jobs/test_engine.py has them with vLLM itself."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from hacpo_mega.records import Stop
+from hacpo_mega.agent import rollout_client
+from hacpo_mega.agent.rollout_client import RolloutClient
+from hacpo_mega.agent.sampler import Requests, Sampler
+from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.engine import RunningAnswers
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps
 
@@ -23,7 +28,9 @@ class TwoRequests:
             str(n): SimpleNamespace(request_id=str(n), make_request_output=lambda *a, n=n: ended(n, "abort"))
             for n in (1, 2)
         }
-        self.output_processor = SimpleNamespace(request_states=states)
+        self.flushed: list[bool] = []
+        process = SimpleNamespace(flush=lambda: self.flushed.append(not self.aborted))
+        self.output_processor = SimpleNamespace(request_states=states, process_outputs=process)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=None))
 
     def abort_request(self, request_ids: list[str], internal: bool) -> None:
@@ -38,7 +45,7 @@ def test_only_what_was_cut_here_is_called_cut():
     answers = RunningAnswers(llm, 4, tell, None, lambda: len(seen) == 1)
     assert len(answers.after_step([ended(0, "abort")])) == 1, "vLLM gave it up by itself"
     assert len(answers.after_step([ended(3, "length")])) == 3
-    assert engine.aborted == ["1", "2"]
+    assert engine.aborted == ["1", "2"] and engine.flushed == [True], "their tokens are complete before"
     assert seen == {0: Stop.ABORT, 3: Stop.LENGTH, 1: Stop.CUT, 2: Stop.CUT}
 
 
@@ -56,3 +63,29 @@ def test_steps_are_taken_until_none_is_in_flight(in_flight):
     core = SimpleNamespace(batch_queue=in_flight, step_fn=lambda: taken.append(in_flight.pop()))
     finish_steps(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))))
     assert not in_flight and len(taken) in (0, 2)
+
+
+def test_an_answer_is_decoded_once(monkeypatch):
+    """As it ends, for the judge, and not again for the records; answers of other engines of the cell are, once."""
+    decoded: list[list[int]] = []
+    codec = SimpleNamespace(decode_answer=lambda ids: decoded.append(ids.tolist()) or str(ids.tolist()))
+    places = tuple((Prompt(index, "", "", ""), g) for index in (4, 9) for g in range(2))
+    answers = [Completion(np.array([number, 7], np.int32), Stop.EOS) for number in range(4)]
+    sampler, client = object.__new__(Sampler), object.__new__(RolloutClient)
+    sampler._codec, sampler._replays = codec, False
+    sampler.sampled = lambda prompts, step: Requests(places, places[::2], [], [], {})
+
+    def generate(_ids, _seeds, on_answer):
+        for place in (1, 0):
+            on_answer(place, answers[2 * place])
+        return answers[::2]
+
+    client.sampler, client.engine, client.place = sampler, SimpleNamespace(generate=generate), None
+    client.devices = SimpleNamespace(answering=lambda then_learns: nullcontext())
+    client.weight_sync = SimpleNamespace(require=lambda step: None)
+    monkeypatch.setattr(rollout_client, "share_completions", lambda *_: answers)
+    seen = []
+    rollouts = client.roll_out([], 0, lambda prompt, rollout: seen.append((prompt.index, rollout.text)))
+    assert seen == [(9, "[2]"), (4, "[0]")]
+    assert [rollout.text for rollout in rollouts] == ["[0]", "[1]", "[2]", "[3]"]
+    assert sorted(decoded) == [[0], [1], [2], [3]]
