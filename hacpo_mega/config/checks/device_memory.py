@@ -129,7 +129,7 @@ def agent_budget(
 def _with_offload(
     config: Config, agent: AgentConfig, actor: ActorPlan, engine: EnginePlan, most: int
 ) -> tuple[ActorPlan, EnginePlan, str]:
-    """Whether optimizer state is offloaded, the share of the engine, and why.
+    """Offload decision of the optimizer state, share of the engine, and why.
 
     It stays where it fits beside the engine. Else it leaves, unless the default share may be lowered, and the answers
     that the smaller cache has no room for cost fewer seconds than the copies.

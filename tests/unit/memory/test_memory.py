@@ -263,7 +263,7 @@ def test_gradients_are_not_beside_the_engine():
         (64, 64, False, "the engine has 0.43 of the device, 0.0 s a step of answering against 2.0 s of copies"),
     ],
 )
-def test_auto_offloads_where_a_larger_cache_saves_more_than_the_copies_cost(gib, prompts, offloads, words):
+def test_auto_offloads_where_a_larger_cache_saves_more_than_copies_cost(gib, prompts, offloads, words):
     """Copies by hand: 12 bytes of 4.1 B numbers over two cells, out and back at 25 GB/s. Few answers need no cache."""
     over = (f"device_memory_gib={gib}", f"training.prompts_per_step={prompts}", f"{LARGE}.vllm={{}}")
     config = load_config(PAIR, over)
