@@ -123,7 +123,22 @@ def agent_budget(
         budget = fullest_stage(replace(actor, recompute=choice), engine, most, does)
         if budget.fits(ROOM):
             break
+    if engine.stays_awake and not budget.fits(ROOM) and _has_default_share(agent, engine):
+        smaller = _lowered(engine, budget.peak - (1.0 - ROOM) * most, most)
+        beside = fullest_stage(budget.actor, smaller, most, budget.does)
+        if not beside.engine_is_too_small:
+            budget, line = beside, f"the engine, always awake, has {smaller.memory_share:g} of the device"
     return replace(budget, offload_line=line)
+
+
+def _has_default_share(agent: AgentConfig, engine: EnginePlan) -> bool:
+    return engine.memory_share is not None and SHARE not in agent.vllm
+
+
+def _lowered(engine: EnginePlan, too_much: float, most: int) -> EnginePlan:
+    """The engine with a share of the device that is smaller by `too_much` bytes."""
+    share = engine.memory_share - too_much / most
+    return replace(engine, memory_share=max(0.0, math.floor(100 * share) / 100))
 
 
 def _with_offload(
@@ -140,9 +155,9 @@ def _with_offload(
     if too_much <= 0:
         return actor, engine, f"offload = 'none': {words} fits beside the engine"
     leaves = replace(actor, offloads=True)
-    if engine.memory_share is None or SHARE in agent.vllm:
+    if not _has_default_share(agent, engine):
         return leaves, engine, f"offload = 'optimizer': {words} does not fit beside the engine"
-    smaller = replace(engine, memory_share=max(0.0, math.floor(100 * (engine.memory_share - too_much / most)) / 100))
+    smaller = _lowered(engine, too_much, most)
     lowered = replace(beside, engine=smaller)
     shares = f"the engine has {engine.memory_share:g} of the device"
     if lowered.engine_is_too_small:
