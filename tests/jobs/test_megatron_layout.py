@@ -202,6 +202,7 @@ def pipeline(model: torch.nn.Module, *, forward_only: bool) -> list[torch.Tensor
 
         return hidden_TH, loss
 
+    unwrapped(model).config.variable_seq_lengths = True  # unlike those of schedule.py these packs go as they are
     with megatron_platform(), torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=step,

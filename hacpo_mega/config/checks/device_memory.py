@@ -7,6 +7,7 @@ to itself or, with placement = "shared", in its agent's turns.
 
 import importlib.metadata
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -362,7 +363,7 @@ def memory_table(budgets: dict[str, Budget]) -> str:
         for name, cells in rows:
             marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
             lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
-    lines += [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
+    lines += _offload_lines(budgets)
     most_bytes = columns[0].capacity
     return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
 
@@ -383,8 +384,13 @@ def memory_summary(budgets: dict[str, Budget]) -> str:
         )
         short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
         lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
-    lines += [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
+    lines += _offload_lines(budgets)
     return "\n".join(lines)
+
+
+def _offload_lines(budgets: dict[str, Budget]) -> list[str]:
+    said = [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
+    return [part for line in said for part in textwrap.wrap(line, TABLE_WIDTH, subsequent_indent="  ")]
 
 
 def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:

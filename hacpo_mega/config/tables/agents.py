@@ -203,9 +203,8 @@ class AgentConfig(Section):
     """Activation recomputation in backward, for the same gradient: none, every feed-forward (mlp), every layer (full),
     or the least of these that leaves a twentieth of device_memory_gib free (auto)."""
     offload: Literal["auto", "none", "optimizer"] = "auto"
-    """State offloaded to pinned host memory while the engine generates: none, the float32 main weights and Adam's
-    moments (optimizer), or these where a larger cache saves more seconds than the copies cost (auto; on the CPU none).
-    Results stay the same to the last bit."""
+    """State offloaded to pinned host memory while the engine generates: none, main weights and moments (optimizer), or
+    these where a larger cache saves more seconds than copies cost (auto; on the CPU none). Bitwise neutral."""
     transformer: Literal["auto", "local", "te"] = "auto"
     """Implementation of the actor's layers: Megatron's own with torch's attention (local), TransformerEngine's, for
     bf16 on CUDA (te), or te if it is installed and the actor allows it (auto)."""

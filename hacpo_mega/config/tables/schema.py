@@ -175,9 +175,8 @@ class RolloutConfig(Section):
     """Train on another agent's answer even if it reads differently in the learner's tokens. Its verdict was on the
     original text, so by default it is left out and counted."""
     engine_correction: Literal["none", "token", "sequence", "ratio"] = "none"
-    """Truncated importance sampling between engine and trainer: a weight on the gradient of each `token` of own answers
-    (others' keep weight 1), on the advantage of each `sequence` for all learners, or `none`. `ratio` scores nothing:
-    ratios are to the engine's log-probs."""
+    """Truncated importance sampling between engine and trainer: none, a weight on each `token` of own answers, or on
+    the advantage of each `sequence` for all learners. `ratio` scores nothing: ratios are to the engine's log-probs."""
     engine_correction_cap: Annotated[float, Field(strict=True, ge=1.0, le=1e12)] = 2.0
     """Upper bound of that weight: the trainer's probability over the engine's."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 from tiny_models import reference_model
+from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig, OptimizerConfig
@@ -204,6 +205,8 @@ def gradient_by_descent(actor: Actor, update) -> tuple[dict[str, torch.Tensor], 
     before = full_weights(actor)
     stats = update()
     after = full_weights(actor)
+    # Columns of a report share one buffer of bytes, which torch.save refuses.
+    stats = dataclasses.replace(stats, reports=tree_map_only(torch.Tensor, torch.clone, stats.reports))
     return {name: (before[name].double() - after[name].double()) / GRADIENT_RATE for name in before}, stats
 
 

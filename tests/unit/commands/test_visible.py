@@ -23,7 +23,7 @@ from hacpo_mega.report.html import tag
 # Clears the screen, sets the title, writes the clipboard, opens a link, 8-bit codes, overwrites, turns round, hides.
 HOSTILE = (
     "\x1b[2J\x1b]0;t\x07\x1b]52;c;QQ==\x1b\\\x1b]8;;http://x\x1b\\\x9b2J\x9d52;c;QQ==\x9c\r\b\x00\x7f\u202eabc\u2066"
-    "\u200b\u200d\ufeff\u2028\u2029\u061c\u00ad\U000e0041\u3164\u115f\ufe0f\U000e0100"
+    "\u200b\u200d\ufeff\u2028\u2029\u061c\u00ad\U000e0041\u034f\u1160\u17b4\u17b5\u180b\u180f\uffa0\u3164\u115f\ufe0f\U000e0100"
 )
 UNSEEN = set(HOSTILE) - {chr(sign) for sign in range(0x20, 0x7F)}
 

@@ -152,7 +152,7 @@ NAMES = [
     ),
     Case(
         "an engine over ranks beside learning",
-        ("rollout.one_step_off=true", "agents.a.tp=2"),
+        ("rollout.one_step_off=true", "agents.a.tp=2", "agents.a.engine_tp=2"),
         ("rollout.one_step_off: an engine of agent a is over 2 ranks, whose collectives and those of learning could",),
     ),
     one("a schedule", "agents.a.optimizer.schedule='cos'", "agents.a.optimizer.schedule: must be 'constant', 'linear'"),

@@ -151,7 +151,8 @@ def test_model_folders_are_judged_by_their_config_json(tmp_path):
     (folder / "config.json").write_text("{")
     assert "not valid JSON" in complaint(config=config)
     (folder / "config.json").write_text(json.dumps({"architectures": ["GPTNeoXForCausalLM"]}))
-    assert "GPTNeoXForCausalLM is not supported; supported: LlamaForCausalLM" in complaint(config=config)
+    unknown = "GPTNeoXForCausalLM is not supported; nearest: Gemma3ForCausalLM; supported: LlamaForCausalLM"
+    assert unknown in complaint(config=config)
     (folder / "config.json").write_text(
         json.dumps(
             {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2}

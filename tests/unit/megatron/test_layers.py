@@ -146,7 +146,7 @@ def test_a_group_pads_at_most_by_half():
 def test_hopper_takes_flash_attention_3_where_it_is_installed(window, monkeypatch):
     """A fake of its function, by the signature of hopper/flash_attn_interface.py; other GPUs keep torch's kernel."""
     asked, starts = [], torch.tensor([0, 3, 8], dtype=torch.int32)
-    packed = packed_segments(starts, None, starts.device)
+    packed = packed_segments(starts, None)
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size,

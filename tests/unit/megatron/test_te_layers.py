@@ -26,7 +26,7 @@ from hacpo_mega.memory.actor_bytes import actor_memory
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True},
           "qwen3_moe": {"tied": True}, "ministral3": {"tied": False, "rope_scaling": SCALED_ROPE}}  # fmt: skip
 NAMES = tuple(MODELS)
-DENSE = NAMES[:3]
+DENSE = tuple(name for name in NAMES if name != "qwen3_moe")
 HEAD = 4 * 2048 * 64 * 2  # bytes of one head of 64 numbers, in the four layers of the plans below
 NORM = 4 * (1024 * 512 * 2 + 1024 * 4)  # of a norm's output and scale on one of two ranks, likewise
 # What is traced, and the bytes that it keeps less than the local layers. With norms of queries and keys these keep the
@@ -148,7 +148,7 @@ def test_weights_and_sequences_are_where_they_belong(found, model):
     torch.testing.assert_close(hidden["te"], hidden["local"], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("model", DENSE)
+@pytest.mark.parametrize("model", NAMES[:3])
 def test_what_the_classes_are_given(found, model):
     """Word for word, for a layer of tp 1; a name that TransformerEngine does not declare is a TypeError already."""
     made = found[model]["made"]
@@ -194,7 +194,7 @@ def test_the_budget_of_the_local_layers_is_enough(found, models, name):
     traces = pickle.loads((models / "traces.pickle").read_bytes())
     plan, less = PLANS[name]
     memory, budget = TracedMemory(**traces[tuple(PLANS).index(name)]), actor_memory(plan)
-    assert memory.saved == pytest.approx(budget.kept - less, rel=1e-3)
+    assert memory.saved == pytest.approx(budget.kept - less, rel=2e-3)
     assert learn_of_trace(memory) <= learn_of_budget(budget)
     assert memory.gather_buffer + memory.score <= budget.gather_buffer + budget.forward
     assert memory.update == pytest.approx(budget.step, rel=2e-3)

@@ -170,10 +170,10 @@ def test_later_updates_pack_all_together_unless_forwards_repeat():
 def test_own_answers_are_scored_in_the_micro_batches_that_learn_from_them(repeats):
     """In bf16 those of every update, in float32 those of the first; of prompt 1 only others want what is written."""
     samples = [sample for sample in random_samples(6, seed=11) if sample.is_self]
-    rollouts = [SimpleNamespace(prompt_index=sample.prompt_index, sample=sample) for sample in samples]
+    rollouts = [SimpleNamespace(prompt_index=s.prompt_index, rollout_index=s.rollout_index, sample=s) for s in samples]
     per_prompt, scored = len(samples) // 6, []
     agent = SimpleNamespace(
-        _answers_per_prompt=per_prompt, _prompts_per_update=2, _takes_engine_scores=False, _in_first_update=False,
+        _prompts_per_update=2, _takes_engine_scores=False, _in_first_update=False,
         _repeats_scoring=repeats, _devices=SimpleNamespace(scoring=nullcontext),
         _sequence=lambda text, rollout: rollout.sample, _weighted=lambda score, rollout: score,
         actor=SimpleNamespace(score=lambda sequences: scored.append(pack(sequences, 40)) or [0.0] * len(sequences)),
