@@ -15,8 +15,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
-from hacpo_mega.models.families.architecture import SCALING, Architecture
-from hacpo_mega.models.files.folder import has_tower, head_size
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.folder import has_tower, head_size, read_config
 from hacpo_mega.models.sharding.layout import head_size_problem
 
 BLOCK = 16  # tokens of the key-value cache, on the CPU
@@ -68,9 +69,10 @@ class EngineSpec:
         """Argument that makes vLLM read config.json as training does, where it would not."""
         if not (self.model / "config.json").is_file():
             return {}
+        family = FAMILIES.get(str(read_config(self.model).get("model_type")))
+        if not self.is_text_of_images and not (family is not None and family.scales_queries):
+            return {}  # also where training does not know the folder, as an export for vLLM that is quantized
         fields = Architecture.from_folder(self.model).served_as
-        if not self.is_text_of_images and SCALING not in fields:
-            return {}
 
         def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             """The text model's configuration; vLLM also asks with an empty one, for its model_type."""

@@ -34,7 +34,7 @@ ADAPTED = SCALE / "qwen-32b-lora_qwen-4b.toml"
 ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE, ADAPTED: SMALL}
 # What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
 # the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
-WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.62, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
+WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.64, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
 # Parameters that the Hub shows for the weights of each; of image checkpoints those of transformers' text model.
 PARAMETERS = {
     "google/gemma-3-4b-it": 3_880_263_168,
@@ -285,8 +285,8 @@ def test_a_model_that_fits_nowhere_is_told_what_memory_it_needs(tmp_path):
 
 
 def test_a_smaller_engine_is_proposed_before_more_nodes(tmp_path):
-    """Engines have half of a device where nothing is said."""
-    longer = ("agents.*.vllm={}", "rollout.max_answer_tokens=8192")
+    """Engines that are given nearly all of a device."""
+    longer = ("agents.*.vllm.gpu_memory_utilization=0.9", "rollout.max_answer_tokens=8192")
     found = command(EXPERTS, *longer, "--cluster", of_kind(tmp_path, "h100", 2))
     overrides = re.search(r"Here fits: (.*) \(16 devices, ", found)[1].split()
     assert any(re.fullmatch(r"agents\.qwen-.*\.vllm\.gpu_memory_utilization=0\.\d+", key) for key in overrides)

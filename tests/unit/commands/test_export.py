@@ -295,8 +295,8 @@ def test_a_checkpoint_removed_during_its_export_leaves_no_partial_output(going_o
     shutil.copytree(folder_of(going_on, 1), folder_of(going_on, 2))
     copy_beside_weights = export.copy_beside_weights
 
-    def then_it_is_removed(*arguments: object) -> None:
-        copy_beside_weights(*arguments)
+    def then_it_is_removed(*arguments: object, **options: object) -> None:
+        copy_beside_weights(*arguments, **options)
         remove_old(going_on, keep_last=1, keep_every=0, keep_best=False)
 
     monkeypatch.setattr(export, "copy_beside_weights", then_it_is_removed)
@@ -409,5 +409,5 @@ def test_vllm_serves_fp8_where_it_has_the_kernels(fp8, tmp_path):
     if torch.cuda.is_available():
         assert rank.exitcode == 0, errors[-3000:]
     else:
-        assert rank.exitcode == 1
+        assert rank.exitcode == 1, errors[-3000:]
         assert "RuntimeError: _C::static_scaled_fp8_quant() expected at most 0 argument(s) but received 4" in errors

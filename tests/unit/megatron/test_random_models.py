@@ -38,6 +38,8 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     num_kv_heads = rng.choice([1, 2, 3])
     num_heads, head_dim = num_kv_heads * rng.choice([1, 2, 5]), rng.choice([8, 16, 32])
     rope = dict(ROPES[rng.choice(family.rope_kinds)] or {})
+    if family.scales_queries:
+        rope["llama_4_scaling_beta"] = rng.choice([0.05, 0.1, 0.4])
     if family.may_turn_a_part:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])

@@ -20,10 +20,9 @@ from hacpo_mega.memory.actor_bytes import FLOAT32, trained_parts
 from hacpo_mega.memory.adapter_numbers import is_adapted
 from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.sharding.layout import stage_layers
-from hacpo_mega.rollout.wire import HEADER
 
-# Bytes of an answer beside its tokens and text: exchange.py's ROW, and two counts.
-ROW_BYTES, COUNT_BYTES = 46, 8
+# Bytes of a message (rollout/wire.py), and of an answer beside its tokens and text: ROW of exchange.py, and two counts.
+HEADER_BYTES, ROW_BYTES, COUNT_BYTES = 64, 46, 8
 # Of a token in the exchange: its number, and its text, about four letters.
 TOKEN_BYTES = 4 + 4
 # Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.
@@ -124,7 +123,7 @@ def _micro_batches(budget: Budget, work: Work, answers: float) -> int:
 
 def message_bytes(answers: float, answer_tokens: float) -> float:
     """Bytes of what a cell's leader sends the others of its lane (rollout/wire.py)."""
-    return HEADER.size + answers * (ROW_BYTES + COUNT_BYTES + TOKEN_BYTES * answer_tokens)
+    return HEADER_BYTES + answers * (ROW_BYTES + COUNT_BYTES + TOKEN_BYTES * answer_tokens)
 
 
 def _of_engine(budget: Budget, work: Work, spread: Spread, rounds: float) -> Iterator[Message]:
