@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -49,6 +50,16 @@ hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Restores the environment after each test: vLLM sets LOCAL_WORLD_SIZE and LD_PRELOAD where it checks a config."""
+    environment = dict(os.environ)
+    yield
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 class ByScope(LoadScopeScheduling):
