@@ -33,7 +33,7 @@ def main(config: Path, folder: Path, *overrides: str) -> None:
     original_init, save_hf = ActorOffload.__init__, Actor.save_hf
 
     def init(whole: ActorOffload, model, optimizer) -> None:
-        buffers.extend((b.param_data.untyped_storage(), b.grad_data.untyped_storage()) for b in model.buffers)
+        buffers.extend(model.buffers)
         original_init(whole, model, optimizer)
 
     def save_hf_on_a_full_disk(actor: Actor, out: Path, **how: object) -> None:
@@ -53,7 +53,10 @@ def noting(original, noted: list, buffers: list):
     """A method that does what it did, and notes what is there before."""
 
     def method(*arguments, **options):
-        weights, gradients = (any(pair[place].nbytes() for pair in buffers) for place in (0, 1))
+        weights, gradients = (
+            any(getattr(buffer, part).untyped_storage().nbytes() for buffer in buffers)
+            for part in ("param_data", "grad_data")
+        )
         noted.append((original.__name__.removesuffix("_on_a_full_disk"), weights, gradients))
         return original(*arguments, **options)
 
