@@ -146,7 +146,8 @@ def test_the_example_of_the_reference_runs(config_file):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     folder = load_config(config_file).run_dir / "agents" / "a"
-    assert re.search(r"^1 a \d\.\d{3}$", done.stdout, re.MULTILINE) and "1 first answer: " in done.stdout
+    assert re.search(r"^1 a \d\.\d{3}$", done.stdout, re.MULTILINE), done.stdout
+    assert "1 first answer: " in done.stdout, done.stdout
     assert done.stdout.splitlines()[-1] == f"a is in {folder} and loads with transformers or vLLM"
 
 
