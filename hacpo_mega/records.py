@@ -2,11 +2,13 @@
 
 Prompt -> Rollout (fresh answer) -> Trajectory (judged and scored, as it crosses agents) -> Pool (a lane's full cube)
 -> Sample (a trajectory as one learner sees it) -> MicroBatch (packed, see samples/packing.py).
+A Rollout may be a Conversation: several own turns of the agent, and what an environment said between them.
 A TokenSequence has the tokens that a model reads and how many of them count; a Sample adds what learning needs.
 """
 
 import math
 import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,6 +35,87 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation. An own turn (role "assistant") is sampled and trained; others are context.
+
+    content      text of an own turn without its end token; of another turn, what was said
+    num_tokens   its tokens in the agent's reading. Between two own turns the first other turn has all of them, with
+                 those that close the own turn before it and open the next one; further ones have 0.
+    stop         reason why an own turn ended; None for others
+    name         of the tool that answered; empty for others
+    """
+
+    role: str
+    content: str
+    num_tokens: int
+    stop: Stop | None = None
+    name: str = ""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The turn as a chat message."""
+        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+
+    @property
+    def is_own(self) -> bool:
+        return self.role == "assistant"
+
+
+# Events of a conversation, as its driver counts them (conversations/player.py).
+EVENTS = (
+    *("calls", "call_errors", "unreadable_calls", "truncated"),
+    *("failed", "timeouts", "unencodable", "too_long", "environment_ms"),
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns after the prompt, the first of them the agent's own. One conversation has one reward and one advantage.
+
+    opening  text of the environment that follows the task in the prompt
+    reward   of the environment; None: the judge grades the last own turn
+    counts   EVENTS by name, those that happened
+    """
+
+    turns: tuple[Turn, ...]
+    opening: str = ""
+    reward: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.turns and self.turns[0].is_own, self.turns[:1]
+        assert all(turn.num_tokens >= 0 and turn.is_own == (turn.stop is not None) for turn in self.turns)
+        assert self.reward is None or math.isfinite(self.reward), self.reward
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def last_own(self) -> Turn:
+        """The agent's last turn: its answer."""
+        return next(turn for turn in reversed(self.turns) if turn.is_own)
+
+    def parts(self) -> Iterator[tuple[Turn, slice]]:
+        """Every turn with the place of its tokens."""
+        start = 0
+        for turn in self.turns:
+            yield turn, slice(start, start + turn.num_tokens)
+            start += turn.num_tokens
+
+    def trained_places(self, eos_in_loss: bool) -> np.ndarray:
+        """Places of the trained tokens, int32: all of own turns, or all but their end tokens."""
+        own = ((turn, place.start) for turn, place in self.parts() if turn.is_own)
+        lengths = ((start, trained_tokens(t.num_tokens, t.stop is Stop.EOS, eos_in_loss)) for t, start in own)
+        return np.concatenate([np.arange(start, start + length) for start, length in lengths]).astype(np.int32)
+
+
+def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
+    """Number of leading answer tokens that the loss trains and the score averages: all, or all but the final EOS."""
+    return num_tokens - 1 if ended and not eos_in_loss else num_tokens
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer, as the engine returns it.
 
@@ -43,16 +126,19 @@ class Completion:
     routing     experts that each layer chose for every token that was read, those of the prompt first: uint8 or uint16
                 [tokens of prompt and answer - 1, layers, experts of a token] (samples/routing.py); None if not asked
                 for
+    conversation   turns of which the tokens consist, with log-probs of 0 for others'; None: one answer
     """
 
     token_ids: np.ndarray
     stop: Stop
     logprobs: np.ndarray | None = None
     routing: np.ndarray | None = None
+    conversation: Conversation | None = None
 
     def __post_init__(self) -> None:
         assert (self.token_ids.dtype, self.token_ids.ndim) == (np.int32, 1), self.token_ids
         assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape
+        assert self.conversation is None or self.conversation.num_tokens == len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -61,7 +147,8 @@ class Rollout:
 
     `token_ids` is int32 [num_tokens] and keeps the final EOS if there is one; `text` is without special tokens.
     `logprobs` are the engine's of the sampled tokens, float32 nats [num_tokens]; `routing` is as in Completion. Both
-    are None if not asked for, and for other agents' answers, with which they do not travel.
+    are None if not asked for, and for other agents' answers, with which they do not travel. Of a conversation,
+    `token_ids` are all tokens after the prompt, and `text` is its last own turn.
     """
 
     prompt_index: int
@@ -71,10 +158,40 @@ class Rollout:
     stop: Stop
     logprobs: np.ndarray | None = None
     routing: np.ndarray | None = None
+    conversation: Conversation | None = None
 
     def __post_init__(self) -> None:
         assert self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1, self.token_ids
         assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape, self.logprobs.shape
+        assert self.conversation is None or self.conversation.num_tokens == len(self.token_ids)
+
+    @property
+    def opening(self) -> str:
+        """Text that follows the task in this answer's prompt."""
+        return "" if self.conversation is None else self.conversation.opening
+
+    @property
+    def own_turns(self) -> list[tuple[str, Stop, np.ndarray]]:
+        """Text, stop and token ids of every own turn; the answer itself where it is no conversation."""
+        if self.conversation is None:
+            return [(self.text, self.stop, self.token_ids)]
+        parts = ((turn, self.token_ids[place]) for turn, place in self.conversation.parts() if turn.is_own)
+        return [(turn.content, turn.stop, ids) for turn, ids in parts]
+
+    def trained_places(self, eos_in_loss: bool) -> np.ndarray | None:
+        """Places of a conversation's trained tokens, int32; None for one answer, whose leading tokens are trained."""
+        return None if self.conversation is None else self.conversation.trained_places(eos_in_loss)
+
+    def num_trained(self, eos_in_loss: bool) -> int:
+        """Number of trained tokens."""
+        if self.conversation is not None:
+            return len(self.conversation.trained_places(eos_in_loss))
+        return trained_tokens(len(self.token_ids), self.stop is Stop.EOS, eos_in_loss)
+
+    def trained_logprobs(self, eos_in_loss: bool) -> np.ndarray:
+        """The engine's log-probs of the trained tokens, float32 nats."""
+        places = self.trained_places(eos_in_loss)
+        return self.logprobs[: self.num_trained(eos_in_loss)] if places is None else self.logprobs[places]
 
 
 @dataclass(frozen=True)
@@ -133,16 +250,34 @@ class TokenSequence:
     """A prompt and its answer in the tokens of the model that reads them: input of scoring.
 
     prompt_ids, answer_ids    int32; answer_ids keeps a final EOS if the answer ended by itself
-    num_trained               number of leading answer tokens that count (all, or all but the final EOS)
+    num_trained               number of answer tokens that count
+    trained_places            their places in the answer, rising, int32 [num_trained]; None: the leading ones (all, or
+                              all but the final EOS)
     routing                   experts of these tokens, as in Completion; None: the model's router decides
     """
 
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
     num_trained: int
+    trained_places: np.ndarray | None = field(default=None, kw_only=True)
     routing: np.ndarray | None = field(default=None, kw_only=True)
 
+    @property
+    def num_needed(self) -> int:
+        """Number of leading answer tokens up to the last one that counts."""
+        if self.trained_places is None or not self.num_trained:
+            return self.num_trained
+        return int(self.trained_places[-1]) + 1
+
+    @property
+    def target_ids(self) -> np.ndarray:
+        """Answer tokens that count."""
+        return (
+            self.answer_ids[: self.num_trained] if self.trained_places is None else self.answer_ids[self.trained_places]
+        )
+
     def __post_init__(self) -> None:
+        assert self.trained_places is None or len(self.trained_places) == self.num_trained, self.trained_places
         num_read = len(self.prompt_ids) + len(self.answer_ids) - 1
         assert self.routing is None or len(self.routing) == num_read, (self.routing.shape, num_read)
         assert len(self.prompt_ids) >= 1, "an answer is predicted from at least one prompt token"

@@ -7,6 +7,7 @@ keep() { export "$1=${!1-$2}"; }  # keep NAME DEFAULT
 keep VLLM_ENABLE_V1_MULTIPROCESSING 0 # the engine lives in the trainer's process, beside the actor that feeds it
 keep VLLM_ALLOW_INSECURE_SERIALIZATION 0 # nothing is sent as a pickle, nor as a function to be run
 keep VLLM_NO_USAGE_STATS 1            # nothing is reported to anybody
+keep NO_VCS_VERSION 1                 # Megatron would run git beside its files for its version
 keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of what it does not find on this machine
 keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not become a download on 512 nodes
 keep TRANSFORMERS_OFFLINE 1           # the same, for transformers

@@ -24,9 +24,9 @@ FLOORS = (
     ("config",),
     ("algorithm", "checkpoint", "cluster", "data", "samples"),
     ("grading", "megatron", "preflight", "rollout"),
-    ("logbook",),
+    ("conversations", "logbook"),
     ("agent", "evaluation", "jobs", "report"),
-    ("commands", "trainer"),
+    ("commands", "trainer", "watch"),
     ("cli",),
     ("hacpo_lab",),
 )
@@ -50,6 +50,8 @@ DOORS = {
     "trackio": ("hacpo_mega/logbook/files/trackers.py",),
     "modelopt": ("hacpo_mega/commands/quantize.py",),
     "typer": COMMANDS,
+    "starlette": ("hacpo_mega/watch/",),
+    "uvicorn": ("hacpo_mega/watch/",),
 }
 # A hang has these suspects. In the kernels it is the vocabulary-parallel log-prob, over its tensor-parallel group.
 COLLECTIVES = (

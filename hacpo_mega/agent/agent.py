@@ -57,11 +57,9 @@ from hacpo_mega.records import (
     Rollout,
     Sample,
     Score,
-    Stop,
     TokenSequence,
     UpdateStats,
 )
-from hacpo_mega.samples.learner_view import trained_tokens
 from hacpo_mega.samples.packing import TokenWork, deal_answers, plan_updates
 
 
@@ -169,20 +167,22 @@ class Agent:
         batches.append([b for b, m in enumerate(update) if asked[b] and m >= num_apart])
         if self._in_first_update:
             for b in batches.pop(0):
-                if self._num_trained(rollouts[b]) == 0:  # the update computes nothing for it either
+                if (
+                    rollouts[b].num_trained(self._algorithm.eos_in_loss) == 0
+                ):  # the update computes nothing for it either
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
             if len(prompts) == self._prompts_per_update:  # nobody else wants any (config/checks/checks.py)
                 return scores  # so nobody needs the device for it
         with self._devices.scoring():
             for batch in batches:
-                sequences = [self._sequence(prompts[places[b]].text, rollouts[b]) for b in batch]
+                sequences = [self._sequence(prompts[places[b]], rollouts[b]) for b in batch]
                 for b, score in zip(batch, self.actor.score(sequences), strict=True):
                     scores[b] = self._weighted(score, rollouts[b])
         return scores
 
     def _engine_score(self, rollout: Rollout) -> Score:
         """Log-probs of the policy that wrote the answer, as its engine returned them, with weight 1."""
-        logprobs = rollout.logprobs[: self._num_trained(rollout)]
+        logprobs = rollout.trained_logprobs(self._algorithm.eos_in_loss)
         mean = np.float32(logprobs.mean(dtype=np.float64)) if len(logprobs) else 0.0
         return Score(float(mean), logprobs)
 
@@ -190,18 +190,22 @@ class Agent:
         """The score with weights for engine-trainer mismatch, as rollout.engine_correction asks."""
         of_answer, of_tokens = engine_weights(
             trainer_T=torch.from_numpy(score.token_logprobs),
-            engine_T=torch.from_numpy(rollout.logprobs[: len(score.token_logprobs)]),
+            engine_T=torch.from_numpy(rollout.trained_logprobs(self._algorithm.eos_in_loss)),
             correction=self._sampling.engine_correction,
             cap=self._sampling.engine_correction_cap,
         )
         return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
 
-    def _sequence(self, prompt_text: str, rollout: Rollout) -> TokenSequence:
-        prompt_ids = np.array(self.codec.encode_prompt(prompt_text), dtype=np.int32)
-        return TokenSequence(prompt_ids, rollout.token_ids, self._num_trained(rollout), routing=rollout.routing)
-
-    def _num_trained(self, rollout: Rollout) -> int:
-        return trained_tokens(len(rollout.token_ids), rollout.stop is Stop.EOS, self._algorithm.eos_in_loss)
+    def _sequence(self, prompt: Prompt, rollout: Rollout) -> TokenSequence:
+        prompt_ids = np.array(self.codec.encode_prompt(prompt.text, rollout.opening), dtype=np.int32)
+        eos_in_loss = self._algorithm.eos_in_loss
+        return TokenSequence(
+            prompt_ids,
+            rollout.token_ids,
+            rollout.num_trained(eos_in_loss),
+            trained_places=rollout.trained_places(eos_in_loss),
+            routing=rollout.routing,
+        )
 
     def plan(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> list[tuple[Sample, ...]]:
         """Splits this cell's samples of the lane's `prompts` into the step's optimizer updates."""
@@ -261,7 +265,8 @@ class Agent:
             ratios = None if old is None or new is None else np.exp(new - old)
             ids = tuple(rollout.token_ids.tolist())
             pieces = self.codec.pieces(ids)
-            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios)
+            places = rollout.trained_places(self._algorithm.eos_in_loss)
+            yield AnswerTokens(rollout.prompt_index, rollout.rollout_index, ids, pieces, old, ratios, places)
 
     def _reference_logprobs(self, update: Sequence[Sample]) -> dict[SampleKey, np.ndarray]:
         """Token log-probs under the initial policy, for the samples whose KL counts; empty without a KL."""

@@ -9,6 +9,7 @@ Not here: learning (agent.py), generation requests (sampler.py).
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hacpo_mega.agent.devices import Devices, device_policy
@@ -21,6 +22,9 @@ from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
+from hacpo_mega.conversations.environment import EnvironmentClass
+from hacpo_mega.conversations.player import Player, environment_of
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.memory.budget import Budget
@@ -39,6 +43,7 @@ class RolloutClient:
 
     codec                  the agent's tokenizer
     engine                 this rank's engine; None on a rank that only trains
+    turn_format, player    tokens of other turns, and the driver of conversations; None without an environment
     ahead                  thread in which the engine answers for a later step
     dtype                  of the actor's parameters
     devices, weight_sync   as this rank has them; start-up leaves the engine ready to answer
@@ -63,9 +68,17 @@ class RolloutClient:
         makes the generation requests.
         """
         self.name, self.index, self.place = spec.name, place.agent, place
-        self.codec = TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting)
+        environment = environment_of(config)
+        self.codec, self._has_conversations = _codec(spec, environment), environment is not None
+        self.turn_format, self.player = None, None
+        if environment is not None:
+            self.turn_format = TurnFormat.of(self.codec, environment.tools, plays_user=environment.responds)
+            if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
+                # The player's thread has a tokenizer of its own: one is not for two threads.
+                self.player = Player(environment, _codec(spec, environment), config)
+        answers = place.coordinate.answers
         self._answers_per_prompt = config.answers_per_prompt
-        answers, policy = place.coordinate.answers, device_policy(config.mode)
+        policy = device_policy(config.mode)
         # Every engine of a cell takes every n-th request: neighbours, answers to one prompt, are about equally long.
         share = slice(place.coordinate.engine, None, place.rank_map.agents[place.agent].engines_per_cell)
         self.sampler = sampler(self.codec, self.index, share if answers else slice(0), config)
@@ -124,13 +137,17 @@ class RolloutClient:
     ) -> list[Rollout]:
         """Answers of all engines of the cell, on every rank of the cell; the call may fill `texts`."""
         completions = self._call(asked, step)(**options)
-        shared = share_completions(completions, self.place, len(asked.places))
+        shared = self._shared(completions, len(asked.places))
         return self.sampler.rollouts(asked.places, shared, texts)
 
     def _call(self, asked: Requests, step: int) -> Generate:
         """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
         self.weight_sync.require(step)
-        return _no_answers if self.engine is None else asked.call(self.engine)
+        if self.engine is None:
+            return _no_answers
+        if self._has_conversations and self.player is None:
+            return partial(_follow, self.engine)
+        return asked.call(self.engine, self.player)
 
     def begin_ahead(self, prompts: Sequence[Prompt], step: int) -> None:
         """Begins to generate answers for a later step in the background, with the weights after the step before it.
@@ -143,7 +160,11 @@ class RolloutClient:
         """Waits for the prefetched answers; `sampler` turns them into records. Collective over the cell."""
         if self.place.weights_group is not None:
             self.place.gather_cell(b"")  # barrier with the training ranks, so that `roll_out_hidden_s` ends here
-        return share_completions(self.ahead.finish(), self.place, len(prompts) * self._answers_per_prompt)
+        return self._shared(self.ahead.finish(), len(prompts) * self._answers_per_prompt)
+
+    def _shared(self, mine: Sequence[Completion], num_asked: int) -> list[Completion]:
+        """Answers of all engines of the cell; of a conversation an engine's first rank alone has them."""
+        return share_completions(mine, self.place, num_asked, first_has_all=self._has_conversations)
 
     def publish_weights(self, step: int) -> None:
         """Syncs the actor's weights after `step` into the live vLLM engine, and clears its prefix cache.
@@ -168,6 +189,8 @@ class RolloutClient:
     def close(self) -> None:
         """Shuts the engine down while its process groups still exist; unfinished answers are dropped."""
         self.ahead.stop()
+        if self.player is not None:
+            self.player.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -181,7 +204,7 @@ class RolloutClient:
             tensor_parallel_size=spec.engine_tensor_parallel,
             seed=config.seed,
             trust_remote_code=spec.trust_remote_code,
-            eos_ids=self.codec.ends.ids,
+            eos_ids=self.codec.ends.ids if self.turn_format is None else self.turn_format.stop_ids,
             random_weights=True,
             can_sleep=device_policy(config.mode).engine_sleeps,
             agents_on_device=agents_on_device,
@@ -202,6 +225,17 @@ def require_fit(spec: AgentConfig, place: Place, config: Config, pinned_bytes: i
     require_host_memory(place, pinned_bytes)
     agents_on_device = agents_per_device(place)
     return 1 if config.mode.takes_turns else agents_on_device
+
+
+def _codec(spec: AgentConfig, environment: EnvironmentClass | None) -> TextCodec:
+    tools = () if environment is None else environment.tools
+    return TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting, tools)
+
+
+def _follow(engine: Engine, **_how: Any) -> list[Completion]:
+    """Turns that the engine's first rank plays, on another rank of the engine."""
+    engine.serve(None)
+    return []
 
 
 def _no_answers(**_how: Any) -> list[Completion]:

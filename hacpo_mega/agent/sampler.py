@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hacpo_mega.config import Config
+from hacpo_mega.conversations.player import Player
 from hacpo_mega.records import Completion, Prompt, Rollout, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.engine_thread import Generate
@@ -35,9 +36,11 @@ class Requests:
     seeds: list[int]
     how: dict[str, Any]
 
-    def call(self, engine: Engine) -> Generate:
-        """The call of `engine` that answers the requests."""
-        return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
+    def call(self, engine: Engine, player: Player | None) -> Generate:
+        """The call of `engine` that answers the requests; with a `player`, by conversations."""
+        if player is None:
+            return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
+        return partial(player.play, engine.serve, self.mine, self.seeds, **self.how)
 
 
 class Sampler:
@@ -85,11 +88,14 @@ class Sampler:
     def rollout(self, place: AnswerPlace, completion: Completion, text: str | None = None) -> Rollout:
         """Record with text of one answer; `text` None: it is decoded here."""
         (prompt, g), ended = place, completion.stop is Stop.EOS
-        if text is None:
+        if completion.conversation is not None:
+            text = completion.conversation.last_own.content
+        elif text is None:
             # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
             text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         routing = completion.routing if self._replays else None  # a resumed run may have answers with a routing
-        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, completion.logprobs, routing)
+        numbers = completion.logprobs, routing, completion.conversation
+        return Rollout(prompt.index, g, completion.token_ids, text, completion.stop, *numbers)
 
     def _requests(self, places: Sequence[AnswerPlace], seeds: Sequence[int], **how: Any) -> Requests:
         mine = tuple(places[self._share])

@@ -49,7 +49,7 @@ def checkpoint_bytes(config: Config) -> int:
     ready = 0
     if config.mode.one_step_off:
         answers = config.training.prompts_per_step * config.answers_per_prompt * len(config.agents)
-        ready = answers * config.rollout.max_answer_tokens * BYTES_PER_READY_TOKEN
+        ready = answers * config.longest_rollout * BYTES_PER_READY_TOKEN
     return ready + CHECKPOINT_BYTES_PER_PARAMETER * sum(map(num_trained, config.agents))
 
 

@@ -27,7 +27,7 @@ from hacpo_mega.checkpoint.disk_space import require_room
 from hacpo_mega.checkpoint.files import StartOptions, committed_steps
 from hacpo_mega.cli.check import check
 from hacpo_mega.cli.data import data_app, grade
-from hacpo_mega.cli.evaluation import WithKeys, evaluate_model
+from hacpo_mega.cli.evaluation import WithKeys, evaluate_model, serve
 from hacpo_mega.cli.export import export
 from hacpo_mega.cli.preflight import preflight
 from hacpo_mega.cli.quickstart import quickstart
@@ -240,9 +240,21 @@ def report(
     say(json.dumps(summary(run_dir), indent=2) if as_json else write_report(run_dir))
 
 
+@app.command()
+def watch(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders with runs in them.")],
+    port: Annotated[int, typer.Option(help="Port of the loopback interface; 0: a free one.")] = 0,
+) -> None:
+    """Show runs, as they go on or long ago, on a local page: curves, every answer, the job, runs side by side."""
+    from hacpo_mega.watch import watch as follow
+
+    follow(folders, port, say)
+
+
 app.command(name="eval", cls=WithKeys, context_settings={"ignore_unknown_options": True})(evaluate_model)
 app.command()(export)
 app.command()(grade)
+app.command()(serve)
 
 
 def main() -> None:

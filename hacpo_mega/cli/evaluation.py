@@ -1,4 +1,4 @@
-"""`hacpo-mega eval`. Imports of what is heavy are inside functions, as in app.py."""
+"""`hacpo-mega eval` and `hacpo-mega serve`. Imports of what is heavy are inside functions, as in app.py."""
 
 import sys
 from dataclasses import replace
@@ -59,3 +59,41 @@ def evaluate_model(
 
     if evaluation := evaluate(settings, out, table.tp, table.engines, table.reward.num_workers):
         print_table(evaluation)
+
+
+# Keys of an evaluation that an endpoint has, too.
+SERVED = {"tp", "seed", "temperature", "max_prompt_tokens", "max_answer_tokens", "chat_template", "system_prompt"}
+SERVED |= {"chat_template_kwargs"}
+
+
+def serve(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL [KEY=VALUE]",
+            help=f"A folder, ORG/NAME or RUN/checkpoints/step_N/NAME; keys of eval: {', '.join(sorted(SERVED))}.",
+        ),
+    ],
+    socket: Annotated[Path | None, typer.Option(help="A socket file in place of a port of this machine.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Serve a model over HTTP as a run does to agent programs: OpenAI's chat route and vLLM's token route."""
+    (name, *others), table, _ = read_words(words)
+    if others or (unread := sorted(table.model_fields_set - SERVED)):
+        found = others[0] if others else unread[0]
+        raise ValueError(f"{found}: serve takes one model and the keys {', '.join(sorted(SERVED))}")
+    prepare_environment()  # torch reads how loud it may be when it is imported
+    from hacpo_mega.evaluation.settings import ask, require_weights
+
+    given = given_path(name)
+    if not inside_a_job():
+        fetch_missing([given])
+    model = model_folder(given)
+    settings = ask(table, model, (), trust=trust)
+    if reads_first():
+        require_weights(settings)
+    if not is_one_of(table.tp, "hacpo_mega.commands.serve"):
+        return
+    from hacpo_mega.commands import serve as endpoint
+
+    endpoint.serve(settings, Path(name).name, tp=table.tp, socket=socket, temperature=table.temperature)

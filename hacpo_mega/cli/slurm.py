@@ -21,6 +21,7 @@ from hacpo_mega.cli.start import (
     fetch_agents,
     load_with_models,
 )
+from hacpo_mega.cluster.machine.driver import driver_needed, torch_cuda
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import batch_problems, find_problems, named_models
@@ -70,7 +71,7 @@ def slurm(
         config = _placed(config_file, overrides or [])
         job = prepare(config, options, for_any_cluster=True)
         _say_limit(config)
-        say(f"{job.plan.table()}\n{job.request}\n{job.script(1)}")
+        say("\n".join([job.plan.table(), *_environment(config), str(job.request), job.script(1)]))
         for problem in job.request.problems:
             say(f"submission would be refused: {problem}", file=sys.stderr)
         return
@@ -108,6 +109,14 @@ def _placed(file: Path, overrides: Sequence[str]) -> Config:
     for problem in find_problems(config):
         say(f"submission would be refused: {file}: {problem}", file=sys.stderr)
     return config
+
+
+def _environment(config: Config) -> list[str]:
+    """Line with the drivers that the nodes need for the environment that submits; none where they run another."""
+    slurm = config.slurm
+    is_other = slurm.python or slurm.container_image or slurm.run_with
+    cuda = None if is_other else torch_cuda()
+    return [f"environment: CUDA {cuda}, for a {driver_needed(cuda)}"] if cuda else []
 
 
 def _say_limit(config: Config) -> None:

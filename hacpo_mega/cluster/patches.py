@@ -24,12 +24,10 @@ from torch.distributed import distributed_c10d
 from hacpo_mega.cluster.groups.lone_groups import Gloo
 from hacpo_mega.cluster.security.plain_pickle import Names, Record, read_plain
 
-REBUILD, LOAD, HOOKS = (
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch.storage", "_load_from_bytes"),
-    ("collections", "OrderedDict"),
-)
-TENSOR: Names = frozenset((REBUILD, LOAD, HOOKS))
+REBUILD, HOOKS = ("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")
+# torch's, and what Megatron replaces it with where it is imported
+LOADS = (("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes"))
+TENSOR: Names = frozenset((REBUILD, *LOADS, HOOKS))
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _tensor(parts: list[Record], record: Record) -> torch.Tensor | Record:
     try:
         storage, offset, shape, strides = record.arguments[:4]
         (saved,) = storage.arguments
-        if storage.name != LOAD or {type(number) for number in (offset, *shape, *strides)} - {int}:
+        if storage.name not in LOADS or {type(number) for number in (offset, *shape, *strides)} - {int}:
             raise ValueError("it is no tensor")
         found = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
         return torch.empty(0, dtype=found.dtype).set_(found._untyped_storage, offset, shape, strides)

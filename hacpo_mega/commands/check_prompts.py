@@ -4,6 +4,7 @@ what the reward gives its gold.
 Not here: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
@@ -14,6 +15,9 @@ from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig
+from hacpo_mega.conversations.environment import EnvironmentClass, played_once
+from hacpo_mega.conversations.player import environment_of
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
@@ -24,6 +28,7 @@ from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encod
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
 REACHED_S = 3.0
+SHOWN_TURNS = 2  # own ones, of the conversation that is shown
 
 
 def check_prompts(config: Config) -> str:
@@ -38,7 +43,8 @@ def check_prompts(config: Config) -> str:
     if missing_models(config):
         found = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
         return "\n".join((found, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))
-    codecs = agent_codecs(config.agents)
+    environment = environment_of(config)
+    codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
     held_out = held_out_prompts(config, num_tokens)
@@ -47,7 +53,36 @@ def check_prompts(config: Config) -> str:
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
     )
     rows = sampler.groups[0]
-    return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS])))
+    talk = () if environment is None else _conversation(config, environment, codecs, rows[0])
+    return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS]), *talk))
+
+
+def _conversation(
+    config: Config, environment: EnvironmentClass, codecs: Sequence[TextCodec], row: PromptRow
+) -> Iterator[str]:
+    """One conversation on the first prompt, whose own turns are all its gold, as every agent would read it.
+
+    ValueError for an environment that fails on it, or a chat template that cannot write it.
+    """
+    formats = {}
+    for agent, codec in zip(config.agents, codecs, strict=True):
+        try:
+            formats[agent.name] = codec, TurnFormat.of(codec, environment.tools, plays_user=environment.responds)
+        except ValueError as error:
+            raise ValueError(f"agents.{agent.name}: {error}") from error
+    fields = {"prompt": row.text, **(json.loads(row.row) if row.row else {})}
+    tools = ", ".join(tool.get("function", tool)["name"] for tool in environment.tools)
+    yield f"\nenvironment {environment.name}: {f'tools {tools}' if tools else 'no tools'}"
+    for name, played in played_once(environment, fields, [row.gold] * SHOWN_TURNS, formats).items():
+        if played.failure is not None:
+            raise ValueError(
+                f"conversation.environment: {environment.name} fails on the first prompt: {played.failure}"
+            )
+        codec, turns = formats[name]
+        history = f", which writes earlier turns otherwise ({turns.rewrites})" if turns.rewrites else ""
+        yield f"{name} reads turns by {turns.kind}{history}; with the gold as each of its turns:"
+        yield from _lines(codec.tokenizer.decode(played.token_ids, skip_special_tokens=False))
+        yield f"  reward {'of the judge' if played.reward is None else played.reward}"
 
 
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:

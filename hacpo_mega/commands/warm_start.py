@@ -17,6 +17,8 @@ from transformers.utils.logging import disable_progress_bar
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
+from hacpo_mega.conversations.player import environment_of
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
 from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.families.families import FAMILIES
@@ -62,7 +64,9 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
     )
     actor = Actor(draft, actor_spec)
     place.enter_phase("warm_start", "before any step")
-    warm_start(actor, TextCodec(load_tokenizer(draft)), plan, place, config.seed)
+    codec, environment = TextCodec(load_tokenizer(draft)), environment_of(config)
+    turns = None if environment is None else TurnFormat.of(codec, environment.tools)
+    warm_start(actor, codec, plan, place, config.seed, turns)
     actor.save_hf(draft)
 
 
@@ -96,22 +100,35 @@ def random_model(folder: Path, init: InitConfig, tokenizer: PreTrainedTokenizerB
         AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folder)
 
 
-def warm_start(actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Place, seed: int) -> None:
-    """Trains the actor on `plan.num_updates` batches of worked answers; every cell takes its share of each batch."""
-    mix = (SkillMix(skill, share.share, share.num_examples) for skill, share in plan.skills.items())
+def warm_start(
+    actor: Actor, codec: TextCodec, plan: WarmStartConfig, place: Place, seed: int, turns: TurnFormat | None = None
+) -> None:
+    """Trains the actor on `plan.num_updates` batches of worked answers; every cell takes its share of each batch.
+
+    `turns` are the agent's tokens of a calculator's results, for examples that ask it.
+    """
+    mix = (SkillMix(name, s.share, s.num_examples, s.with_tool) for name, s in plan.skills.items())
     stream = WarmStartStream(mix, plan.batch_size, seed)
     my = place.coordinate
     share = place.rank_map.share_of_agent(my)
     for update in range(plan.num_updates):
-        worked = [worked_sequence(example, codec) for example in stream.at(update)]
+        worked = [worked_sequence(example, codec, turns) for example in stream.at(update)]
         num_trained = sum(sequence.num_trained for sequence in worked)
         result = actor.learn_supervised(worked[share], num_trained)
         if my.agent_rank == 0 and (update + 1) % REPORT_EVERY == 0:
             say(f"{my.agent_name}: warm start {update + 1}/{plan.num_updates}, loss {result.loss:.4f}")
 
 
-def worked_sequence(example: Example, codec: TextCodec) -> TokenSequence:
-    """A worked example; every answer token is trained, EOS included."""
+def worked_sequence(example: Example, codec: TextCodec, turns: TurnFormat | None = None) -> TokenSequence:
+    """A worked example; every own token is trained, EOS included."""
     prompt_ids = np.array(codec.encode_prompt(example.prompt), dtype=np.int32)
-    answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
-    return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))
+    if not example.call:
+        answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
+        return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))
+    call, last = (codec.encode_answer(text, ended=True) for text in (f"?{example.call}", f";{example.result}"))
+    result = [{"role": "tool", "content": example.result}]
+    said = turns.continuation([*prompt_ids.tolist(), *call], result, ended=True)
+    answer_ids = np.array([*call, *said, *last], dtype=np.int32)
+    start = len(call) + len(said)
+    places = np.array([*range(len(call)), *range(start, len(answer_ids))], dtype=np.int32)
+    return TokenSequence(prompt_ids, answer_ids, len(places), trained_places=places)

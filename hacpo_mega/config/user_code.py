@@ -79,6 +79,11 @@ os.write(int(pipe), b"\\n")
 os._exit(0)
 """
 TRIAL_S = 120.0
+ENVIRONMENTS = {
+    "calculator": "hacpo_mega.conversations.builtin:Calculator",
+    "repair": "hacpo_mega.conversations.builtin:Repair",
+    "number_game": "hacpo_mega.conversations.builtin:NumberGame",
+}
 TOLD_BYTES = 1 << 16
 
 
@@ -156,6 +161,21 @@ def tracker_problem(name: str) -> str | None:
         return None
     takes = 0 if made is None else len(made.posonlyargs) + len(made.args) - 1
     return f"{name!r} is made with {takes} arguments, and is given one, the run (docs/guide/monitoring.md)"
+
+
+def environment_problem(name: str) -> str | None:
+    """The reason why `name` is no environment (conversations/environment.py), as far as a class's source tells."""
+    if name in ENVIRONMENTS:
+        return None
+    place, colon, attribute = name.rpartition(":")
+    if not colon or not place or not attribute.isidentifier():
+        near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return f"environment {name!r} is unknown; known: {', '.join(ENVIRONMENTS)}, or your own file.py:Class{hint}"
+    found, problem = _read(name, "class")
+    if isinstance(found, ast.ClassDef) and not found.bases and "reset" not in _bound_names(found.body):
+        return f"{name!r} has no method reset(**row), which begins a conversation (docs/guide/environments.md)"
+    return problem
 
 
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:

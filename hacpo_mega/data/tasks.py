@@ -17,7 +17,7 @@ Everything here is a pure function of its arguments: every process of a run make
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,12 +26,16 @@ EVALUATION_PROMPTS_PER_SKILL = 150
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of the task with its worked solution and its result; a warm start teaches `answer`."""
+    """A prompt of the task with its worked solution and its result; a warm start teaches `answer`.
+
+    `call` is the expression that a calculator is asked for instead of working; empty without one.
+    """
 
     skill: str
     prompt: str
     working: str
     result: str
+    call: str = ""
 
     @property
     def answer(self) -> str:
@@ -131,11 +135,13 @@ def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_S
 
 @dataclass(frozen=True)
 class SkillMix:
-    """A skill of a warm start: its share of the examples, and how many distinct ones it draws from (None: all)."""
+    """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), and the
+    share of them that ask a calculator."""
 
     skill: str
     share: float
     num_examples: int | None = None
+    with_tool: float = 0.0
 
 
 class WarmStartStream:
@@ -157,7 +163,9 @@ class WarmStartStream:
         bounds = np.cumsum([part.share for part in self.mix])
         skills = np.searchsorted(bounds / bounds[-1], rng.random(self.batch_size), side="right")
         picks = rng.random(self.batch_size)
-        return tuple(self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks))
+        drawn = [self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks)]
+        asks = rng.random(self.batch_size) < [self.mix[skill].with_tool for skill in skills]
+        return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(drawn, asks))
 
 
 def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:

@@ -155,35 +155,8 @@ class _Run:
     def _start(self) -> None:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
-        stored, dtype = settings.stored, getattr(torch, settings.dtype)
-        if stored is not None:
-            self._require_unaltered(stored)
-        agents_per_device(self.place)  # a second engine of the same GPU would find no memory
-        spec = EngineSpec(
-            settings.folder,
-            max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
-            dtype=dtype,
-            tensor_parallel_size=self.place.rank_map.agents[0].engine_tp,
-            trust_remote_code=settings.trust_remote_code,
-            eos_ids=self.codec.ends.ids,
-            random_weights=stored is not None,
-            can_sleep=False,
-            options=settings.vllm,
-        )
-        self.engine = Engine(spec)
+        self.engine = engine_of(settings, self.codec, self.place)
         self._stack.callback(self.engine.close)
-        if stored is not None:
-            lora = stored.agent.adapters(Architecture.from_folder(settings.folder))
-            with stored.being_read():
-                self.engine.load(model_weights(stored.folder, settings.folder, lora, dtype))
-
-    def _require_unaltered(self, stored: StoredAgent) -> None:
-        """Every byte of a checkpoint is compared, by all ranks together, before an engine starts."""
-        ranks = self.place.rank_map.world_size
-        with stored.being_read():
-            stored.require_unaltered(slice(self.place.coordinate.global_rank, None, ranks))
-            read_index(stored.folder)
-        self.place.barrier()
 
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
@@ -242,6 +215,39 @@ class _Run:
         ended = completion.stop is Stop.EOS
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return text if self.settings.stop_text is None else text.partition(self.settings.stop_text)[0]
+
+
+def engine_of(settings: EvaluationSettings, codec: TextCodec, place: Place) -> Engine:
+    """An engine with the weights of a folder or a checkpoint, awake. Collective over the job."""
+    stored, dtype = settings.stored, getattr(torch, settings.dtype)
+    if stored is not None:
+        _require_unaltered(stored, place)
+    agents_per_device(place)  # a second engine of the same GPU would find no memory
+    spec = EngineSpec(
+        settings.folder,
+        max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
+        dtype=dtype,
+        tensor_parallel_size=place.rank_map.agents[0].engine_tp,
+        trust_remote_code=settings.trust_remote_code,
+        eos_ids=codec.ends.ids,
+        random_weights=stored is not None,
+        can_sleep=False,
+        options=settings.vllm,
+    )
+    engine = Engine(spec)
+    if stored is not None:
+        lora = stored.agent.adapters(Architecture.from_folder(settings.folder))
+        with stored.being_read():
+            engine.load(model_weights(stored.folder, settings.folder, lora, dtype))
+    return engine
+
+
+def _require_unaltered(stored: StoredAgent, place: Place) -> None:
+    """Every byte of a checkpoint is compared, by all ranks together, before an engine starts."""
+    with stored.being_read():
+        stored.require_unaltered(slice(place.coordinate.global_rank, None, place.rank_map.world_size))
+        read_index(stored.folder)
+    place.barrier()
 
 
 def request_seed(seed: int, request: Request) -> int:

@@ -65,7 +65,7 @@ def status_of(run_dir: Path) -> Status:
         ("attempt", _attempt(run_dir)),
         ("step", f"{step} of {num_steps or '?'}, safe {safe}"),
         ("speed", _speed(ended, step, num_steps)),
-        ("trouble", _trouble(run_dir)),
+        ("trouble", trouble_of(run_dir)[0]),
     ]
     works = is_done or jobs is None or bool(jobs)
     return Status("\n".join(f"{name:8} {text}" for name, text in rows), DONE_OR_ALIVE if works else NOBODY_WORKS)
@@ -141,10 +141,11 @@ def _spoken_s(seconds: float) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-def _trouble(run_dir: Path) -> str:
-    """The last line of trouble in the newest job's log, with its file; other logs only where no job has one.
+def trouble_of(run_dir: Path) -> tuple[str, bool]:
+    """The last line of trouble in the newest job's log, with its file, and True; else False and a text that says so.
 
-    Before it the reason, by the log of the rank that ended first in that attempt.
+    Other logs count only where no job has one. Before the line the reason, by the log of the rank that ended first in
+    that attempt.
     """
     logs = sorted(run_dir.glob("slurm/[0-9]*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
     for log in logs[:1] or sorted(run_dir.glob("logs/attempt_*/rank_0.log"))[-1:]:
@@ -152,9 +153,9 @@ def _trouble(run_dir: Path) -> str:
         for number in reversed(range(len(lines))):
             if TROUBLE.search(lines[number]):
                 found = [*_reason(run_dir, lines[: number + 1]), (lines[number], log)]
-                return f"\n{'':9}".join(f"{one_line(line[:200])}\n{'':9}in {path}" for line, path in found)
-        return f"none in {log}"
-    return "no log yet"
+                return f"\n{'':9}".join(f"{one_line(line[:200])}\n{'':9}in {path}" for line, path in found), True
+        return f"none in {log}", False
+    return "no log yet", False
 
 
 def _reason(run_dir: Path, lines: Sequence[str]) -> list[tuple[str, Path]]:

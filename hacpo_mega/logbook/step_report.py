@@ -143,11 +143,11 @@ class StepReport:
             self.warn_of_grader(found.judged, "answers")
             self._unjudged_limit.see(found.judged)
         if self._place.coordinate.global_rank == 0:
-            self._add_capability(capability_N)
+            self._add_capability(step, capability_N)
         with phase("write"):
             self._folder.write_rollouts(step, found.pool, found.advantages_PNG, notes)
         reduced = self.write_metrics(step, phase)
-        self._warn(reduced)
+        self._warn(step, reduced)
         return reduced
 
     def write_host(self, step: int, phase: Phase) -> StepMetrics:
@@ -165,12 +165,12 @@ class StepReport:
             self._trackers.log(step, reduced)
         return reduced
 
-    def _add_capability(self, capability_N: Tensor) -> None:
+    def _add_capability(self, step: int, capability_N: Tensor) -> None:
         omega_NN = capability_ratios(capability_N, self._algorithm.omega_clip)
         add_capability(self._metrics, self._names, capability_N, omega_NN)
         if self._algorithm.uses_capability:
             for warning in self._omega_alarm.warnings(omega_NN):
-                self._console.say(warning)
+                self._alarm(step, warning)
 
     def warn_of_grader(self, judged: JudgeReport, what: str) -> None:
         """Reports on a leader its judge's failures, if they are new; `what` are the answers it was given."""
@@ -186,7 +186,7 @@ class StepReport:
         answered = zip(found.trajectories, found.scores, strict=True)
         scored = [(trajectory.rollout, score) for trajectory, score in answered if score is not None]
         if not self._rollout.one_step_off:  # else another policy than the engine's has learnt from them
-            add_engine_gap(self._metrics, name, scored)
+            add_engine_gap(self._metrics, name, scored, eos_in_loss=self._algorithm.eos_in_loss)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
         add_advantages(self._metrics, name, found.advantages_PNG)
@@ -196,7 +196,11 @@ class StepReport:
         if self._place.coordinate.agent_rank == 0:
             add_skips(self._metrics, name, found.updates)
 
-    def _warn(self, reduced: StepMetrics) -> None:
+    def _alarm(self, step: int, warning: str) -> None:
+        self._console.say(warning)
+        self._folder.write_alarm(step, warning)
+
+    def _warn(self, step: int, reduced: StepMetrics) -> None:
         """Warns of alarming numbers in a step's reduced metrics, which the job's rank 0 has."""
         known = reduced.values | reduced.timing
         gaps, norms, residues, rewards, trained, advantages = (
@@ -216,4 +220,4 @@ class StepReport:
             *self._sharing_alarm.warnings(reduced.values),
             *(self._idle_alarm.warnings(rewards, trained) if known else ()),
         ):
-            self._console.say(warning)
+            self._alarm(step, warning)

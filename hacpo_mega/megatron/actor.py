@@ -145,8 +145,8 @@ class Actor:
             on_cuda=cuda,
             version=VERSION,
         )
-        # With cp, rows must be in rising order, and TransformerEngine has no such segments.
-        can_share = layout.cp == 1 and self.transformer == "local"
+        # With cp, rows must be in rising order; TransformerEngine and delta nets have no such segments.
+        can_share = layout.cp == 1 and self.transformer == "local" and self.architecture.delta_net is None
         how = {"multiple": layout.tp * layout.cp, "shares_prompts": spec.share_prompts and can_share}
         self.pack = partial(pack, max_tokens=spec.max_tokens_per_microbatch, **how)
         self._pack_update = partial(pack_update, **self.pack.keywords)

@@ -174,6 +174,7 @@ class _Layer:
     down       the gradient of the feed-forward's second matrix
     more_norms what norms keep beyond two
     experts    what is there in the place of a feed-forward, where the model has experts
+    delta      what a forward of a delta net takes behind its projection; backward, which redoes it, twice that
     """
 
     residual: int
@@ -185,6 +186,7 @@ class _Layer:
     down: int
     more_norms: int
     experts: ExpertBytes
+    delta: int
 
     @classmethod
     def of(cls, plan: ActorPlan) -> "_Layer":
@@ -208,6 +210,7 @@ class _Layer:
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.traits.norms) - 2) * norm,
             experts=experts,
+            delta=_delta_net(plan),
         )
 
     def kept(self, recompute: Recompute) -> int:
@@ -228,7 +231,8 @@ class _Layer:
         experts = self.experts.working
         if experts and self.ffn:  # which come after shared ones have let go of theirs and left a gradient of the input
             experts += self.residual - 3 * self.ffn
-        return again + self.residual + max(experts, *((second, 2 * self.ffn, first) if self.ffn else (0,)))
+        delta = 2 * self.delta - self.mlp  # which comes when the feed-forward has let go of all
+        return again + self.residual + max(experts, delta, *((second, 2 * self.ffn, first) if self.ffn else (0,)))
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
@@ -242,6 +246,8 @@ def _attention(plan: ActorPlan) -> int:
     """Bytes that attention keeps after its norm."""
     a, tokens, number = plan.architecture, plan.own_tokens, plan.device.number
     tp, cp = plan.layout.tp, plan.layout.cp
+    if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
+        return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
     head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
@@ -251,6 +257,8 @@ def _attention(plan: ActorPlan) -> int:
     if not plan.device.flash_attention:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
+    # A gate, its sigmoid, and the output that it has been applied to.
+    kept += 3 * q * head if a.gated else 0
     if cp > 1 and not plan.device.flash_attention:
         # Values beside their padded copy.
         kept += met * head
@@ -269,6 +277,19 @@ def _attention(plan: ActorPlan) -> int:
         # One over all heads is written out, and keeps the normalised numbers.
         kept += (q + k) * head if a.traits.whole_qk_norm else 0
     return kept
+
+
+# Of the rule of delta nets in chunks (megatron/model/delta_net.py): the tokens of one.
+DELTA_CHUNK = 64
+
+
+def _delta_net(plan: ActorPlan) -> int:
+    """Bytes of the rule in float32: for every token and head of values four times its numbers, and seven rows of a
+    chunk's matrices; 0 for attention."""
+    if (delta := plan.architecture.delta_net) is None or not plan.architecture.has_delta_net_in(0):
+        return 0
+    numbers = 4 * (2 * delta.key_dim + delta.value_dim) + 7 * DELTA_CHUNK
+    return plan.own_tokens * delta.value_heads // plan.layout.tp * numbers * FLOAT32
 
 
 def _statistics_rows(tokens: int) -> int:
@@ -328,7 +349,8 @@ def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
     gone = _end(chunk[-1][0]) if is_last else 0
     for layer, count in reversed(chunk):
         yield layer.working(plan.recompute, plan.layout.tp) + _waiting(plan) - gone
-        gone += count * layer.kept(plan.recompute)
+        # Delta nets and attention alternate: few layers of one kind are behind the last one of the other.
+        gone += (1 if plan.architecture.delta_net is not None else count) * layer.kept(plan.recompute)
 
 
 def _waiting(plan: ActorPlan) -> int:
@@ -347,6 +369,10 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4  # made of truth values
+    if layer.delta:
+        inside = max(
+            inside, 2 * layer.residual + tokens * a.delta_net.projected_rows // tp * plan.device.number + layer.delta
+        )
     columns = padded_vocab_size(a.vocab_size, tp) // tp
     head = 2 * layer.gathered
     if not plan.device.triton_head:

@@ -189,7 +189,12 @@ class Budget:
     @property
     def engine_needs(self) -> int:
         """The least that the engine can work in: weights, warm-up, the cache of one longest sequence."""
-        return engine_weights(self.actor, self.engine) + WARM_UP + self.engine.max_tokens * cache_per_token(self)
+        return (
+            engine_weights(self.actor, self.engine)
+            + WARM_UP
+            + self.engine.max_tokens * cache_per_token(self)
+            + cache_per_answer(self)
+        )
 
     @property
     def engine_is_too_small(self) -> bool:
@@ -246,10 +251,19 @@ def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
 
 
 def cache_per_token(budget: Budget) -> int:
-    """Bytes of one token's keys and values in every layer of one rank of the engine."""
+    """Bytes of one token's keys and values in every layer with attention of one rank of the engine."""
     a: Architecture = budget.actor.architecture
     heads = max(1, a.num_kv_heads // budget.engine.tp)
-    return 2 * a.num_layers * heads * a.head_dim * budget.actor.device.number
+    return 2 * a.attention_layers * heads * a.head_dim * budget.actor.device.number
+
+
+def cache_per_answer(budget: Budget) -> int:
+    """Bytes of one answer's states in every delta net of one rank of the engine: vLLM keeps them in float32 at most."""
+    a: Architecture = budget.actor.architecture
+    if (delta := a.delta_net) is None:
+        return 0
+    numbers = delta.state * 4 + delta.mixed_rows * (delta.width - 1) * budget.actor.device.number
+    return (a.num_layers - a.attention_layers) * numbers // budget.engine.tp
 
 
 def answers_at_once(budget: Budget, asked: float, tokens: float, at_most: float) -> float:
@@ -257,7 +271,8 @@ def answers_at_once(budget: Budget, asked: float, tokens: float, at_most: float)
 
     Its cache limits them, its own limit `at_most`, and what it is `asked`.
     """
-    return max(1.0, min(asked, at_most, budget.parts["engine cache"] / (cache_per_token(budget) * tokens)))
+    each = cache_per_token(budget) * tokens + cache_per_answer(budget)
+    return max(1.0, min(asked, at_most, budget.parts["engine cache"] / each))
 
 
 def copies_s(budget: Budget) -> float:

@@ -35,13 +35,18 @@ PEAK_TFLOPS: Mapping[str, float] = {
 def matrix_parameters(model: Architecture) -> int:
     """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    return model.num_layers * attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
+    queries = query * 2 if model.gated else query
+    attention = model.attention_layers * model.hidden_size * (queries + 2 * key_value + query)
+    if (delta := model.delta_net) is not None:
+        # A state is read twice and written once for every token, as a matrix of its numbers would be.
+        each = model.hidden_size * (delta.projected_rows + delta.value_rows) + delta.mixed_rows * delta.width
+        attention += (model.num_layers - model.attention_layers) * (each + 3 * delta.state)
+    return attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
 
 
 def pairs_per_token(model: Architecture) -> int:
     """Pairs of tokens whose attention takes as many FLOPs as a token's matrices."""
-    return matrix_parameters(model) // (2 * model.num_layers * model.num_heads * model.head_dim)
+    return matrix_parameters(model) // (2 * max(1, model.attention_layers) * model.num_heads * model.head_dim)
 
 
 def feed_forward_parameters(model: Architecture) -> int:
@@ -100,5 +105,5 @@ def forward_flops(model: Architecture, num_sequences: float, length: float) -> f
     2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
     dimension and pair of tokens, of which there are length^2 / 2.
     """
-    attention = 2.0 * model.num_layers * model.num_heads * model.head_dim * length**2
+    attention = 2.0 * model.attention_layers * model.num_heads * model.head_dim * length**2
     return num_sequences * (2.0 * matrix_parameters(model) * length + attention)

@@ -22,6 +22,7 @@ from hacpo_mega.models.families.families import (
     MIXTRAL,
     QWEN2,
     QWEN3,
+    QWEN3_5,
     QWEN3_MOE,
     Family,
 )
@@ -118,6 +119,8 @@ _WIDE = {"head_dim": 128, "query_pre_attn_scalar": 168}
 _TEKKEN = {"vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
 _LONG = {**_TEKKEN, "max_position_embeddings": 262144}
 _SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
+_DELTA = {"linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144, "rope_theta": 1e7}
+_DELTA_NAMES = [f"Qwen/Qwen3.{generation}-27B" for generation in (5, 6, 8)]
 _SMALL_NAMES = [f"mistralai/Mistral-Small-3.{kind}" for kind in
                 ("1-24B-Base-2503", "1-24B-Instruct-2503", "2-24B-Instruct-2506")]  # fmt: skip
 _TEXTS = {
@@ -127,6 +130,7 @@ _TEXTS = {
     **_text(_ministral3("3B"), MINISTRAL3, 26, 3072, 9216, 32, 8, **_LONG, tie_word_embeddings=True),
     **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
+    **_text(_DELTA_NAMES, QWEN3_5, 64, 5120, 17408, 24, 4, **_DELTA),
     **_text(_SMALL_NAMES, MISTRAL, 40, 5120, 32768, 32, 8, **_SMALL),
 }
 _BY_NAME = {name: row for row in _ROWS for name in row.names}

@@ -140,6 +140,8 @@ def table(outcome: Outcome, seconds: float) -> str:
     lines = columns(rows)
     if len(reports) > len(shown):
         lines.append(f"... and {len(reports) - len(shown)} more nodes without a finding")
+    environments = (report.in_agents.get("environment") for report in reports)
+    lines += [f"environment: {text}" for text in dict.fromkeys(filter(None, environments))]
     lines += _measured_lines(outcome.measured)
     lines += [f"{finding.node}: {finding.text}" for finding in outcome.findings]
     lines += warnings(outcome.reports)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
 from hacpo_mega.cluster.launcher_env import LauncherEnv
+from hacpo_mega.cluster.machine.driver import driver_problem, installed_driver, torch_cuda
 from hacpo_mega.cluster.machine.environment import (
     compiler_problems,
     cores_of_a_process,
@@ -74,6 +75,8 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
     problems += compiler_problems() if gpus else []
+    environment, mismatch = _environment_facts(gpus)
+    problems += mismatch
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
     facts |= {f"{name}'s version": version for name, version in versions.items()}
     model_bytes = checkpoint_bytes = 0
@@ -109,7 +112,7 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
         num_ranks=env.num_local,
         agents=_agents_of(env, config),
         in_job=facts,
-        in_agents=_device_facts(gpus),
+        in_agents=_device_facts(gpus) | environment,
         packages=_installed(),
         cores=cores_of_a_process(env.num_local),
         threads=num_threads_set(),
@@ -178,6 +181,15 @@ def _device_facts(gpus: Sequence[Gpu]) -> dict[str, str]:
         "driver": ", ".join(dict.fromkeys(gpu.driver for gpu in gpus)),
         "highest clocks": ", ".join(dict.fromkeys(f"{gpu.clocks} MHz" for gpu in gpus)),
     }
+
+
+def _environment_facts(gpus: Sequence[Gpu]) -> tuple[dict[str, str], list[str]]:
+    """CUDA of this environment with the driver of a node that has GPUs, and why the one does not run on the other."""
+    if (driver := installed_driver() if gpus else None) is None:
+        return {}, []
+    cuda = torch_cuda()
+    problem = driver_problem(cuda, driver)
+    return {"environment": f"CUDA {cuda or 'none'}; {driver}"}, [problem] if problem else []
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ environment.py sets these variables before torch and vllm are imported:
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
-from functools import partial
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
 from vllm import config as vllm_config
-from vllm.v1.engine import FinishReason
+from vllm.distributed import parallel_state
 
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.families.families import is_tied
@@ -36,6 +36,16 @@ from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.models.files.weight_files import published_names, stored_tensors
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
+from hacpo_mega.rollout.cpu.delta_net import register_text_model
+from hacpo_mega.rollout.engine_loop import (
+    EngineLoop,
+    ServeTally,
+    TurnLimits,
+    TurnSource,
+    completion_of,
+    cut_requests,
+    odd_row_counts,
+)
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
 from hacpo_mega.rollout.vllm.host_process import (
@@ -110,10 +120,12 @@ class Engine:
         )
         if not self._on_cuda:
             arguments.setdefault("scheduler_cls", DecodeScheduler)
+            if spec.delta_net_model is not None:
+                register_text_model(spec.delta_net_model)
         self.eos_ids = eos_token_ids(spec.model) if spec.eos_ids is None else tuple(spec.eos_ids)
         self._names = published_names(spec.model, tied=is_tied(spec.model))
         self._memory, self._is_loaded = Memory.AWAKE, not spec.random_weights
-        self._on_progress, self._running = on_progress, None
+        self._on_progress, self._running, self._is_serving = on_progress, None, False
         with starting_vllm(VLLM), joined_to_default_group():
             self._guard = EngineStreamGuard(partial(LLM, **arguments))
         with self._guard.open() as llm:
@@ -126,6 +138,8 @@ class Engine:
                 pack_at_every_load(runner.get_model())
                 runner.sampler.topk_topp_sampler.forward = RowNoise(runner)
             self.routing = routing_of(llm, spec.model) if spec.returns_routing else None
+            self.turn_limits = TurnLimits(config.model_config.get_vocab_size(), self.max_model_len)
+        self._tensor_parallel_size = spec.tensor_parallel_size
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
@@ -189,6 +203,43 @@ class Engine:
                 self._running = None
         return [running.completion(output) for output in outputs]
 
+    def serve(self, source: TurnSource | None) -> ServeTally:
+        """Answers the turns of `source` until it is done; they join and leave while others run.
+
+        The first rank of the engine asks its source, and the others may give None. A turn alone is answered as
+        `generate` answers it. Nothing else may use the engine meanwhile. An error that ends the loop is told to the
+        source, and raised. Raises RuntimeError unless awake and loaded.
+        """
+        self._require(Memory.AWAKE, "serve", needs_weights=True)
+        self._is_serving = True
+        try:
+            with self._guard.open() as llm:
+                loop = EngineLoop(
+                    llm,
+                    source,
+                    group=parallel_state.get_tp_group().cpu_group if self._tensor_parallel_size > 1 else None,
+                    limits=self.turn_limits,
+                    eos_ids=self.eos_ids,
+                    routing=self.routing,
+                    needs_companion=self.odd_row_counts == {1},
+                    on_progress=self._on_progress,
+                )
+                return loop.run()
+        finally:
+            self._is_serving = False
+
+    @cached_property
+    def odd_row_counts(self) -> set[int] | None:
+        """Numbers of rows in a step with which layers round otherwise than with many, on the CPU (engine_loop.py).
+
+        Empty or {1}: the order in which turns arrive changes no bit. None on CUDA, where nothing is measured, and with
+        experts, of which each gets rows of its own.
+        """
+        if self._on_cuda:
+            return None
+        with self._guard.open() as llm:
+            return odd_row_counts(worker_of(llm).get_model())
+
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probs of every token after the first, float32 nats at temperature 1: arrays [len(sequence) - 1].
 
@@ -219,7 +270,7 @@ class Engine:
         self._is_loaded = False  # until all of it is
         with self._guard.open() as llm:
             worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
-            llm.reset_prefix_cache()
+            _forget_prefixes(llm)
         require_names(given, self._names)
         self._is_loaded = True
 
@@ -241,7 +292,7 @@ class Engine:
         with self._guard.open() as llm, torch.inference_mode():
             receiver = Receiver(weights, partial(self._reload, llm))
             yield receiver
-            llm.reset_prefix_cache()
+            _forget_prefixes(llm)
         if receiver.missing:
             raise RuntimeError(f"{len(receiver.missing)} parameters were not published, first {receiver.missing[:4]}")
         self._is_loaded = True
@@ -272,7 +323,7 @@ class Engine:
         assert self._can_sleep, "an engine with can_sleep = False keeps its memory"
         self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
         with self._guard.open() as llm:
-            llm.reset_prefix_cache()
+            _forget_prefixes(llm)
             if self._on_cuda:
                 with free_memory_unmeasured() if self._shares_device else nullcontext():
                     llm.sleep(level=2)
@@ -316,6 +367,8 @@ class Engine:
             raise RuntimeError(
                 f"{verb}() needs the engine {memory.value}, it is {self._memory.value}: call wake() first"
             )
+        if self._is_serving:
+            raise RuntimeError(f"{verb}() while the engine serves turns: its source must be done first")
         if needs_weights and not self._is_loaded:
             raise RuntimeError(
                 f"{verb}() needs weights, which are not there after sleep or a random start: call load()"
@@ -341,6 +394,13 @@ def take_memory(llm: LLM, parts: Sequence[str]) -> None:
         else:
             worker.discard(tuple(parts))
         raise
+
+
+def _forget_prefixes(llm: LLM) -> None:
+    """Drops cached prefixes, which the old weights have computed. RuntimeError while a request still uses one."""
+    if not llm.reset_prefix_cache():
+        num_running = llm.llm_engine.get_num_unfinished_requests()
+        raise RuntimeError(f"{num_running} requests still use prefixes that the old weights have computed: abort them")
 
 
 def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[RequestOutput]:
@@ -388,16 +448,7 @@ class RunningAnswers:
         return outputs
 
     def _cut(self) -> list[RequestOutput]:
-        """Ends the running requests, with the tokens that they have; vLLM's own abort returns no output for them."""
-        engine = self._llm.llm_engine
-        scheduler = engine.engine_core.engine_core.scheduler
-        if isinstance(scheduler, DecodeScheduler):
-            engine.output_processor.process_outputs(scheduler.take_held())
-        engine.output_processor.process_outputs.flush()
-        states = list(engine.output_processor.request_states.values())
-        outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
-        self._note_routes(outputs)  # before vLLM forgets them
-        engine.abort_request([state.request_id for state in states], internal=True)
+        outputs = cut_requests(self._llm, self._note_routes)
         self._num_running, self._was_cut = 0, frozenset(output.request_id for output in outputs)
         return outputs
 
@@ -406,13 +457,10 @@ class RunningAnswers:
             self._routes |= {output.request_id: self._routing.of(output) for output in outputs}
 
     def completion(self, output: RequestOutput) -> Completion:
-        """Converts a vLLM answer to our record. Its finish_reason is "stop" exactly when an end token was sampled."""
-        answer = output.outputs[0]
-        stops = {"stop": Stop.EOS, "length": Stop.LENGTH}
-        # vLLM's "abort" means both an answer that was cut here and one that it gave up by itself.
-        stop = Stop.CUT if output.request_id in self._was_cut else stops.get(answer.finish_reason, Stop.ABORT)
-        token_ids = np.asarray(answer.token_ids, dtype=np.int32)
-        if self._eos_id is not None and stop is not Stop.CUT:
-            stop, token_ids[-1] = Stop.EOS, self._eos_id
-        logprobs = None if answer.logprobs is None else np.asarray(answer.logprobs.logprobs, dtype=np.float32)
-        return Completion(token_ids, stop, logprobs, self._routes.get(output.request_id))
+        """Record of an ended request."""
+        was_cut = output.request_id in self._was_cut
+        completion = completion_of(output, was_cut=was_cut, routing=self._routes.get(output.request_id))
+        if self._eos_id is None or was_cut:
+            return completion
+        completion.token_ids[-1] = self._eos_id
+        return replace(completion, stop=Stop.EOS)

@@ -11,7 +11,6 @@ Not here: judging, scoring, re-encoding (samples/learner_view.py).
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,11 +35,11 @@ ROW = np.dtype(
         ("num_scored", "<i4"),
         ("stop", "u1"),
         ("verdict", "u1"),
+        ("is_conversation", "u1"),
     ]
 )
 JUDGED_ROW = np.dtype([("reward", "<f8"), ("num_tokens", "<i4"), ("is_success", "u1")])
 COMPLETION_ROW = np.dtype([("stop", "u1")])
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 MAX_NAMED = 5  # how many missing answers an error names before it only counts them
 
 logger = logging.getLogger(__name__)
@@ -163,16 +162,18 @@ def exchange(
     return assemble(by_sender, prompts, place.rank_map, place.lane, rollouts_per_prompt)
 
 
-def share_completions(mine: Sequence[Completion], place: Place, num_asked: int) -> list[Completion]:
+def share_completions(
+    mine: Sequence[Completion], place: Place, num_asked: int, *, first_has_all: bool = False
+) -> list[Completion]:
     """Answers of all engines of a cell, in the order of the requests: Megatron trains on all of them.
 
     `mine` are those of this rank's engine, empty on a rank without one.
     Engine e of E got every E-th of `num_asked` requests, starting at e. Either all answers have log-probs or none, and
-    so with a routing. Collective over the cell.
+    so with a routing. `first_has_all`: of an engine's ranks the first alone has its answers. Collective over the cell.
     """
     shape = place.rank_map.agents[place.agent]
     engines = shape.engines_per_cell
-    if engines == 1 and not shape.rollout:
+    if engines == 1 and not shape.rollout and not (first_has_all and shape.engine_tp > 1):
         return list(mine)
     # all ranks of an engine hold equal answers, so its first one speaks
     speaks = place.coordinate.speaks_for_engine
@@ -240,23 +241,28 @@ def assemble(
 
 def _text_of(trajectory: Trajectory) -> str:
     rollout = trajectory.rollout
-    text, num_replaced = LONE_SURROGATE.subn("\ufffd", rollout.text)
+    if rollout.conversation is not None:
+        return wire.conversation_text(rollout.conversation)
+    text, num_replaced = wire.LONE_SURROGATE.subn("\ufffd", rollout.text)
     if num_replaced:
         where = f"agent {trajectory.agent}, prompt {rollout.prompt_index}, rollout {rollout.rollout_index}"
         logger.warning("answer of %s: %d lone surrogates travel as U+FFFD", where, num_replaced)
     return text
 
 
-def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, int, int, int]:
+def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, int, int, int, bool]:
     """Fields of ROW."""
     rollout, scored = trajectory.rollout, (trajectory.mean_logprob, trajectory.engine_weight)
     place = rollout.prompt_index, rollout.rollout_index, trajectory.agent, trajectory.num_scored
-    return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict
+    is_conversation = rollout.conversation is not None
+    return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict, is_conversation
 
 
 def _from_row(row: tuple, token_ids: np.ndarray, text: str, *beside: np.ndarray | None) -> Trajectory:
-    reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict = row
-    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *beside)
+    reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict, turns = row
+    conversation = wire.conversation_of(text) if turns else None
+    text = text if conversation is None else conversation.last_own.content
+    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *beside, conversation)
     return Trajectory(agent, rollout, Verdict(verdict), reward, mean_logprob, num_scored, engine_weight)
 
 

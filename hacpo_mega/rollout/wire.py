@@ -7,12 +7,14 @@
     tokens   int32, end to end
     logprobs float32, one per token, end to end; empty if none travel
     routing  uint8 or uint16, layers x experts of each of its tokens, end to end
-    text     UTF-8, end to end
+    text     UTF-8, end to end: an answer's, or a conversation as JSON
 
 Not here: what is sent to whom: trajectories between agents (exchange.py), fresh answers inside a cell (agent.py).
 """
 
+import json
 import math
+import re
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, repeat
@@ -20,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hacpo_mega.records import Completion, Stop
+from hacpo_mega.records import Completion, Conversation, Rollout, Stop, Turn
 
 MAGIC = b"HACPOMSG"
 VERSION = 4
 HEADER = struct.Struct("<8s6I4Q")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ROUTING_TYPES = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
@@ -125,18 +128,47 @@ def _cut(section: Any, counts: np.ndarray) -> list:
     return [section[end - count : end] for end, count in zip(ends, counts)]
 
 
-def completion_table(rows: np.ndarray, completions: Sequence[Completion]) -> Table:
-    """Answers without their text; log-probs and routing travel if all of them have one. `rows` have a "stop"."""
+def completion_table(rows: np.ndarray, completions: Sequence[Completion | Rollout]) -> Table:
+    """Answers with their conversation in the place of text; log-probs and routing travel if all of them have one.
+
+    `rows` have a "stop".
+    """
     logprobs, routing = ([getattr(c, name) for c in completions] for name in ("logprobs", "routing"))
     beside = (None if any(values is None for values in column) else column for column in (logprobs, routing))
-    return Table(rows, [completion.token_ids for completion in completions], [""] * len(rows), *beside)
+    texts = [conversation_text(completion.conversation) for completion in completions]
+    return Table(rows, [completion.token_ids for completion in completions], texts, *beside)
 
 
 def completions_of(table: Table) -> list[Completion]:
     """Inverse of `completion_table`."""
     beside = table.logprobs or repeat(None), table.routing or repeat(None)
-    stops = map(Stop, table.rows["stop"].tolist())
-    return [Completion(ids, stop, *values) for ids, stop, *values in zip(table.tokens, stops, *beside)]
+    stops, conversations = map(Stop, table.rows["stop"].tolist()), map(conversation_of, table.texts)
+    return [Completion(*columns) for columns in zip(table.tokens, stops, *beside, conversations)]
+
+
+def conversation_text(conversation: Conversation | None) -> str:
+    """A conversation as JSON text; "" for None."""
+    if conversation is None:
+        return ""
+    turns = [[turn.role, turn.content, turn.num_tokens, turn.stop, turn.name] for turn in conversation.turns]
+    parts = [turns, conversation.opening, conversation.reward, dict(conversation.counts)]
+    return LONE_SURROGATE.sub("\ufffd", json.dumps(parts, ensure_ascii=False))
+
+
+def conversation_of(text: str) -> Conversation | None:
+    """Inverse of `conversation_text`. ValueError for any other text."""
+    if not text:
+        return None
+    try:
+        turns, opening, reward, counts = json.loads(text)
+        read = [
+            Turn(str(role), str(content), int(num_tokens), None if stop is None else Stop(stop), str(name))
+            for role, content, num_tokens, stop, name in turns
+        ]
+        numbers = {str(name): int(number) for name, number in counts.items()}
+        return Conversation(tuple(read), str(opening), None if reward is None else float(reward), numbers)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as error:
+        raise ValueError(f"no conversation: {text[:80]!r}: {error}") from error
 
 
 def join(messages: Sequence[bytes]) -> bytes:

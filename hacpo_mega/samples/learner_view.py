@@ -11,18 +11,21 @@ a control token, or decodes to another text).
 Not here: the advantages (algorithm/), the split into updates (packing.py).
 """
 
+import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 
-from hacpo_mega.config import AlgorithmConfig, RolloutConfig
+from hacpo_mega.config import Config
 from hacpo_mega.records import (
+    Conversation,
     DroppedAnswer,
     DropReason,
     Pool,
@@ -33,6 +36,8 @@ from hacpo_mega.records import (
     Score,
     Stop,
     Trajectory,
+    Turn,
+    trained_tokens,
 )
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -51,6 +56,8 @@ class ReencodingRules:
     eos_in_loss         whether the final EOS is a trained token
     ratio_length        divisor of the learner's log-prob sum: its own token count, or the source's
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
+    continuation        the learner's tokens of what others say in a conversation (conversations/turn_format.py); None
+                        without conversations
     """
 
     sources: tuple[TextCodec, ...]
@@ -59,23 +66,31 @@ class ReencodingRules:
     eos_in_loss: bool
     ratio_length: Literal["own", "source"]
     max_answer_tokens: int
+    continuation: Callable[..., list[int]] | None = None
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, rollout: RolloutConfig, sources: tuple[TextCodec, ...]) -> Self:
+    def of(
+        cls, config: Config, sources: tuple[TextCodec, ...], continuation: Callable[..., list[int]] | None = None
+    ) -> Self:
         """Rules from a configuration."""
+        algorithm, rollout = config.algorithm, config.rollout
         return cls(
             sources=sources,
             shares_answers=algorithm.shares_answers,
             trains_changed=rollout.train_changed_reencodings,
             eos_in_loss=algorithm.eos_in_loss,
             ratio_length=algorithm.ratio_length,
-            max_answer_tokens=rollout.max_answer_tokens,
+            max_answer_tokens=config.longest_rollout,
+            continuation=continuation,
         )
 
 
-def trained_tokens(num_tokens: int, ended: bool, eos_in_loss: bool) -> int:
-    """Number of leading answer tokens that the loss trains and the score averages: all, or all but the final EOS."""
-    return num_tokens - 1 if ended and not eos_in_loss else num_tokens
+class ReadAnswer(NamedTuple):
+    """An answer in the learner's tokens, int32, and the places of the trained ones; None: the leading `num_trained`."""
+
+    ids: np.ndarray
+    num_trained: int
+    places: np.ndarray | None = None
 
 
 def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]) -> dict[AnswerKey, Score]:
@@ -116,7 +131,6 @@ def learner_view(
     readings = _readings(pool, (trains_PNG.numpy() & is_mine_PNG).tolist(), learner, codec, rules)
     mine = is_mine_PNG.tolist()
     for p, prompt in enumerate(pool.prompts):
-        prompt_ids = np.array(codec.encode_prompt(prompt.text), dtype=np.int32)
         for j, group in enumerate(pool.trajectories_PNG[p]):
             is_self = j == learner
             if not is_self and not rules.shares_answers:
@@ -125,16 +139,27 @@ def learner_view(
                 if not mine[p][j][g]:
                     continue
                 key = prompt.index, trajectory.rollout.rollout_index
-                answer_ids = _reason_not_wanted(trajectory, trains[p][j][g], tallies[j]) or _answer_ids(
-                    trajectory, is_self, codec, rules, readings, tallies[j]
-                )
-                if isinstance(answer_ids, str):
-                    dropped[j].append(DroppedAnswer(*key, answer_ids))
+                answer = _reason_not_wanted(trajectory, trains[p][j][g], tallies[j])
+                if answer is None:
+                    prompt_ids = _prompt_ids(prompt, trajectory, codec)
+                    answer = _answer(trajectory, is_self, prompt_ids, codec, rules, readings, tallies[j])
+                if isinstance(answer, str):
+                    dropped[j].append(DroppedAnswer(*key, answer))
                     continue
                 advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                 own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
-                samples.append(_sample(prompt, prompt_ids, trajectory, answer_ids, advantage, is_self, *own, rules))
+                samples.append(_sample(prompt, prompt_ids, trajectory, answer, advantage, is_self, *own, rules))
     return samples, tuple(ReencodingCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
+
+
+def _prompt_ids(prompt: Prompt, trajectory: Trajectory, codec: TextCodec) -> np.ndarray | None:
+    """The prompt with the environment's opening in the learner's tokens; None if it has none for the opening."""
+    try:
+        return np.array(codec.encode_prompt(prompt.text, trajectory.rollout.opening), dtype=np.int32)
+    except ValueError:
+        if not trajectory.rollout.opening:
+            raise  # every prompt was tried before the run
+        return None
 
 
 def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]) -> DropReason | None:
@@ -162,11 +187,13 @@ def _readings(
     """Encodes and decodes each text that the learner may take from another tokenizer: all at once, equal ones once."""
     foreign = [j for j, source in enumerate(rules.sources) if j != learner and not _are_twins(source, codec)]
     texts = {
-        trajectory.rollout.text: None
+        text: None
         for p, group_N in enumerate(pool.trajectories_PNG)
         for j in (foreign if rules.shares_answers else ())
         for g, trajectory in enumerate(group_N[j])
-        if trains[p][j][g] and REPLACEMENT not in trajectory.rollout.text
+        if trains[p][j][g]
+        for text, *_ in trajectory.rollout.own_turns
+        if REPLACEMENT not in text
     }
     ids = codec.encode_answers(list(texts), torch.get_num_threads())
     steers = [found is None or not codec.control_ids.isdisjoint(found) for found in ids]
@@ -178,14 +205,15 @@ def _are_twins(source: TextCodec, codec: TextCodec) -> bool:
     return source.fingerprint == codec.fingerprint
 
 
-def _answer_ids(
+def _answer(
     trajectory: Trajectory,
     is_self: bool,
+    prompt_ids: np.ndarray | None,
     codec: TextCodec,
     rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
-) -> np.ndarray | DropReason:
+) -> ReadAnswer | DropReason:
     """The answer in the learner's tokens, or the reason why it is not trained on; counts it."""
     rollout = trajectory.rollout
     tally["num_unjudged"] += not trajectory.is_judged
@@ -198,57 +226,111 @@ def _answer_ids(
     if not is_self and not _is_finite(trajectory):
         tally["num_not_finite"] += 1
         return "not_finite"
-    is_shown = rules.sources[trajectory.agent].shows(_sampled(rollout))
-    tally["num_undecodable"] += not is_shown or REPLACEMENT in rollout.text
+    if prompt_ids is None:
+        tally["num_unencodable"] += 1
+        return "unencodable"
+    source, turns = rules.sources[trajectory.agent], rollout.own_turns
+    is_shown = all(source.shows(_sampled(stop, ids)) for _, stop, ids in turns)
+    tally["num_undecodable"] += not is_shown or any(REPLACEMENT in text for text, *_ in turns)
+    answer: ReadAnswer | DropReason
     if is_self:
-        ids = rollout.token_ids
+        places = rollout.trained_places(rules.eos_in_loss)
+        answer = ReadAnswer(rollout.token_ids, rollout.num_trained(rules.eos_in_loss), places)
     else:  # also with the learner's tokenizer: its model may have no row for an id without a token
-        ids = _in_own_tokens(trajectory, codec, rules, readings, tally) if is_shown else "undecodable"
-    if not isinstance(ids, str):
+        answer = _reread(trajectory, prompt_ids, codec, rules, readings, tally) if is_shown else "undecodable"
+    if not isinstance(answer, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
         tally["num_truncated"] += rollout.stop != Stop.EOS
-    return ids
+    return answer
 
 
 def _is_finite(trajectory: Trajectory) -> bool:
     return trajectory.num_scored == 0 or math.isfinite(trajectory.mean_logprob + trajectory.engine_weight)
 
 
-def _sampled(rollout: Rollout) -> np.ndarray:
-    return rollout.token_ids[:-1] if rollout.stop == Stop.EOS else rollout.token_ids
+def _sampled(stop: Stop, ids: np.ndarray) -> np.ndarray:
+    return ids[:-1] if stop == Stop.EOS else ids
+
+
+def _reread(
+    trajectory: Trajectory,
+    prompt_ids: np.ndarray,
+    codec: TextCodec,
+    rules: ReencodingRules,
+    readings: Mapping[str, Reading],
+    tally: Counter[str],
+) -> ReadAnswer | DropReason:
+    """Another agent's answer or conversation in the learner's tokens: its turns encoded, the others' rendered anew."""
+    rollout = trajectory.rollout
+    is_twin = _are_twins(rules.sources[trajectory.agent], codec)
+    own = [_in_own_tokens(*turn, is_twin, codec, rules, readings, tally) for turn in rollout.own_turns]
+    if reasons := [found for found in own if isinstance(found, str)]:
+        return reasons[0]
+    if rollout.conversation is None:
+        ids, places = own[0], None
+        num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
+    else:
+        try:
+            ids, places = _conversation(rollout.conversation, own, prompt_ids, rules)
+        except ValueError:  # the learner has no token for what another said
+            tally["num_unencodable"] += 1
+            return "unencodable"
+        num_trained = len(places)
+    if is_twin and rollout.conversation is None:
+        return ReadAnswer(ids, num_trained)
+    if len(ids) > rules.max_answer_tokens:
+        tally["num_too_long"] += 1
+        return "too_long"
+    tally["num_reencoded"] += not is_twin
+    tally["token_ratio_sum"] += 0.0 if is_twin else len(ids) / max(1, len(rollout.token_ids))
+    return ReadAnswer(ids, num_trained, places)
+
+
+def _conversation(
+    conversation: Conversation, own: Sequence[np.ndarray], prompt_ids: np.ndarray, rules: ReencodingRules
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens after the prompt, int32, and the places of the trained ones. ValueError for what has no token."""
+    ids: list[int] = []
+    turns, rest = [], iter(own)
+    for is_own, group in itertools.groupby(conversation.turns, key=operator.attrgetter("is_own")):
+        for turn in group if is_own else ():
+            found = next(rest).tolist()
+            ids += found
+            turns.append(replace(turn, num_tokens=len(found)))
+        if not is_own:
+            said = rules.continuation(
+                [*prompt_ids.tolist(), *ids], [turn.message for turn in group], ended=turns[-1].stop is Stop.EOS
+            )
+            ids += said
+            turns.append(Turn("user", "", len(said)))
+    places = Conversation(tuple(turns)).trained_places(rules.eos_in_loss)
+    return np.array(ids, dtype=np.int32), places
 
 
 def _in_own_tokens(
-    trajectory: Trajectory,
+    text: str,
+    stop: Stop,
+    token_ids: np.ndarray,
+    is_twin: bool,
     codec: TextCodec,
     rules: ReencodingRules,
     readings: Mapping[str, Reading],
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
-    rollout = trajectory.rollout
-    is_twin = _are_twins(rules.sources[trajectory.agent], codec)
-    text_ids = _sampled(rollout).tolist() if is_twin else _reencoded(rollout.text, readings, rules, tally)
+    """One turn of another agent in the learner's tokens, or the reason for dropping the answer."""
+    text_ids = _sampled(stop, token_ids).tolist() if is_twin else _reencoded(text, readings, rules, tally)
     if isinstance(text_ids, str):
         return text_ids
     if not codec.control_ids.isdisjoint(text_ids):
         tally["num_control_tokens"] += 1
         return "control_tokens"
-    end = [_end(rollout, codec, is_twin)] if rollout.stop == Stop.EOS else []
-    ids = np.array([*text_ids, *end], dtype=np.int32)
-    if is_twin:
-        return ids
-    if len(ids) > rules.max_answer_tokens:
-        tally["num_too_long"] += 1
-        return "too_long"
-    tally["num_reencoded"] += 1
-    tally["token_ratio_sum"] += len(ids) / max(1, len(rollout.token_ids))
-    return ids
+    end = [_end(int(token_ids[-1]), codec, is_twin)] if stop == Stop.EOS else []
+    return np.array([*text_ids, *end], dtype=np.int32)
 
 
-def _end(rollout: Rollout, codec: TextCodec, is_twin: bool) -> int:
+def _end(own: int, codec: TextCodec, is_twin: bool) -> int:
     """The learner's end token for another agent's answer; a twin's own end token if it is one of the learner's, too."""
-    own = int(rollout.token_ids[-1])
     return own if is_twin and own in codec.ends.ids else codec.eos_id
 
 
@@ -272,7 +354,7 @@ def _sample(
     prompt: Prompt,
     prompt_ids: np.ndarray,
     trajectory: Trajectory,
-    answer_ids: np.ndarray,
+    answer: ReadAnswer,
     advantage: float,
     is_self: bool,
     own: Score | None,
@@ -280,7 +362,7 @@ def _sample(
     rules: ReencodingRules,
 ) -> Sample:
     rollout = trajectory.rollout
-    num_trained = trained_tokens(len(answer_ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
+    num_trained = answer.num_trained
     # an own ratio is only 1 before the first update if both sides average over the same tokens
     assert own is None or num_trained == trajectory.num_scored, (num_trained, trajectory.num_scored)
     is_scored = own is not None or not is_self
@@ -295,8 +377,9 @@ def _sample(
         prompt_index=prompt.index,
         rollout_index=rollout.rollout_index,
         prompt_ids=prompt_ids,
-        answer_ids=answer_ids,
+        answer_ids=answer.ids,
         num_trained=num_trained,
+        trained_places=answer.places,
         advantage=advantage,
         source_logprob=trajectory.mean_logprob if is_scored else None,
         length=float(max(1, length)),  # an answer without a trained token has mean 0 / 1

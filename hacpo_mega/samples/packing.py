@@ -137,7 +137,7 @@ def _level(
 
 def input_length(sequence: TokenSequence) -> int:
     """Number of tokens to read to predict every trained token: the last trained one is predicted, never read."""
-    return len(sequence.prompt_ids) + sequence.num_trained - 1
+    return len(sequence.prompt_ids) + sequence.num_needed - 1
 
 
 def pack_update(
@@ -189,7 +189,7 @@ def _that_fit(group: Sequence[TokenSequence], max_tokens: int) -> Iterator[list[
 
 def _length(group: Sequence[TokenSequence]) -> int:
     """Tokens to read for sequences of one prompt."""
-    return len(group[0].prompt_ids) + sum(sequence.num_trained - 1 for sequence in group)
+    return len(group[0].prompt_ids) + sum(sequence.num_needed - 1 for sequence in group)
 
 
 def _first_fit_decreasing(groups: Sequence[list[TokenSequence]], max_tokens: int) -> list[list[list[TokenSequence]]]:
@@ -216,8 +216,8 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     """Lays groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
 
     Segments: first the prompts of groups of several, the longest first; then the sequences of groups of one; then the
-    answers of the others, the longest first: neighbours attend together (layers.py). Row i of a sequence reads position
-    len(prompt) - 1 + i and predicts answer token i. A tail of padding, a segment of its own, rounds T up to `multiple`;
+    answers of the others, the longest first: neighbours attend together (layers.py). The row of answer token i reads
+    position len(prompt) - 1 + i and predicts it. A tail of padding, a segment of its own, rounds T up to `multiple`;
     nothing of it is trained and no sequence attends to it.
     """
     assert groups and all(groups), "an empty micro-batch"
@@ -225,14 +225,14 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     prompts = [group[0].prompt_ids for group in shared]
     alone = [group[0] for group in groups if len(group) == 1]
     places = [(place, sequence) for place, group in enumerate(shared) for sequence in group]
-    places.sort(key=lambda found: (-found[1].num_trained, found[0]))
+    places.sort(key=lambda found: (-found[1].num_needed, found[0]))
     sequences = [*alone, *(sequence for _, sequence in places)]
     assert all(sequence.num_trained > 0 for sequence in sequences), "a sequence with nothing to train"
 
     trained = np.array([sequence.num_trained for sequence in sequences])
     prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int64)
     prompt_ends, of_prompt = np.cumsum(prompt_lengths), np.array([place for place, _ in places], dtype=np.int64)
-    own = [input_length(sequence) for sequence in alone] + [sequence.num_trained - 1 for _, sequence in places]
+    own = [input_length(sequence) for sequence in alone] + [sequence.num_needed - 1 for _, sequence in places]
     padding = -(prompt_lengths.sum() + sum(own)) % multiple
     lengths = np.concatenate([prompt_lengths, own, [padding]]).astype(np.int64)
     seen = np.zeros((len(lengths), 2), dtype=np.int64)
@@ -242,10 +242,13 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     ends = np.cumsum(lengths)
 
     row_starts = np.concatenate([[0], np.cumsum(trained)])
-    # A sequence's rows are its last num_trained positions: the first reads the prompt's end, wherever that is.
-    rows_R = np.repeat(ends[len(prompts) : -1] - trained, trained) + _counting(trained)
-    rows_R[row_starts[len(alone) : -1]] = prompt_ends[of_prompt] - 1
-    answers = [sequence.answer_ids[: sequence.num_trained - 1] for sequence in sequences]
+    # A sequence's last num_needed positions predict its answer: the first is the prompt's end, wherever that is.
+    needed = np.array([sequence.num_needed for sequence in sequences])
+    places_R = np.concatenate([_trained_places(sequence) for sequence in sequences])
+    rows_R = np.repeat(ends[len(prompts) : -1] - needed, trained) + places_R
+    ends_R = np.repeat(np.concatenate([np.zeros(len(alone), np.int64), prompt_ends[of_prompt]]), trained)
+    rows_R = np.where((places_R == 0) & (ends_R > 0), ends_R - 1, rows_R)
+    answers = [sequence.answer_ids[: sequence.num_needed - 1] for sequence in sequences]
     texts = [part for s, answer in zip(alone, answers) for part in (s.prompt_ids, answer)] + answers[len(alone) :]
     tokens_T = np.concatenate([*prompts, *texts, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
     is_segment = lengths > 0
@@ -255,7 +258,7 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends[is_segment]]).astype(np.int32)),
         prefixes_S2=torch.from_numpy(seen[is_segment].astype(np.int32)),
         rows_R=torch.from_numpy(rows_R),
-        targets_R=torch.from_numpy(np.concatenate([s.answer_ids[: s.num_trained] for s in sequences]).astype(np.int64)),
+        targets_R=torch.from_numpy(np.concatenate([s.target_ids for s in sequences]).astype(np.int64)),
         row_cu_seqlens_B=torch.from_numpy(row_starts.astype(np.int32)),
         sequences=tuple(sequences),
         num_tokens=len(tokens_T) - int(padding),
@@ -277,6 +280,10 @@ def empty_microbatch(multiple: int) -> MicroBatch:
         sequences=(),
         num_tokens=0,
     )
+
+
+def _trained_places(sequence: TokenSequence) -> np.ndarray:
+    return np.arange(sequence.num_trained) if sequence.trained_places is None else sequence.trained_places
 
 
 def _counting(lengths: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ def packed_routing(
 
 
 def _last_read(sequence: TokenSequence) -> int:
-    return len(sequence.prompt_ids) + sequence.num_trained - 1
+    return len(sequence.prompt_ids) + sequence.num_needed - 1
 
 
 def _signed(sequence: TokenSequence, part: slice, shape: tuple[int, ...]) -> np.ndarray:

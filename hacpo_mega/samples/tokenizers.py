@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hacpo_grading.texts.chat_messages import contents, lost_message, tools_of
+from hacpo_grading.texts.chat_messages import contents, lost_message, messages_of, messages_text, tools_of
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
@@ -140,9 +140,17 @@ class TextCodec:
     cached, since every source's answers to a prompt need the same ids.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompting: Prompting = Prompting()) -> None:  # noqa: B008
-        """ValueError if the tokenizer has no chat template, or one that ignores its input."""
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompting: Prompting = Prompting(),  # noqa: B008
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`tools` are schemas that the chat template shows in every prompt, after those of the task.
+
+        ValueError if the tokenizer has no chat template, or one that ignores its input.
+        """
+        self.tokenizer, self.tools = tokenizer, tuple(tools)
         self.prompting = prompting = prompting.timed()
         if prompting.chat_template:
             self._check_template()
@@ -182,15 +190,17 @@ class TextCodec:
                 f"model {vocab_size} tokens (vocab_size of config.json): it is another model's; copy the model's own"
             )
 
-    def encode_prompt(self, text: str) -> tuple[int, ...]:
+    def encode_prompt(self, text: str, opening: str = "") -> tuple[int, ...]:
         """Ids of a prompt for the model: with BOS if the tokenizer adds one, or inside the chat template.
+
+        `opening` follows the task's text: in messages, that of the last one.
 
         With a chat template the text is one user message and the assistant's turn is opened; a text that spells out a
         control token is then refused, for it would end that turn. Without one, special tokens spelled out in a prompt
         are special tokens: a data file may contain a template of its own, and its BOS is not doubled.
         ValueError also if a character has no token, or there is no token from which to predict the answer's first one.
         """
-        return self._prompt_ids(text)
+        return self._prompt_ids(opened(text, opening) if opening else text)
 
     def prompt_lengths(self, texts: Sequence[str], most: int | None = None) -> list[int]:
         """Number of ids that `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
@@ -294,14 +304,16 @@ class TextCodec:
         return bool(known) and self.control_ids.isdisjoint(ids.tolist())
 
     def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        read = self._as_read(text)
+        return self._checked(text, self.encode_rendered(self._as_read(text)))
+
+    def encode_rendered(self, read: str) -> list[int]:
+        """Ids of a prompt's text that stands inside its template already. ValueError names characters without token."""
         try:
-            ids = self._encode(read, **self._prompt_options)
+            return self._encode(read, **self._prompt_options)
         except ValueError as error:
             missing = [repr(sign) for sign in dict.fromkeys(read) if not self._has_tokens(sign)]
             reason = f"; it has no token for {', '.join(missing[:8])}" if missing else ""
             raise ValueError(f"{error}{reason}") from error
-        return self._checked(text, ids)
 
     def _has_tokens(self, sign: str) -> bool:
         try:
@@ -328,11 +340,15 @@ class TextCodec:
 
     def _rendered_task(self, text: str) -> str:
         """Text of a task inside the chat template. ValueError if the template refuses it or fails."""
-        tools = tools_of(text)
+        tools = [*tools_of(text), *self.tools]
         given = {**self.prompting.template_kwargs, **({"tools": tools} if tools else {})}
-        return self._rendered(self.prompting.messages(text), given, opens_answer=True)
+        return self.rendered_chat(self.prompting.messages(text), given, opens_answer=True)
 
-    def _rendered(self, chat: Chat, given: Mapping[str, Any], *, opens_answer: bool) -> str:
+    def rendered_chat(self, chat: Chat, given: Mapping[str, Any], *, opens_answer: bool) -> str:
+        """Text of messages inside the chat template, with the arguments `given`; True opens the assistant's turn.
+
+        ValueError if the template refuses them or fails.
+        """
         template = self._template
         try:
             if reads_clock(template) and self.prompting.time is not None:  # transformers' own clock runs
@@ -370,7 +386,7 @@ class TextCodec:
     def _tried_chat(self, chat: Chat) -> str | None:
         """Text of a chat that holds an answer already; None if the template refuses it, which no prompt needs."""
         try:
-            return self._rendered(chat, self.prompting.template_kwargs, opens_answer=False)
+            return self.rendered_chat(chat, self.prompting.template_kwargs, opens_answer=False)
         except ValueError:
             return None
 
@@ -448,17 +464,26 @@ class TextCodec:
         return tuple((anchor, self._plain_ids(anchor)) for anchor in usable)
 
 
-def agent_codecs(agents: Sequence[AgentConfig]) -> tuple[TextCodec, ...]:
+def opened(text: str, opening: str) -> str:
+    """A task's text with an environment's opening behind it."""
+    chat = messages_of(text)
+    if chat is None:
+        return text + opening
+    *before, last = chat
+    return messages_text([*before, last | {"content": last["content"] + opening}], tools_of(text))
+
+
+def agent_codecs(agents: Sequence[AgentConfig], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[TextCodec, ...]:
     """Codec of every agent: all must be able to read a prompt before any agent is asked it.
 
     ValueError, one line that names the agent, for a tokenizer that does not fit its model.
     """
-    return tuple(map(_agent_codec, agents))
+    return tuple(_agent_codec(agent, tools) for agent in agents)
 
 
-def _agent_codec(agent: AgentConfig) -> TextCodec:
+def _agent_codec(agent: AgentConfig, tools: Sequence[Mapping[str, Any]]) -> TextCodec:
     try:
-        codec = TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting)
+        codec = TextCodec(load_tokenizer(agent.model, agent.trust_remote_code), agent.prompting, tools)
         codec.require_fit(read_config(agent.model).get("vocab_size"))
     except ValueError as error:
         raise ValueError(f"agents.{agent.name}: {error}") from error

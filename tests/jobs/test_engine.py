@@ -20,6 +20,7 @@ AGENTS = ["qwen3", pytest.param("llama", marks=pytest.mark.nightly)]
 RANKS = [("qwen3", 0), ("qwen3", 1), *(pytest.param("llama", rank, marks=pytest.mark.nightly) for rank in (0, 1))]
 EOS = 7
 TEMPERATURE = 0.7
+SAID = [11, 12, 13]  # turn_sources.py
 # name -> family, tied, seed of the weights. vLLM's attention on the CPU needs a head size of at least 32.
 MODELS = {
     "qwen3": ("qwen3", True, 1),
@@ -155,6 +156,76 @@ def test_an_answer_is_a_function_of_weights_prompt_and_seed(saw, agent):
     assert tokens_of(neighbour["answers"]) == answers, "both ranks of an engine see the same answers"
     different = [new != old for new, old in zip(tokens_of(seen["other step"]), answers)]
     assert np.mean(different) > 0.95
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_turns_that_join_and_leave_get_the_answers_of_one_call(saw, agent, rank):
+    """To the bit where no layer rounds a lone row otherwise; the first rank of the engine is asked, and told."""
+    seen = saw[agent, rank]
+    served = seen["served"]
+    assert tokens_of(seen["after"]) == tokens_of(seen["again"]), "the engine is as it was"
+    turns = served["dribbling"]["turns"]
+    assert sorted(turns) == ([] if rank else [f"{place}/0" for place in range(10)])
+    for key, (token_ids, stop, logprobs) in turns.items():
+        same = seen["again"][int(key.partition("/")[0])]
+        assert (token_ids.tolist(), stop) == (same[0].tolist(), same[1])
+        if not served["odd rows"]:
+            assert logprobs.tobytes() == same[2].tobytes()
+    tally = served["dribbling"]["tally"]
+    assert (tally.num_turns, tally.num_steps > 40) == (10, True), "ranks count alike"
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_conversations_are_the_same_in_any_order(saw, oracles, agent):
+    """Their later turns read the earlier ones from the prefix cache, and have the log-probs of the whole text."""
+    served = saw[agent, 0]["served"]
+    orders = [served[name]["turns"] for name in ("all at once", "one by one", "apart", "with a companion")]
+    assert {len(turns) for turns in orders} == {12}
+    for turns in orders[1:]:
+        for key, (token_ids, _, logprobs) in orders[0].items():
+            assert turns[key][0].tolist() == token_ids.tolist(), key
+            if served["odd rows"] <= {1}:
+                assert turns[key][2].tobytes() == logprobs.tobytes(), key
+    assert served["one by one"]["tally"].num_cached_tokens > 50
+    assert served["one by one"]["order"] != served["all at once"]["order"]
+    for opening, key in zip(served["openings"], ("0", "1"), strict=False):
+        head = list(opening)
+        for turn in range(3):
+            token_ids, _, logprobs = orders[0][f"{key}/{turn}"]
+            whole = oracles[f"{agent}-other"].score(head + token_ids.tolist(), TEMPERATURE)
+            np.testing.assert_allclose(logprobs, whole[len(head) - 1 :], atol=1e-4, rtol=0)
+            head += [*token_ids.tolist(), *SAID]
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_aborted_turns_end_with_the_beginning_of_their_answer(saw, agent, rank):
+    seen = saw[agent, rank]
+    turns = seen["served"]["aborted"]["turns"]
+    assert len(turns) == (0 if rank else 41)
+    cut = 0
+    for place in range(0 if rank else 41):
+        token_ids, stop, logprobs = turns[f"{place}/0"]
+        whole, ending, _ = seen["again"][place]
+        assert token_ids.tolist() == whole[: len(token_ids)].tolist() and len(logprobs) == len(token_ids)
+        assert stop is (Stop.CUT if len(token_ids) < len(whole) else ending)
+        cut += stop is Stop.CUT
+    assert rank or 10 <= cut <= 20
+
+
+@pytest.mark.parametrize("agent, rank", RANKS)
+def test_a_loop_that_dies_is_told_to_its_source_and_ends_on_every_rank(saw, agent, rank):
+    served = saw[agent, rank]["served"]
+    beyond, dead, inside = (served[name] for name in ("beyond", "dead", "inside"))
+    assert beyond["error"] == "ValueError: turn 1/0: token id 131 is none of the model's 131"
+    assert served["busy"] == "1 requests still use prefixes that the old weights have computed: abort them"
+    if rank:
+        told = "RuntimeError: the first rank of this engine has ended its loop: "
+        assert dead["error"] == told + "OSError: the player is gone"
+        assert inside["error"].startswith(told + "RuntimeError: generate() while the engine serves")
+        return
+    assert dead["error"] == "OSError: the player is gone" and dead["told"] == "the player is gone"
+    assert beyond["told"] in beyond["error"]
+    assert inside["error"].startswith("RuntimeError: generate() while the engine serves turns")
 
 
 @pytest.mark.parametrize("agent, rank", RANKS)

@@ -19,6 +19,7 @@ from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.provenance import read_alarms
 
 pytestmark = pytest.mark.nightly
 
@@ -111,6 +112,9 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
     values = read_metrics(tmp_path / "run/metrics.jsonl")[1].values
     assert [values[f"agent/{name}/num_skipped_updates"] for name in ("fine", "broken")] == [0, 1]
     assert "warning: the gradient norm of broken is nan" in console
+    alarms = [(alarm["step"], alarm["text"]) for alarm in read_alarms(tmp_path / "run")]
+    assert [step for step, text in alarms if text.startswith("warning: the gradient norm of broken is nan")] == [1]
+    assert all(text in console for _, text in alarms)
     said = r"warning: there is no checkpoint of step 1: param\.model\.\S+ of broken is not finite; step 0 is safe\n"
     assert re.search(said, console)
     assert not list((tmp_path / "run/checkpoints").glob("step_*"))

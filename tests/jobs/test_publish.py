@@ -30,6 +30,8 @@ MODELS = {
     "mistral-window": {"family": "mistral", "tied": False, "window": 11},
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
     "experts": {"family": "qwen3_moe", "tied": False},
+    "qwen3.5": {"family": "qwen3_5_text", "tied": True, "said": {"rms_norm_eps": 1e-2}},
+    "qwen3.5-images": {"family": "qwen3_5_text", "tied": False, "images": True, "said": {"rms_norm_eps": 1e-2}},
 }
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-DRIVER = "R580 or later"  # the first that runs CUDA 13, which torch 2.13's wheels are built for
+from hacpo_mega.cluster.machine.driver import driver_needed
+
 FIRST_GPU = Path("/dev/nvidia0")
 SENT_ALIGNED = 16  # bytes, as kernels read
 
@@ -70,8 +71,8 @@ def require_fitting_environment() -> None:
     if torch.version.cuda is not None:
         raise ValueError(
             f"torch {torch.__version__} is the CUDA {torch.version.cuda} build, but no GPU can be used here: "
-            f"{_why_no_gpu()}. Start on a node with a GPU and a driver {DRIVER} (nvidia-smi shows both), or make a CPU "
-            "environment: make env FLAVOUR=cpu"
+            f"{_why_no_gpu()}. Start on a node with a GPU and a {driver_needed(torch.version.cuda)} (nvidia-smi shows "
+            "both), or make a CPU environment: make env FLAVOUR=cpu"
         )
     if FIRST_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise ValueError(

@@ -44,6 +44,7 @@ EVERYWHERE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the actor that feeds it
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # nothing is sent as a pickle, nor as a function to be run
     "VLLM_NO_USAGE_STATS": "1",
+    "NO_VCS_VERSION": "1",  # Megatron would run git beside its files, and take a commit found there for its own
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
     "TRANSFORMERS_OFFLINE": "1",
@@ -326,6 +327,11 @@ def place_in_cluster() -> dict[str, str]:
         return {"job": f"slurm {job}", "nodes": node_list()}
     found = attempt_of_job()
     return {} if found is None else {"job": found[0]}
+
+
+def user_cache() -> Path:
+    """The folder of this user's caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def end_with_launcher() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Self
 
 from hacpo_mega.cluster.launcher_env import RANK_VARIABLES, LauncherEnv, from_launcher, num_local
-from hacpo_mega.cluster.security.private_folder import own_folder
+from hacpo_mega.cluster.security.private_folder import FOLDER, own_folder
 from hacpo_mega.models.files.visible import say
 
 SECRET = "HACPO_MEGA_SECRET"  # 32 random bytes as hexadecimal digits; the launcher or the job script makes them
@@ -125,6 +125,14 @@ def _private_draft(path: Path, text: str) -> Iterator[Path]:
         yield draft
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def key_in_file(name: str) -> Iterator[tuple[str, Path]]:
+    """A new key, and a file of this user alone that holds it until the block ends, in the job's folder if any."""
+    folder = Path(os.environ[FOLDER]) if FOLDER in os.environ else own_folder()
+    with _private_draft(folder / name, key := new_secret()) as file:
+        yield key, file
 
 
 def _await_private(path: Path, patience_s: float, advice: str) -> str:

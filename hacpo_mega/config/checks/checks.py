@@ -65,7 +65,7 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
 
 def batch_problems(config: Config) -> list[str]:
     """Problems that no file, model or device decides: names, the method, the sizes of step, update and cell."""
-    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers)
+    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers, _conversations)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -175,12 +175,12 @@ def _batches(config: Config) -> Iterator[str]:
                 f"{agent.name}{of_method} ({lanes} x {agent.cells_per_lane}{f' x {per_update}' if of_method else ''} = "
                 f"{cells * per_update}). Nearest: {nearest_multiples(update, update_unit(config))}"
             )
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    longest = config.rollout.max_prompt_tokens + config.longest_rollout
     shares = math.lcm(*(agent.tp * agent.cp for agent in config.agents))
     if longest > training.max_tokens_per_microbatch:
         yield (
             f"training.max_tokens_per_microbatch ({training.max_tokens_per_microbatch}) must hold one prompt and "
-            f"answer (rollout.max_prompt_tokens + max_answer_tokens = {longest}). Nearest: "
+            f"{_longest_words(config)} = {longest}). Nearest: "
             f"{nearest_multiples(longest, shares, longest)}"
         )
     for agent in config.agents:
@@ -324,12 +324,35 @@ def _fit_problems(
     yield from _position_problems(config, model)
 
 
+def _conversations(config: Config) -> Iterator[str]:
+    """Checks that a conversation holds a turn, and that nothing is asked of one that it cannot have."""
+    conversation, turn = config.conversation, config.rollout.max_answer_tokens
+    if conversation.environment is None:
+        for key in sorted(conversation.model_dump(exclude_defaults=True)):
+            yield f"conversation.{key}: nothing reads it without conversation.environment. Nearest: leave it out"
+        return
+    if config.longest_rollout < turn:
+        yield (
+            f"conversation.max_total_tokens ({conversation.max_total_tokens}) must hold a turn of "
+            f"rollout.max_answer_tokens ({turn}). Nearest: {turn}"
+        )
+    for agent in config.agents:
+        if agent.router_replay:
+            yield f"agents.{agent.name}: router_replay has no routing of a conversation's earlier turns. {WITHOUT}"
+
+
+def _longest_words(config: Config) -> str:
+    if config.conversation.environment is None:
+        return "answer (rollout.max_prompt_tokens + max_answer_tokens"
+    return "conversation (rollout.max_prompt_tokens + conversation.max_total_tokens"
+
+
 def _position_problems(config: Config, architecture: Architecture) -> Iterator[str]:
     """A line where the model has fewer positions than the longest prompt with its answer."""
     prompt, most = config.rollout.max_prompt_tokens, architecture.max_positions
     if (longest := prompt + config.longest_answer) <= most:
         return
-    answers = {"rollout": config.rollout.max_answer_tokens, "evaluation": config.evaluation.max_answer_tokens or 0}
+    answers = {"rollout": config.longest_rollout, "evaluation": config.evaluation.max_answer_tokens or 0}
     shortest = min(tokens for tokens in answers.values() if tokens)
     if most > prompt:
         nearest = [

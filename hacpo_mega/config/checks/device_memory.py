@@ -178,11 +178,11 @@ def _reading_s(config: Config, agent: AgentConfig, budget: Budget) -> float:
     rollout, engines = config.rollout, config.lanes * agent.cells_per_lane * agent.cell_size / budget.engine.tp
     asked, answer = (
         config.training.prompts_per_step * config.answers_per_prompt / engines,
-        rollout.max_answer_tokens / 2,
+        config.longest_rollout / 2,
     )
     at_most = agent.vllm.get("max_num_seqs", CUDA_DEFAULTS["max_num_seqs"])
     at_once = answers_at_once(budget, asked, rollout.max_prompt_tokens / 2 + answer / 2, at_most)
-    rounds = max(rollout.max_answer_tokens, asked * answer / at_once)
+    rounds = max(config.longest_rollout, asked * answer / at_once)
     return rounds * engine_weights(budget.actor, budget.engine) / DEVICE_BYTES_PER_S
 
 
@@ -276,7 +276,7 @@ def _changes(config: Config, agent: AgentConfig, budget: Budget) -> Iterator[tup
         yield "rollout.one_step_off = false", fullest_stage(lightest, asleep, most)
     elif not (actor.offloads or is_apart):
         yield "offload = 'optimizer'", fullest_stage(replace(lightest, offloads=True), engine, most)
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_answer_tokens
+    longest = config.rollout.max_prompt_tokens + config.longest_rollout
     tokens = actor.num_tokens // 2
     while tokens >= longest:
         parts = agent.tp * agent.cp
@@ -310,7 +310,7 @@ def _replayed_tokens(config: Config, agent: AgentConfig) -> int:
         return 0
     cells, rollout = config.lanes * agent.cells_per_lane, config.rollout
     answers = -(-config.training.prompts_per_step // cells) * config.answers_per_prompt
-    return answers * (rollout.max_prompt_tokens + rollout.max_answer_tokens)
+    return answers * (rollout.max_prompt_tokens + config.longest_rollout)
 
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:

@@ -13,7 +13,13 @@ from pathlib import Path
 from hacpo_mega.config.checks.run_dirs import run_dir_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.config.user_code import grader_problem, option_problem, own_code_problem, tracker_problem
+from hacpo_mega.config.user_code import (
+    environment_problem,
+    grader_problem,
+    option_problem,
+    own_code_problem,
+    tracker_problem,
+)
 from hacpo_mega.models.files.documents import one_line, parse_json
 from hacpo_mega.models.files.folder import tokenizer_problem
 
@@ -69,6 +75,9 @@ def _own_code(config: Config) -> Iterator[str]:
     for key, name, num_arguments in (("advantages", algorithm.advantages, 3), ("objective", algorithm.objective, 4)):
         if name is not None and (problem := own_code_problem(name, num_arguments)):
             yield f"algorithm.{key}: {problem}"
+    environment = config.conversation.environment
+    if environment is not None and (problem := environment_problem(environment)):
+        yield f"conversation.environment: {problem}"
     for name in config.logging.metrics:
         if problem := own_code_problem(name):
             yield f"logging.metrics: {problem}"

@@ -181,6 +181,21 @@ class RolloutConfig(Section):
     """Upper bound of that weight: the trainer's probability over the engine's."""
 
 
+class ConversationConfig(Section):
+    """Environment that answers the agents, turn by turn; without one a task is one prompt and one answer."""
+
+    environment: str | None = None
+    """Class that plays the other side, as FILE.py:CLASS or module:CLASS, or a built-in one: calculator, repair,
+    number_game (docs/guide/environments.md). Not given: no conversation."""
+    max_turns: Count = 8
+    """Most turns of an agent in a conversation; each has at most rollout.max_answer_tokens tokens."""
+    max_total_tokens: Count | None = None
+    """Most tokens of a conversation after its prompt, those of the environment included; not given: max_turns times
+    rollout.max_answer_tokens."""
+    turn_timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=86400.0)] = 60.0
+    """Seconds that the environment may take over one turn. A slower one is answered with an error."""
+
+
 class TrainingConfig(Section):
     """Batch arithmetic: sizes of a step, an optimizer update and a micro-batch."""
 
@@ -325,6 +340,8 @@ class Config(Section):
     """Judges of answers."""
     rollout: RolloutConfig = RolloutConfig()
     """Sampling of answers."""
+    conversation: ConversationConfig = ConversationConfig()
+    """Environment that answers the agents."""
     training: TrainingConfig = TrainingConfig()
     """Numbers of prompts and tokens that are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -425,6 +442,14 @@ class Config(Section):
         return tuple(reasons)
 
     @property
+    def longest_rollout(self) -> int:
+        """Tokens of the longest answer or conversation that is trained, its prompt not counted."""
+        conversation, turn = self.conversation, self.rollout.max_answer_tokens
+        if conversation.environment is None:
+            return turn
+        return conversation.max_total_tokens or conversation.max_turns * turn
+
+    @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer that training or evaluation may ask for."""
-        return max(self.rollout.max_answer_tokens, self.evaluation.max_answer_tokens or 0)
+        """Tokens of the longest answer or conversation that training or evaluation may ask for."""
+        return max(self.longest_rollout, self.evaluation.max_answer_tokens or 0)

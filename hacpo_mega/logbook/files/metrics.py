@@ -8,6 +8,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/engine_weight_mean, engine_weight_ess, engine_weight_truncated               its correction, if any
     agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned
     agent/<name>/own/<function>            what logging.metrics says of its answers
+    agent/<name>/conversation/turns_mean, turns_max, own_tokens, <event>_mean       with an environment: records.EVENTS
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/eval/reward_mean, eval/reward_square [/<skill>]    in place of accuracy, of graders that may give a
                                                                     part of a reward: the mean of it and of its square
@@ -54,7 +55,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -314,14 +315,22 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     steps: dict[int, StepMetrics] = {}
     for number, text, line in json_lines(path, METRICS_LINE):
         try:
-            if why := wrong_field(line, {"step": COUNT, "values": TABLE, "timing": TABLE}):
-                raise ValueError(why)
-            step, values, timing = line["step"], _floats(line["values"]), _floats(line["timing"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            step, found = metrics_of(line)
+        except ValueError as error:
             raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
         known = steps.get(step, StepMetrics({}, {}))
-        steps[step] = StepMetrics(known.values | values, known.timing | timing)
+        steps[step] = StepMetrics(known.values | found.values, known.timing | found.timing)
     return dict(sorted(steps.items()))
+
+
+def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
+    """Step and numbers of a line of `metrics.jsonl`. ValueError, with the reason, for another shape."""
+    if why := wrong_field(line, {"step": COUNT, "values": TABLE, "timing": TABLE}):
+        raise ValueError(why)
+    try:
+        return line["step"], StepMetrics(_floats(line["values"]), _floats(line["timing"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error
 
 
 def require_readable_metrics(run_dir: Path) -> None:

@@ -10,10 +10,13 @@ A line is one prompt:
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
          "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it},
          "not_trained": {learner: why it is not: "too_long" and other DropReasons; "outside_band": it has no gradient},
+         of a conversation "turns": [{"role", "content", "num_tokens", "name" of a tool, "stop" of own ones}, ...], all
+         after the prompt, "opening" (what its environment has added to the prompt), and "text" of the last own turn,
          and with logging.rollout_tokens
          "tokens": [text of every token], "token_ids": [their ids for its own agent],
          "token_logprob": [nats of each trained one, before the step's first update],
-         "token_ratio": [of each trained one, for its own agent in the update that trained it]}, ...]}
+         "token_ratio": [of each trained one, for its own agent in the update that trained it],
+         "trained_places": [of these in a conversation; not given: the leading tokens]}, ...]}
 Not here: metrics, which are about many answers (metrics.py).
 """
 
@@ -47,7 +50,7 @@ from hacpo_mega.logbook.files.metrics import json_number
 if TYPE_CHECKING:  # a report reads these files without torch
     from torch import Tensor
 
-    from hacpo_mega.records import Pool, Trajectory
+    from hacpo_mega.records import Pool, Trajectory, Turn
 
 
 AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
@@ -71,7 +74,8 @@ ANSWER_FIELDS = {
     **{"agent": TEXT, "rollout": COUNT, "text": TEXT, "reward": NUMBER.or_null, "verdict": TEXT, "stop": TEXT},
     **{"num_tokens": COUNT, "mean_logprob": NUMBER.or_null.if_given},
     **{"advantage": table_of(NUMBER), "ratio": table_of(NUMBER), "not_trained": table_of(TEXT).if_given},
-    **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given},
+    **{"turns": list_of(TABLE).if_given, "opening": TEXT.if_given},
+    **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given, "trained_places": IDS.if_given},
     **{"token_logprob": list_of(OF_TOKENS).if_given, "token_ratio": list_of(OF_TOKENS).if_given},
 }
 
@@ -82,6 +86,7 @@ class AnswerTokens:
 
     logprobs   before the step's first update, nats; None where the answer was not scored
     ratios     in the update that trained it over `logprobs`; None where it trained none
+    places     of the trained tokens in a conversation; None: the leading ones
     """
 
     prompt_index: int
@@ -90,6 +95,7 @@ class AnswerTokens:
     pieces: tuple[str, ...]
     logprobs: np.ndarray | None
     ratios: np.ndarray | None
+    places: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -215,19 +221,24 @@ class RolloutLog:
     def _drop_parts_after(self, steps_done: int) -> None:
         """A resumed run writes these steps again; with fewer lanes than before, parts would be left over."""
         for path in self._folder.glob("step_*.lane_*.jsonl"):
-            step, lane = _place_of(path)
+            step, lane = place_of(path)
             if step > steps_done and (lane == self._lane or self._lane == 0):
                 path.unlink(missing_ok=True)
 
 
-def _place_of(path: Path) -> tuple[int, int]:
+def place_of(path: Path) -> tuple[int, int]:
     """(step, lane) of a part, from its name."""
     step, lane = re.findall(r"\d+", path.name)
     return int(step), int(lane)
 
 
 def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
+    played = trajectory.rollout.conversation
+    turns = {} if played is None else {"turns": [_described_turn(turn) for turn in played.turns]}
+    if played is not None and played.opening:
+        turns["opening"] = played.opening
     return {
+        **turns,
         "agent": agent,
         "rollout": trajectory.rollout.rollout_index,
         "text": trajectory.rollout.text,
@@ -239,11 +250,18 @@ def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
     }
 
 
+def _described_turn(turn: "Turn") -> dict[str, Any]:
+    stop = {} if turn.stop is None else {"stop": turn.stop.name.lower()}
+    return {**turn.message, "num_tokens": turn.num_tokens, **stop}
+
+
 def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
     """(prompt index, rollout index, what the log says of the answer's tokens)."""
     numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
     known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
     texts = {"tokens": list(answer.pieces), "token_ids": list(answer.ids)}
+    if answer.places is not None:
+        texts["trained_places"] = answer.places.tolist()
     return answer.prompt_index, answer.rollout_index, texts | known
 
 
@@ -287,24 +305,32 @@ def logged_parts(run_dir: Path) -> dict[int, set[int]]:
     """The lanes that have rollouts on disk, by step."""
     lanes: dict[int, set[int]] = {}
     for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl"):
-        step, lane = _place_of(path)
+        step, lane = place_of(path)
         lanes.setdefault(step, set()).add(lane)
     return lanes
 
 
 def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The prompts of a step over all lanes, by prompt index. ValueError, with line and field, for another shape."""
-    prompts = []
-    for path in sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl")):
-        for number, text, line in json_lines(path, LINE, run_dir):
-            if why := _wrong_field(line):
-                raise bad_line(path, number, text, LINE, why)
-            prompts.append(line)
+    parts = sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl"))
+    prompts = [line for path in parts for _, _, line in read_part(path, run_dir)]
     return sorted(prompts, key=lambda prompt: prompt["prompt_index"])
 
 
-def _wrong_field(line: Mapping[str, Any]) -> str | None:
+def read_part(path: Path, run_dir: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Number, text and content of the lines of one lane's file of a step. ValueError like `read_rollouts`."""
+    for number, text, line in json_lines(path, LINE, run_dir):
+        try:
+            require_logged_prompt(line)
+        except ValueError as error:
+            raise bad_line(path, number, text, LINE, str(error)) from error
+        yield number, text, line
+
+
+def require_logged_prompt(line: Mapping[str, Any]) -> None:
+    """ValueError, with the field, for a line that is no logged prompt."""
     if why := wrong_field(line, FIELDS):
-        return why
-    answers = (wrong_field(answer, ANSWER_FIELDS, f"answers[{n}].") for n, answer in enumerate(line["answers"]))
-    return next(filter(None, answers), None)
+        raise ValueError(why)
+    for n, answer in enumerate(line["answers"]):
+        if why := wrong_field(answer, ANSWER_FIELDS, f"answers[{n}]."):
+            raise ValueError(why)

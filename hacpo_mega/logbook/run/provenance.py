@@ -1,6 +1,7 @@
 """Provenance in a run's folder: the code that made the run, and whether it is over, so that numbers can be traced.
 
 starts.jsonl    one line per start       finished.json   the number of steps after which all agents were exported
+alarms.jsonl    one line per warning that a step has raised
 """
 
 import importlib.metadata
@@ -23,6 +24,8 @@ PACKAGES = (
     *("transformer-engine", "apex", "nvidia-modelopt"),
 )
 FINISHED = "finished.json"
+ALARMS, ALARM_LINE = "alarms.jsonl", "an alarm of the run"
+ALARM_FIELDS = {"time_unix_s": NUMBER, "step": COUNT, "text": TEXT}
 LINE = "a start of the run"
 FIELDS = {
     "time_unix_s": NUMBER.if_given,
@@ -59,6 +62,21 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
                 raise bad_line(path, number, text, LINE, why)
             starts.append(line)
     return starts
+
+
+def alarm_line(step: int, text: str) -> bytes:
+    """The line of `alarms.jsonl` for a warning that a step has raised now."""
+    return json.dumps({"time_unix_s": round(time.time(), 3), "step": step, "text": text}).encode() + b"\n"
+
+
+def read_alarms(run_dir: Path) -> list[dict[str, Any]]:
+    """The alarms of a run, oldest first, but those of steps that a later start has done again; bad lines are left
+    out."""
+    with suppress(OSError, ValueError):
+        starts = [(start["time_unix_s"], start["steps_done"]) for start in read_starts(run_dir)]
+        lines = [line for _, _, line in json_lines(run_dir / ALARMS, ALARM_LINE) if not wrong_field(line, ALARM_FIELDS)]
+        return [line for line in lines if all(at <= line["time_unix_s"] or line["step"] <= done for at, done in starts)]
+    return []
 
 
 def other_threads(run_dir: Path) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The folder of a run and the files in it.
 
-    config.toml   resolved        starts.jsonl   commit and versions of every start
+    config.toml   resolved        starts.jsonl   commit and versions of every start    alarms.jsonl   warnings of steps
     checkpoints/step_*/           hacpo_mega/checkpoint/files.py
     metrics.jsonl, tensorboard/   metrics.py     rollouts/step_*.lane_*.jsonl   rollout_log.py
     agents/<name>/   every agent as a Hugging Face folder, at the end     finished.json   the steps they have learnt
@@ -28,7 +28,7 @@ from hacpo_mega.logbook.files.backlog import Backlog
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import FINISHED, read_starts, record_end, record_start
+from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.records import Pool
@@ -92,6 +92,11 @@ class RunFolder:
         """Writes the reduced metrics of a step, on rank 0."""
         if self._metrics is not None:
             self._metrics.write(step, metrics)
+
+    def write_alarm(self, step: int, text: str) -> None:
+        """Notes a warning that a step has raised, on rank 0."""
+        if self._metrics is not None:
+            self._backlog.append(self._path / ALARMS, alarm_line(step, text))
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
         """Logs a lane's answers with this learner's advantages and notes. Collective over the leaders."""

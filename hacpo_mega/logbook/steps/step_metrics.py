@@ -20,6 +20,8 @@ from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.held_out import ACCURACY, REWARD_MEAN, REWARD_SQUARE
 from hacpo_mega.records import (
     DROP_REASONS,
+    EVENTS,
+    Conversation,
     Judgement,
     Prompt,
     ReencodingCounts,
@@ -40,6 +42,8 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
         metrics.add(f"{prefix}/answer_tokens_mean", len(trajectory.rollout.token_ids), 1)
         metrics.highest(f"{prefix}/answer_tokens_max", len(trajectory.rollout.token_ids))
         metrics.add(f"{prefix}/truncated", trajectory.rollout.stop is Stop.LENGTH, 1)
+        if trajectory.rollout.conversation is not None:
+            _add_conversation(metrics, f"{prefix}/conversation", trajectory.rollout.conversation)
         if trajectory.num_scored:
             metrics.add(f"{prefix}/logprob_mean", trajectory.mean_logprob, 1)
     metrics.count(f"{prefix}/num_answers", len(trajectories))
@@ -47,19 +51,31 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
     metrics.shares(f"{prefix}/verdict", Counter(trajectory.verdict.name.lower() for trajectory in trajectories))
 
 
+def _add_conversation(metrics: Metrics, prefix: str, conversation: Conversation) -> None:
+    """Own turns and tokens of a conversation, and its events (conversations/player.py)."""
+    own = [turn for turn in conversation.turns if turn.is_own]
+    metrics.add(f"{prefix}/turns_mean", len(own), 1)
+    metrics.highest(f"{prefix}/turns_max", len(own))
+    metrics.add(f"{prefix}/own_tokens", sum(turn.num_tokens for turn in own), conversation.num_tokens)
+    for event in EVENTS:
+        metrics.add(f"{prefix}/{event}_mean", conversation.counts.get(event, 0), 1)
+
+
 def add_advantages(metrics: Metrics, name: str, advantages_PNG: Tensor) -> None:
     """The largest advantage of the answers that an agent trains with, either sign, omega applied."""
     metrics.highest(f"agent/{name}/advantage_max", advantages_PNG.abs().max().item())
 
 
-def add_engine_gap(metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, Score]]) -> None:
+def add_engine_gap(
+    metrics: Metrics, name: str, scored: Sequence[tuple[Rollout, Score]], *, eos_in_loss: bool = True
+) -> None:
     """Adds |engine - trainer| of log-probs on trained tokens of fresh answers, before the first update.
 
     With d = trainer - engine in nats: mean and maximum of |d|, and the mean of exp(d) - d - 1, which estimates
     KL(engine || trainer) from tokens that the engine drew (k3 of Schulman 2020, never negative).
     """
     trainer = np.concatenate([np.zeros(0), *(score.token_logprobs for _, score in scored)])
-    engine = [rollout.logprobs[: len(score.token_logprobs)] for rollout, score in scored]
+    engine = [rollout.trained_logprobs(eos_in_loss)[: len(score.token_logprobs)] for rollout, score in scored]
     difference = trainer - np.concatenate([np.zeros(0), *engine])  # float64, as the zeros are
     if not len(difference):
         return

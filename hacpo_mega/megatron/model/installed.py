@@ -1,4 +1,6 @@
-"""Check that TransformerEngine, apex and flash-attention 3 are each complete or absent; else one line.
+"""Check that TransformerEngine, apex, flash-attention 3 and flash-linear-attention are each complete or absent.
+
+One that is not is refused in one line.
 
 It comes before Megatron imports them. None is in a lock: all are built from source (launch/image/). TransformerEngine's
 wheels on the public index lack the extension for torch, and the public package called apex is another project. Megatron
@@ -9,10 +11,10 @@ import importlib.metadata
 
 import torch  # noqa: F401  apex's extension is linked to libraries that torch loads
 
-# of megatron-core 0.16.1, from the first up to but without the second
-FIRST, BEYOND = (2, 9), (2, 12)
+# The first has all that megatron-core 0.19.2 imports for this project's layers and optimizer; the second came after it.
+FIRST, BEYOND = (2, 14), (2, 20)
 REMEDY = (
-    'Build it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.9,<2.12" '
+    'Build it for this torch: pip install --no-build-isolation "transformer-engine[pytorch]>=2.14,<2.20" '
     "(docs/guide/gpus.md), or remove it: hacpo_mega trains without"
 )
 APEX_REMEDY = "Build it for this torch (launch/image/Dockerfile has the lines), or remove it: hacpo_mega trains without"
@@ -22,7 +24,7 @@ def version_problem(version: str) -> str | None:
     """Problem with a version of TransformerEngine; None if Megatron supports it."""
     if FIRST <= tuple(int(part) for part in version.split(".")[:2]) < BEYOND:
         return None
-    return f"transformer-engine {version} is installed; Megatron takes 2.9 up to, not including, 2.12. {REMEDY}"
+    return f"transformer-engine {version} is installed; Megatron takes 2.14 up to, not including, 2.20. {REMEDY}"
 
 
 VERSION = None  # of the installed TransformerEngine
@@ -60,3 +62,16 @@ except (ImportError, OSError, RuntimeError) as error:
     ) from error
 else:
     FLASH3 = flash_attn_varlen_func
+
+DELTA_RULE = None  # the gated delta rule over packed sequences of flash-linear-attention
+try:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+except ModuleNotFoundError:
+    pass
+except (ImportError, OSError, RuntimeError) as error:
+    raise ValueError(
+        f"flash-linear-attention is installed in part: {type(error).__name__}: {error}. Install it for this torch, or "
+        "remove it: gated delta nets are computed by torch without"
+    ) from error
+else:
+    DELTA_RULE = chunk_gated_delta_rule

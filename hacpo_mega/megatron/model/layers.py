@@ -22,6 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
+from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
 from hacpo_mega.megatron.model.gated import GatedActivation
 from hacpo_mega.megatron.model.installed import FLASH3
 from hacpo_mega.megatron.model.moe import expert_layer
@@ -347,7 +348,10 @@ class ScaledQueries(SelfAttention):
 def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
     """Megatron's local layer spec with the layers of this file, for the layers of one pipeline stage."""
     # Layers of the same kind share a spec.
-    kinds = [(architecture.window_of(layer), architecture.has_experts_in(layer)) for layer in layers]
+    kinds = [
+        (architecture.window_of(layer), architecture.has_experts_in(layer), architecture.has_delta_net_in(layer))
+        for layer in layers
+    ]
     specs = {kind: _layer_spec(architecture, config, *kind) for kind in kinds}
     return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=_norm(architecture))
 
@@ -357,7 +361,7 @@ def _norm(architecture: Architecture) -> type[RMSNorm]:
 
 
 def _layer_spec(
-    architecture: Architecture, config: TransformerConfig, window: int | None, has_experts: bool
+    architecture: Architecture, config: TransformerConfig, window: int | None, has_experts: bool, has_delta_net: bool
 ) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
     traits, norm = architecture.traits, _norm(architecture)
@@ -367,7 +371,23 @@ def _layer_spec(
         if f"{name}.norm" in traits.norms:
             added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm})
             setattr(layer.submodules, name, added)
-    attention = layer.submodules.self_attention
+    if has_delta_net:
+        delta = {"delta": architecture.delta_net}
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params=delta)
+    else:
+        _set_attention(layer.submodules.self_attention, architecture, config, window)
+    if has_experts:
+        layer.submodules.mlp = expert_layer(architecture)
+    else:
+        activation = ModuleSpec(module=GatedActivation, params={"name": traits.activation})
+        layer.submodules.mlp.keywords["submodules"].activation_func = activation
+    return layer
+
+
+def _set_attention(
+    attention: ModuleSpec, architecture: Architecture, config: TransformerConfig, window: int | None
+) -> None:
+    traits = architecture.traits
     if traits.two_ropes:
         attention.module = TwoRopes
         attention.params = {**attention.params, "has_window": window is not None}
@@ -381,12 +401,6 @@ def _layer_spec(
         attention.submodules.linear_proj = ModuleSpec(
             module=WithBias, params={"linear": attention.submodules.linear_proj}
         )
-    if has_experts:
-        layer.submodules.mlp = expert_layer(architecture)
-    else:
-        activation = ModuleSpec(module=GatedActivation, params={"name": traits.activation})
-        layer.submodules.mlp.submodules.activation_func = activation
-    return layer
 
 
 def _qk_norms(architecture: Architecture, tp: int) -> tuple[ModuleSpec, ModuleSpec]:

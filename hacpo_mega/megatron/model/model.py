@@ -21,6 +21,7 @@ from torch.nn.functional import silu
 from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.config.checks.pass_through import table_problems
 from hacpo_mega.megatron.model.context_parallel import own_tokens, redo_output
+from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
 from hacpo_mega.megatron.model.layers import decoder_spec
 from hacpo_mega.megatron.model.linear import ADDS_AT_ONCE, EmbeddingInFloat32
 from hacpo_mega.megatron.model.platform import megatron_platform, plain_torch
@@ -66,7 +67,8 @@ class HiddenStateModel(GPTModel):
         self.rope_P = rope_frequencies(architecture).to(torch.cuda.current_device())
         self.window_rope_P = window_frequencies(architecture).to(torch.cuda.current_device())
         for place, layer in enumerate(self.decoder.layers):
-            redo_output(layer.self_attention)
+            if not isinstance(layer.self_attention, GatedDeltaNet):
+                redo_output(layer.self_attention)
             layer.mlp.place = place  # whose routing is an expert layer's
 
     @property
@@ -190,7 +192,10 @@ def stage_model(
         )
 
     with megatron_platform():
-        return chunk(rounds[0], later=[chunk(vp_stage) for vp_stage in rounds[1:]])
+        model = chunk(rounds[0], later=[chunk(vp_stage) for vp_stage in rounds[1:]])
+    # Megatron builds norms of queries and keys by it, then adds up their gradients: only where ranks hold copies.
+    config.qk_layernorm = architecture.copies_qk_norm
+    return model
 
 
 def transformer_config(

@@ -1,6 +1,6 @@
 """Mixture-of-experts layer: a router and experts in place of a feed-forward, each expert whole on one rank of ep.
 
-Megatron's own layer is not used (core 0.16.1): without TransformerEngine its float32 router does not run, its
+Megatron's own layer is not used (core 0.19.2): without TransformerEngine its float32 router does not run, its
 dispatcher needs CUDA streams, its grouped experts a package that no lock has. This one does the same in fewer steps:
 
     router      the k experts of a token, and their shares in its output (router.py)
@@ -51,7 +51,7 @@ class ExpertLayer(torch.nn.Module):
     architecture: Architecture  # set by `expert_layer`
     place: int  # index among the layers of its stage (model.py)
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, **_place: object) -> None:
         super().__init__()
         self.group = parallel_state.get_expert_model_parallel_group()
         self.router = Router(self.architecture, config)

@@ -104,6 +104,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     return [
         (cuda, "current_device", _current_device),
         (cuda, "synchronize", _nothing),
+        (cuda, "current_stream", _nothing),
         (cuda, "empty_cache", _nothing),
         (cuda, "set_device", _nothing),
         (cuda, "manual_seed", torch.manual_seed),

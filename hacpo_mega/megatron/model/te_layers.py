@@ -3,7 +3,7 @@
 The norm before a projection is part of the projection (names.py knows both forms), norms and matrices are
 TransformerEngine's, and attention reads the packed micro-batch (THD). The local layers (layers.py) stay the reference.
 bf16 only: fp8 keeps scales that change from one forward to the next, so an answer scored twice would have two scores.
-Written against TransformerEngine 2.9 to 2.11. Never imported here: Megatron imports it, after installed.py's check.
+Written against TransformerEngine 2.14 to 2.19. Never imported here: Megatron imports it, after installed.py's check.
 """
 
 import copy
@@ -97,5 +97,5 @@ def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layer
         layer.submodules.mlp = expert_layer(architecture)
     else:
         activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
-        layer.submodules.mlp.submodules.activation_func = activation
+        layer.submodules.mlp.keywords["submodules"].activation_func = activation
     return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=gpt_layer_specs.TENorm)

@@ -14,7 +14,7 @@ On CUDA the copies run on a stream of their own through pinned memory, beside ot
 beside judging, exchanging and scoring (agent/devices.py). On the CPU they are done at once, and the memory is freed and
 taken again all the same.
 
-Why not Megatron's own (core 0.16.1): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
+Why not Megatron's own (core 0.19.2): `MegatronOptimizer.offload_to_cpu` and `restore_from_cpu` wait for every copy, use
 pageable memory that they allocate anew each time, ignore tensors on the CPU, and give every tensor another storage: a
 view of a float32 model's weights comes back as a second copy of them, and other views read stale data.
 `optimizer_cpu_offload` (HybridDeviceOptimizer) moves the optimizer step itself to the CPU. Here every tensor keeps its

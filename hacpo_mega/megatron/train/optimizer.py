@@ -183,7 +183,7 @@ class ActorOptimizer:
         self.offload.ensure_on_device()  # Megatron pairs every gradient with its main weight
         self.megatron.prepare_grads()
         parts = self.megatron.chained_optimizers
-        return [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+        return [gradient for part in parts for gradient in part.get_grads_for_grad_norm()]
 
     def sum_over_model(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a tensor, in place, over the ranks that share `counted_gradients`. Collective over the agent."""

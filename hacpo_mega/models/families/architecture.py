@@ -3,12 +3,14 @@
 Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families.families import FAMILIES, Family
 from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope
@@ -34,6 +36,7 @@ class Architecture:
     routed_scale        what its shares are multiplied with at the end
     shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
     dense_layers        how many layers, the first ones, have a feed-forward and no experts
+    delta_net           what some layers have in the place of attention; delta_layers: whether each has it
     Raises ValueError for sizes that no such decoder has.
     """
 
@@ -66,6 +69,8 @@ class Architecture:
     routed_scale: float = 1.0
     shared_ffn: int = 0
     dense_layers: int = 0
+    delta_net: DeltaNet | None = None
+    delta_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -122,6 +127,20 @@ class Architecture:
         return fields
 
     @property
+    def gated(self) -> bool:
+        """True if attention has a gate on its output, a number per query."""
+        return self.traits.gated_attention
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return self.num_layers - sum(self.delta_layers)
+
+    def has_delta_net_in(self, layer: int) -> bool:
+        """True if this layer has a delta net in the place of attention."""
+        return bool(self.delta_layers) and self.delta_layers[layer]
+
+    @property
     def fits_te(self) -> bool:
         """True if it can have TransformerEngine's layers."""
         return self.traits.fits_te and not self.windows
@@ -155,14 +174,16 @@ class Architecture:
         return self.has_experts and layer >= self.dense_layers
 
     def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
-        """Models of a single layer for every kind among `layers`, without experts and with, and how many are such."""
-        counts: dict[bool, int] = {}
-        for layer in layers:
-            counts[self.has_experts_in(layer)] = counts.get(self.has_experts_in(layer), 0) + 1
+        """Models of a single layer for every kind among `layers`, without experts and with, with attention and with a
+        delta net, and how many are such."""
+        counts = Counter((self.has_experts_in(layer), self.has_delta_net_in(layer)) for layer in layers)
         thin = replace(self, num_layers=1, dense_layers=0)
         plain = replace(thin, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
                         groups_per_token=1)  # fmt: skip
-        return {thin if has_experts else plain: count for has_experts, count in counts.items()}
+        return {
+            replace(thin if has_experts else plain, delta_layers=(has_delta,) if self.delta_layers else ()): count
+            for (has_experts, has_delta), count in counts.items()
+        }
 
     @property
     def interleaved(self) -> bool:
@@ -208,6 +229,7 @@ class Architecture:
         )
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
+        delta_net, delta_layers = read_delta_net(path, fields, family, num_layers)
         try:
             return cls.of_family(
                 family,
@@ -235,6 +257,8 @@ class Architecture:
                 rotary_share=angles.share,
                 windows=read_windows(path, fields, family, num_layers),
                 window_theta=angles.window_theta,
+                delta_net=delta_net,
+                delta_layers=delta_layers,
                 query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
                 if family.query_scalar
                 else None,

@@ -62,6 +62,15 @@ SANDWICH = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
+# The fields about gated delta nets -> their sizes (delta_net.py); how far apart layers with attention are.
+DELTA_FIELDS = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "width",
+}
+DELTA_INTERVAL = "full_attention_interval"
 # Which layers may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
@@ -89,10 +98,14 @@ class Family:
     experts         what it has in the place of its feed-forwards; None: feed-forwards
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
+    rope_ignores    fields of its rope table that say where images lie, and change nothing in text
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
+    gated_attention whether queries come with a gate on attention's output
+    delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
+                    and the rest apart, or by heads of keys; None: it has no delta nets
     scales_queries  whether queries grow with their position, by `llama_4_scaling_beta` of its rope table (rope.py)
     defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
@@ -121,9 +134,12 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     stored_fused: frozenset[str] = frozenset()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rope_ignores: frozenset[str] = frozenset()
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
     image_class: str | None = None
+    gated_attention: bool = False
+    delta_net: Literal["apart", "by heads"] | None = None
     scales_queries: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
@@ -140,13 +156,14 @@ class Family:
     @property
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
-        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes
+        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
         """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
+        scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
         own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
         return name in own or name in ONLY or name in self.only
@@ -327,10 +344,36 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
 )  # fmt: skip
+# From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction
+# beside the model's own (weight_files.py). `mamba_ssm_dtype` is the engine's type of a state.
+_DELTA = {
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4, "head_dim": 256,
+}  # fmt: skip
+_PREDICTION = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers"})
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    "text of Qwen3.5, 3.6, 3.8",
+    qk_norm=True,
+    offset_norms=True,
+    gated_attention=True,
+    delta_net="apart",
+    rope_kinds=("default", "yarn"),
+    rope_ignores=frozenset({"mrope_section", "mrope_interleaved"}),
+    rotary_share=0.25,
+    may_turn_a_part=True,
+    image_class="Qwen3_5ForConditionalGeneration",
+    defaults={**_DELTA, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 248320,
+              "max_position_embeddings": 32768},
+    ignores=_PREDICTION | {"mamba_ssm_dtype"},
+    only={"attn_output_gate": True, "output_gate_type": "swish"},
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE,
+        QWEN3_5,
     )
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ A window of w is the token itself and the w - 1 before it, in transformers as in
 
 from pathlib import Path
 
+from hacpo_mega.models.families.delta_net import LINEAR
 from hacpo_mega.models.families.families import Family
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.fields import Fields
@@ -19,6 +20,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
     known = (FULL, WINDOWED) if family.windows == "some" else (FULL,)
+    known += () if family.delta_net is None else (LINEAR,)
     if other := [kind for kind in kinds if kind not in known]:
         only = " and ".join(map(repr, known))
         raise ValueError(f"{path}: layer_types has {short(other[0])}, which is not supported, only {only}")

@@ -152,7 +152,8 @@ def head_size_problem(head_dim: int, known: Collection[int]) -> str:
 
 def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
-    rows = (architecture.num_heads + 2 * architecture.num_kv_heads) * architecture.head_dim
+    queries = architecture.num_heads * (2 if architecture.gated else 1)
+    rows = (queries + 2 * architecture.num_kv_heads) * architecture.head_dim
     also = {"the model's {} rows of query, key and value together": rows}
     if architecture.traits.whole_qk_norm:
         also["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
@@ -165,6 +166,10 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
     With more ranks than key/value heads, each head goes to several.
     """
     heads, kv_heads, tp = architecture.num_heads, architecture.num_kv_heads, layout.tp
+    if layout.cp > 1 and architecture.delta_net is not None:
+        return [
+            f"cp ({layout.cp}): gated delta nets, as {architecture.family} has, need whole sequences. Nearest: cp = 1"
+        ]
 
     def fits(cp: int) -> bool:
         return heads % (tp * cp) == 0 and _copies(kv_heads, tp * cp)
@@ -229,6 +234,8 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
         "the model's {} columns of shared experts": architecture.shared_ffn,
         **also,
     }
+    if architecture.delta_net is not None:
+        divided["the model's {} key heads of gated delta nets"] = architecture.delta_net.key_heads
 
     valid = [n for n in range(1, heads + 1) if _copies(kv_heads, n) and not any(size % n for size in divided.values())]
     nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"

@@ -80,6 +80,9 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Reasons why this model cannot have these adapters on `tp` ranks, a line each."""
+    if architecture.delta_net is not None:
+        yield f"lora: models with gated delta nets, as {architecture.family}, have no adapters here. Nearest: no lora"
+        return
     if architecture.shared_ffn:
         yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return

@@ -25,6 +25,7 @@ from hacpo_mega.models.sharding.segments import (
     gate_rows,
     padded_vocab_size,
     rectangles,
+    segments,
     shard_shape,
 )
 from hacpo_mega.models.sharding.shards import Shard, runs, stack_name, stacked
@@ -224,6 +225,11 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
         if slot.cut is Cut.EXPERTS:
             yield from _engine_experts(slot, architecture, tp=tp, rank=rank)
             continue
+        if slot.cut is Cut.HEADS:  # as Megatron's ranks
+            whole = (Shard(source.name, (0,) * len(source.shape), source.shape) for source in slot.sources)
+            held, pieces = tuple(whole), segments(slot, architecture, tp=tp, tp_rank=rank)
+            yield from (held[piece.source].part(0, piece.start, piece.stop - piece.start) for piece in pieces)
+            continue
         sources = slot.sources
         # Matrices that a folder holds fused lie one below the other in a single tensor.
         above = 0
@@ -258,7 +264,8 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
         each = padded_vocab_size(rows, tp) // tp
         yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
     elif slot.cut is Cut.QKV:
-        for heads in (architecture.num_heads, architecture.num_kv_heads, architecture.num_kv_heads):
+        queries = architecture.num_heads * (2 if architecture.gated else 1)  # with the gate of each
+        for heads in (queries, architecture.num_kv_heads, architecture.num_kv_heads):
             shares = min(tp, heads)
             each, place = heads * architecture.head_dim // shares, rank // (tp // shares)
             yield heads * architecture.head_dim, each * place, each * (place + 1)

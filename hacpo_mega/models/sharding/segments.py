@@ -29,6 +29,7 @@ class Cut(enum.Enum):
     GATE_UP = "gate and up fused, each split along the output dimension"
     QKV = "query, key and value fused by key/value group, split along the output dimension"
     VOCAB = "rows of the vocabulary, padded"
+    HEADS = "rows of heads, several parts fused, each split along the output dimension"
     EXPERTS = "matrices of whole experts, one below the other, each expert on one rank of ep"
 
 
@@ -60,16 +61,29 @@ class Rectangle:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """A part of a slot of heads: of every group of heads so many `rows` of a source, from `start` on, `step` apart."""
+
+    source: int
+    start: int
+    rows: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Slot:
     """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of.
 
     matrices   those of a fused cut that it has, its sources one by one; None: all
+    parts      of a cut by heads, in the order of the parameter, and of how many groups of heads
     """
 
     parameter: str
     cut: Cut
     sources: tuple[Source, ...]
     matrices: tuple[int, ...] | None = None
+    parts: tuple[HeadRows, ...] = ()
+    groups: int = 0
 
     @property
     def dim(self) -> int:
@@ -118,15 +132,27 @@ def all_sources(architecture: Architecture) -> Iterator[Source]:
 def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slot]:
     """Parameters of layer number `local` of the stage, which is the model's number `layer`."""
     megatron, hugging = f"decoder.layers.{local}.", f"model.layers.{layer}."
-    hidden, traits = architecture.hidden_size, architecture.traits
-    query_rows, kv_rows = _projection_rows(architecture)
-    attention, self_attn = f"{megatron}self_attention.", f"{hugging}self_attn."
-    qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+    hidden, traits, attention = architecture.hidden_size, architecture.traits, f"{megatron}self_attention."
     norms = {
         ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
         for ours, theirs in traits.norms.items()
     }
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
+    if architecture.has_delta_net_in(layer):
+        slots += _delta_slots(architecture, attention, f"{hugging}linear_attn.")
+    else:
+        slots += _attention_slots(architecture, attention, f"{hugging}self_attn.")
+    slots += norms.values()
+    if architecture.has_experts_in(layer):
+        return slots + _expert_slots(architecture, megatron, hugging)
+    return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
+
+
+def _attention_slots(architecture: Architecture, attention: str, self_attn: str) -> list[Slot]:
+    hidden, traits = architecture.hidden_size, architecture.traits
+    query_rows, kv_rows = _projection_rows(architecture)
+    stored_rows = query_rows * 2 if architecture.gated else query_rows
+    qkv, slots = {"q_proj": stored_rows, "k_proj": kv_rows, "v_proj": kv_rows}, []
     weight = _fused(architecture, self_attn, "weight", qkv, "qkv_proj", hidden)
     slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, weight))
     if architecture.qkv_bias:
@@ -140,10 +166,50 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
-    slots += norms.values()
-    if architecture.has_experts_in(layer):
-        return slots + _expert_slots(architecture, megatron, hugging)
-    return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
+    return slots
+
+
+def _delta_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+    """A gated delta net: queries, keys, values, their gates, and both numbers per head, a part each of one matrix."""
+    delta, hidden = architecture.delta_net, architecture.hidden_size
+    assert delta is not None, architecture.family
+    key, value, two = delta.key_dim, delta.value_rows // delta.key_heads, delta.value_heads // delta.key_heads
+    mixed = _below(delta.key_heads, 0, key, key, value)
+    if architecture.traits.delta_net == "apart":
+        rows = {"qkv": delta.mixed_rows, "z": delta.value_rows, "b": delta.value_heads, "a": delta.value_heads}
+        parts = mixed + tuple(HeadRows(n, 0, each, each) for n, each in enumerate((value, two, two), start=1))
+    else:
+        rows = {"qkvz": delta.mixed_rows + delta.value_rows, "ba": 2 * delta.value_heads}
+        parts = _beside(0, key, key, value, value) + _beside(1, two, two)
+    projections = tuple(Source(f"{hugging}in_proj_{name}.weight", (size, hidden)) for name, size in rows.items())
+    convolution = Source(f"{hugging}conv1d.weight", (delta.mixed_rows, 1, delta.width))
+
+    def by_heads(name: str, sources: tuple[Source, ...], parts: tuple[HeadRows, ...]) -> Slot:
+        return Slot(f"{megatron}{name}", Cut.HEADS, sources, parts=parts, groups=delta.key_heads)
+
+    vectors = (
+        by_heads(name, (Source(f"{hugging}{name}", (delta.value_heads,)),), _beside(0, two))
+        for name in ("dt_bias", "A_log")
+    )
+    return [
+        by_heads("in_proj.weight", projections, parts),
+        by_heads("conv1d.weight", (convolution,), mixed),
+        *vectors,
+        _whole(f"{megatron}norm.weight", f"{hugging}norm.weight", delta.value_dim),
+        _columns(f"{megatron}out_proj.weight", f"{hugging}out_proj.weight", hidden, delta.value_rows),
+    ]
+
+
+def _below(groups: int, source: int, *rows: int) -> tuple[HeadRows, ...]:
+    """Parts of a source that lie one below the other, each with all of its heads."""
+    starts = itertools.accumulate(rows[:-1], initial=0)
+    return tuple(HeadRows(source, start * groups, each, each) for start, each in zip(starts, rows, strict=True))
+
+
+def _beside(source: int, *rows: int) -> tuple[HeadRows, ...]:
+    """Parts of a source that has a group of heads with all of them after the other."""
+    starts = itertools.accumulate(rows[:-1], initial=0)
+    return tuple(HeadRows(source, start, each, sum(rows)) for start, each in zip(starts, rows, strict=True))
 
 
 def _feed_forward_slots(architecture: Architecture, megatron: str, hugging: str, ffn: int) -> list[Slot]:
@@ -224,11 +290,25 @@ def segments(
         share = rows // tp
         pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
         return _as_stored(pieces, slot, (rows, rows))
+    if slot.cut is Cut.HEADS:
+        return tuple(_head_rows(slot, tp=tp, tp_rank=tp_rank))
     if slot.cut is Cut.EXPERTS:
         share = len(slot.sources) // ep
         return tuple(Segment(source, 0, size) for source in range(ep_rank * share, (ep_rank + 1) * share))
     share = size // tp
     return (Segment(0, tp_rank * share, (tp_rank + 1) * share),)
+
+
+def _head_rows(slot: Slot, *, tp: int, tp_rank: int) -> Iterator[Segment]:
+    """The rank's heads of every part; those that lie end to end are one segment."""
+    first, last = slot.groups * tp_rank // tp, slot.groups * (tp_rank + 1) // tp
+    for part in slot.parts:
+        if part.rows == part.step:
+            yield Segment(part.source, part.start + first * part.step, part.start + last * part.step)
+            continue
+        for group in range(first, last):
+            start = part.start + group * part.step
+            yield Segment(part.source, start, start + part.rows)
 
 
 def rectangles(
@@ -257,9 +337,10 @@ def rectangles(
             row, column = divmod(low, width)
             whole = column == 0 and high - low >= width
             sizes = ((high - low) // width, width) if whole else (1, min(width - column, high - low))
-            ndim = 1 + len(columns)
             offsets = (row + row_shift, column + column_shift)
-            yield Rectangle(slot.sources[piece.source], offsets[:ndim], sizes[:ndim], low)
+            # A convolution's tensor has a dimension of one between rows and columns; a norm's has rows alone.
+            flat = [(offsets[0], sizes[0]), *[(0, 1)] * (len(columns) - 1), (offsets[1], sizes[1])][: 1 + len(columns)]
+            yield Rectangle(slot.sources[piece.source], *(tuple(numbers) for numbers in zip(*flat, strict=True)), low)
             low += math.prod(sizes)
         first += size
 
@@ -290,8 +371,12 @@ def _fused_qkv(architecture: Architecture) -> list[Segment]:
     size, per_group = architecture.head_dim, architecture.num_heads // architecture.num_kv_heads
     fused = []
     for group in range(architecture.num_kv_heads):
-        for source, rows in ((0, per_group * size), (1, size), (2, size)):
-            fused.append(Segment(source, group * rows, (group + 1) * rows))
+        if architecture.gated:  # a folder has the gate of every head after its query
+            heads = [2 * size * head for head in range(group * per_group, (group + 1) * per_group)]
+            fused += [Segment(0, head + gate, head + gate + size) for gate in (0, size) for head in heads]
+        else:
+            fused.append(Segment(0, group * per_group * size, (group + 1) * per_group * size))
+        fused += [Segment(source, group * size, (group + 1) * size) for source in (1, 2)]
     return fused
 
 

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.families import FAMILIES, Family
 from hacpo_mega.models.files.folder import has_tower, head_size, read_config
 from hacpo_mega.models.sharding.layout import head_size_problem
 
@@ -65,11 +65,20 @@ class EngineSpec:
         """
         return has_tower(self.model)
 
+    @property
+    def delta_net_model(self) -> str | None:
+        """vLLM's class of a text model with gated delta nets; None for others."""
+        family = self._family()
+        return None if family is None or family.delta_net is None else family.architecture
+
+    def _family(self) -> Family | None:
+        if not (self.model / "config.json").is_file():
+            return None
+        return FAMILIES.get(str(read_config(self.model).get("model_type")))
+
     def _text_model(self) -> dict[str, Any]:
         """Argument that makes vLLM read config.json as training does, where it would not."""
-        if not (self.model / "config.json").is_file():
-            return {}
-        family = FAMILIES.get(str(read_config(self.model).get("model_type")))
+        family = self._family()
         if not self.is_text_of_images and not (family is not None and family.scales_queries):
             return {}  # also where training does not know the folder, as an export for vLLM that is quantized
         fields = Architecture.from_folder(self.model).served_as
@@ -93,6 +102,9 @@ class EngineSpec:
         """
         shared = visible_devices == 1 or expandable_segments
         defaults = self._cuda_defaults(shared) if on_cuda else CPU_DEFAULTS | self._cpu_attention()
+        if not on_cuda and self.delta_net_model is not None:
+            # A state in place of keys: vLLM shares it where prompts are read in parts.
+            defaults["enable_prefix_caching"] = False
         # vLLM's own are 600 s with NCCL and 1800 s with gloo, however long a rank has to wait for the others.
         waits = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
         # Routing is an argument on CUDA only: on the CPU it is written down beside vLLM.

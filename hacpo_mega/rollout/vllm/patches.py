@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.utils import jit_monitor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -20,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from hacpo_mega.cluster.patches import Patch
+from hacpo_mega.rollout.cpu.delta_net import in_any_type
 from hacpo_mega.rollout.vllm.host_process import keeping_default_group, without_message_queue
 from hacpo_mega.rollout.vllm.routing import on_every_rank
 
@@ -126,6 +128,7 @@ _EXPERTS = "every rank of an engine keeps the experts that its tokens went to"
 _MONITOR = "it watches the whole process: it warns of the trainer's own kernels, or fails them"
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
 _SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
+_DELTA = "on the CPU it takes bfloat16 alone, and quickstarts and tests are in float32"
 
 VLLM = (
     Patch(parallel_state, "destroy_distributed_environment", keeping_default_group, _KEEPING, wraps=True),
@@ -134,4 +137,5 @@ VLLM = (
     Patch(jit_monitor, "activate", lambda **_how: None, _MONITOR),
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
+    Patch(gdn_attention, "cpu_gdn_attention_core", in_any_type, _DELTA, wraps=True),
 )

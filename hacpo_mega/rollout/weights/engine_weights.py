@@ -107,6 +107,8 @@ class EngineWeights:
             return problem
         if not (_is_packed(module, live) or quantizes) and (live.shape != shape or not live.is_contiguous()):
             return f"its layer holds it as {tuple(live.shape)}, and loads it as {tuple(shape)}"
+        if hasattr(module, "_cpu_unpacked_conv_weight"):
+            return "its layer holds it packed"
         end = 0
         for part in sorted(parts, key=lambda part: part.offset):
             sizes = part.shard.sizes

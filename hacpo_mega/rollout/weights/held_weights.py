@@ -72,6 +72,10 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
         if module in seen and path != HEAD_LAYER:
             continue
         seen.add(module)
+        if hasattr(module, "A_log"):
+            yield from _held_delta_net(module, path)
+            seen.add(module.conv1d)
+            continue
         if holds_experts(module):
             yield from _held_experts(module, parent)
             continue
@@ -83,7 +87,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
             cuts = _cuts(module, len(names), kind, parameter)
             # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
-            for name, cut in zip(names if len(names) > 1 else names * len(cuts), cuts, strict=True):
+            for name, cut in zip(names[:1] * (len(cuts) - len(names)) + names, cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
 
 
@@ -100,6 +104,19 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
         yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, own, is_packed=False)
 
 
+def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:
+    """Parts of a gated delta net that are no linear layer: rows of its convolution, a number per head and another."""
+    rank, start, place = module.tp_rank, 0, 0
+    for rows in (module.key_dim, module.key_dim, module.value_dim):
+        size = rows // module.tp_size
+        cut = Cut(0, start + size * rank, size, place)
+        yield HeldPart(f"{path}.conv1d.weight", cut, lambda: module.conv1d.weight, is_packed=False)
+        start, place = start + rows, place + size
+    for kind, parameter in module.named_parameters(recurse=False):
+        cut = Cut(0, len(parameter) * rank, len(parameter))
+        yield HeldPart(f"{path}.{kind}", cut, lambda parameter=parameter: parameter, is_packed=False)
+
+
 def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
     return halves()[place]
 
@@ -110,11 +127,12 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
     if num_names > 1 or hasattr(module, "output_sizes"):
-        cuts, place, above = [], 0, 0
-        for size, shard, whole in _rows_of_fused(module):
+        cuts, place, above, rows = [], 0, 0, _rows_of_fused(module)
+        for number, (size, shard, whole) in enumerate(rows):
+            above = above if number <= len(rows) - num_names else 0  # the first name has all that others have not
             cuts.append(Cut(0, above + size * shard, size, place))
             place += size
-            above += whole if num_names == 1 else 0
+            above += whole
         return cuts
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]

@@ -102,9 +102,12 @@ class _Copies(TorchFunctionMode):
         self.name = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is not torch.Tensor.copy_:
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], Tensor):
+            target, source = args[0].__getitem__(args[1]), args[2]
+        elif func is torch.Tensor.copy_:
+            target, source = args[:2]
+        else:
             return func(*args, **(kwargs or {}))
-        target, source = args[:2]
         with torch._C.DisableTorchFunction():
             self._note(target, source)
         return target

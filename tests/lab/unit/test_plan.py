@@ -44,6 +44,7 @@ PARAMETERS = {
     "mistralai/Ministral-3-8B-Base-2512": 8_489_553_920,
     "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23_572_403_200,
+    "Qwen/Qwen3.5-27B": 26_895_998_464,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B-Base": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,

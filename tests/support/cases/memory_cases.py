@@ -13,6 +13,7 @@ from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.delta_net import DeltaNet
 from hacpo_mega.models.sharding.layout import Layout
 
 TRACEABLE = replace(CUDA, triton_head=False)
@@ -27,6 +28,10 @@ QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 OLMO2 = replace(SMALL, family="olmo2")
 GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) * 2, window_theta=1e4, query_scalar=64)
+DELTA = replace(
+    LLAMA, family="qwen3_5_text", qk_norm=True, rotary_share=0.25, delta_net=DeltaNet(4, 8, 64, 64, 4),
+    delta_layers=(True, False) * 2,
+)  # fmt: skip
 EXPERTS = replace(SMALL, family="qwen3_moe", ffn_size=0, num_experts=16, experts_per_token=4, expert_ffn=192,
                   normalises_experts=True)  # fmt: skip
 SHARED = replace(EXPERTS, family="glm4_moe", ffn_size=1536, shared_ffn=384, dense_layers=1, num_groups=4,

@@ -32,12 +32,19 @@ LLAMA3_ROPE = {
 YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16}
 # As Ministral 3 has it: both of the first cancel, and queries grow.
 SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+# Sizes of gated delta nets, none like another.
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+             "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
 # A vision tower of one layer, with its own names and types in both families.
 TOWERS = {
     "Gemma3ForConditionalGeneration": {
         "mm_tokens_per_image": 4,
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "Qwen3_5ForConditionalGeneration": {
+        "vision_config": {"model_type": "qwen3_5_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
+                          "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
     },
     "Mistral3ForConditionalGeneration": {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
@@ -96,12 +103,15 @@ def make_model(
             "pad_token_id": None,
         }
     )
+    if traits.delta_net is not None:
+        config.update(DELTA_NET)
     if traits.experts is not None:
         config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
         config.update({traits.experts.width: ffn_size})
     config.update(said or {})
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
+        kinds = kinds if traits.delta_net is None else ("linear_attention", "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
     if images:
         kind = getattr(transformers, traits.image_class)
@@ -147,7 +157,7 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                value = of_norms + 0.3 * draw
+                value = (1.0 if "linear_attn" in name else of_norms) + 0.3 * draw
             elif name.endswith(".bias"):
                 value = 0.3 * draw
             else:

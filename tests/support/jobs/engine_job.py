@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import turn_sources
 from job import TIMEOUT_S
 from safetensors.torch import load_file
 from vllm.distributed import parallel_state
@@ -118,6 +119,8 @@ def tensor_parallel(models: Path, agent: str) -> dict:
     seen["unasked"] = draw(engine, everyone, return_logprobs=False)
     seen["backwards"] = draw(engine, everyone[::-1])[::-1]
     seen["alone"] = draw(engine, [0]) + draw(engine, [3])
+    seen["served"] = turn_sources.seen_by(engine, prompts())
+    seen["after"] = draw(engine, everyone)
     seen["other step"] = draw(engine, everyone, step=1)
     seen["greedy"] = draw(engine, everyone, temperature=0.0)
     seen["process"] = (before, process_state())

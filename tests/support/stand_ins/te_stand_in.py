@@ -1,9 +1,9 @@
 """TransformerEngine's interface, as far as Megatron's spec of its layers uses it, and what is asked of it on the CPU.
 
 The four classes declare what TransformerEngine declares: __init__ and forward have the parameters, in their order and
-with their defaults, of release 2.11.0 (signatures.json, held by tests/unit/house/test_signatures.py). Those of 2.9
-(70f5366) and 2.10 (769ed77) are the same, but for num_splits and the last three of get_cpu_offload_context, which they
-lack. So an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of
+with their defaults, of release 2.17.1 (signatures.json, held by tests/unit/house/test_signatures.py). 2.14 lacks the
+name and the score_mods of attention; 2.19 has more arguments of its forward, and queries, keys and values by default
+None. So an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of
 a module, their names and shapes are read from the source of 2.9.
 
 What a forward computes is its definition in a few lines of torch, in one process: it shows that weights are where they
@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
-VERSION = "2.11.0"
-# What Megatron goes on without: a class that TransformerEngine 2.9 to 2.11 do not have; its optimizers, for torch's.
+VERSION = "2.17.1"
+# What Megatron goes on without: a class that no TransformerEngine up to 2.20 has there; its optimizers, for torch's.
 NOT_THERE = ("_SplitAlongDim", "optimizers")
 # class -> what it was made with, by name, in order
 MADE: dict[str, list[dict]] = {}
@@ -115,10 +115,11 @@ class DotProductAttention(torch.nn.Module):
     """attention/dot_product_attention/dot_product_attention.py."""
 
     def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1,
-                 get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+                 attn_mask_type="causal", window_size=None, bottom_right_diagonal=None, sequence_parallel=False,
+                 tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self",
+                 cp_group=None,
                  cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type="vanilla",
-                 return_max_logit=False):  # fmt: skip
+                 return_max_logit=False, name=None):  # fmt: skip
         given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
         super().__init__()
         MADE.setdefault("DotProductAttention", []).append(given)
@@ -126,10 +127,11 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
                 cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
-                max_seqlen_kv=None, attn_mask_type=None, window_size=None, checkpoint_core_attention=False,
-                core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True,
-                inference_params=None, pad_between_seqs=None, fp8_output=False,
-                num_splits=1):  # fmt: skip
+                max_seqlen_kv=None, attn_mask_type=None, window_size=None, bottom_right_diagonal=None,
+                checkpoint_core_attention=False, core_attention_bias_type="no_bias", core_attention_bias=None,
+                alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=False,
+                num_splits=1, score_mod=None, score_mod_bprop=None, score_mod_tensors=None,
+                score_mod_bprop_tensors=None):  # fmt: skip
         """Only what the source says of thd: three dimensions, a padding mask, int32 starts; answers [T, N * D]."""
         assert (qkv_format, attn_mask_type, attention_mask) == ("thd", "padding_causal", None)
         assert cu_seqlens_q_padded is cu_seqlens_kv_padded is window_size is core_attention_bias is None

@@ -20,13 +20,14 @@ SIGNATURES = {
     "torch.distributed.distributed_c10d.ProcessGroupGloo": "pybind11_type",
     "megatron.core.transformer.attention.apply_rotary_pos_emb": (
         "(t: 'Tensor', freqs: 'Tensor', config: 'TransformerConfig', cu_seqlens: 'Optional[Tensor]' = None, "
-        "mscale: 'float' = 1.0, cp_group: 'torch.distributed.ProcessGroup' = None)"
+        "mscale: 'float' = 1.0, cp_group: 'torch.distributed.ProcessGroup' = None, "
+        "mla_rotary_interleaved: 'bool' = False)"
     ),
     f"{LINEAR}.fused_weight_gradient_mlp_cuda": "NoneType",  # apex's extension
     f"{LINEAR}._grad_accum_fusion_available": "bool",
     f"{LINEAR}.LinearWithGradAccumulationAndAsyncCommunication": (
         "(ctx, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, "
-        "grad_output_buffer, wgrad_deferral_limit, tp_group)"
+        "grad_output_buffer, wgrad_deferral_limit, tp_group, gtp_remat_size)"
     ),
     f"{LINEAR}.LinearWithFrozenWeight": "(ctx, input, weight, bias, allreduce_dgrad, tp_group)",
     f"{BUFFER}.dist_reduce_scatter_func": "(output, input, op=<RedOpType.SUM: 0>, group=None, async_op=False)",
@@ -38,6 +39,10 @@ SIGNATURES = {
     ),
     "vllm.distributed.aux_output_connector.worker.get_tp_group": f"() -> {GROUP}",
     "vllm.utils.jit_monitor.activate": "(*, mode: Literal['warn', 'error'] = 'warn', verbose: bool = False) -> None",
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core": (
+        "(mixed_qkv: 'torch.Tensor', b: 'torch.Tensor', a: 'torch.Tensor', core_attn_out: 'torch.Tensor', "
+        "layer_name: 'LayerNameType') -> 'None'"
+    ),
     "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",
     "KVCacheManager.allocate_slots": (
         "(self, request: vllm.v1.request.Request, num_new_tokens: int, num_new_computed_tokens: int = 0, "

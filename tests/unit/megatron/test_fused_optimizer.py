@@ -84,7 +84,7 @@ def test_state_of_each_is_gone_on_with_by_torch(found):
 def test_what_is_there_is_said_by_name_and_version(found):
     assert found["there"] == list(EVERY) and found["auto"] == "te"
     assert [found[name]["said"] for name in EVERY] == [
-        "Adam of TransformerEngine 2.11.0", "Adam of apex 0.1", f"Adam of torch {torch.__version__}"
+        "Adam of TransformerEngine 2.17.1", "Adam of apex 0.1", f"Adam of torch {torch.__version__}"
     ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_the_pins_fit_the_lock():
     assert re.search(r"cuda:(\d+\.\d+)\.", base)[1] == ".".join(str(LOCK["nvidia-cuda-nvcc"]).split(".")[:2])
     parts = {version for name, version in PINS.items() if name.startswith("transformer-engine")}
     assert len(parts) == 1 and version_problem(parts.pop()) is None
-    assert PINS["flash-attn"] == "2.8.3"  # what TransformerEngine 2.11 takes at most
+    assert PINS["flash-attn"] == "2.8.3"  # what TransformerEngine 2.17 takes at most
     assert {"nvidia-modelopt", "megatron-core", "vllm", "torch", "ninja", "packaging", "setuptools"} <= LOCK.keys()
 
 

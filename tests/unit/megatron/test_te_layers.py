@@ -1,6 +1,6 @@
 """TransformerEngine's layers, as far as a machine without a GPU can hold them: the choice, and a stand-in's interface.
 
-The stand-in (stand_ins/te_stand_in.py) declares what TransformerEngine 2.9 to 2.11 declare. Their numbers are in
+The stand-in (stand_ins/te_stand_in.py) declares what TransformerEngine 2.17 declares. Their numbers are in
 tests/gpu/test_te_layers_gpu.py.
 """
 
@@ -66,7 +66,7 @@ def found(models):
 
 # ---- the choice
 
-ON_CUDA = {"dtype": torch.bfloat16, "on_cuda": True, "version": "2.11.0"}
+ON_CUDA = {"dtype": torch.bfloat16, "on_cuda": True, "version": "2.17.1"}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_what_the_classes_are_given(found, model):
         "get_rng_state_tracker": "function", "tp_group": "ProcessGroup", "layer_number": 1, "attention_type": "self",
         "cp_comm_type": "p2p", "softmax_type": "vanilla", "return_max_logit": False,
     }  # fmt: skip
-    widths = [norm["hidden_size"] for norm in made["RMSNorm"]]
+    widths = [norm["normalized_shape"] for norm in made["RMSNorm"]]
     assert widths == ([16, 16] * 2 if model == "qwen3" else []) + [64]
 
 

@@ -33,7 +33,7 @@ def forgotten(monkeypatch):
 
 
 def test_a_package_without_its_extension_is_one_line(tmp_path, monkeypatch):
-    install(tmp_path, "raise FileNotFoundError('no transformer_engine_torch*.so')", "2.11.0", monkeypatch)
+    install(tmp_path, "raise FileNotFoundError('no transformer_engine_torch*.so')", "2.17.1", monkeypatch)
     with pytest.raises(ValueError, match=r"installed in part: FileNotFoundError: no transformer_engine_torch") as said:
         runpy.run_path(str(INSTALLED))
     assert "\n" not in str(said.value)
@@ -41,18 +41,18 @@ def test_a_package_without_its_extension_is_one_line(tmp_path, monkeypatch):
 
 def test_a_version_that_megatron_does_not_take_is_one_line(tmp_path, monkeypatch):
     install(tmp_path, "", "2.20.2", monkeypatch)
-    with pytest.raises(ValueError, match=r"transformer-engine 2\.20\.2 is installed; Megatron takes 2\.9 up to"):
+    with pytest.raises(ValueError, match=r"transformer-engine 2\.20\.2 is installed; Megatron takes 2\.14 up to"):
         runpy.run_path(str(INSTALLED))
 
 
 def test_a_whole_one_and_none_pass(tmp_path, monkeypatch):
     runpy.run_path(str(INSTALLED))
-    install(tmp_path, "", "2.11.0", monkeypatch)
+    install(tmp_path, "", "2.17.1", monkeypatch)
     runpy.run_path(str(INSTALLED))
 
 
 @pytest.mark.parametrize(
-    "version, is_taken", [("2.8.0", False), ("2.9.0", True), ("2.11.0.post1", True), ("2.12", False)]
+    "version, is_taken", [("2.13.0", False), ("2.14.0", True), ("2.17.1.post1", True), ("2.20", False)]
 )
 def test_the_range(version, is_taken):
     assert (version_problem(version) is None) is is_taken
@@ -60,4 +60,4 @@ def test_the_range(version, is_taken):
 
 def test_the_extra_asks_for_what_is_taken():
     (extra,) = re.findall(r'"transformer-engine\[pytorch\](.*?)"', (ROOT / "setup.py").read_text())
-    assert extra == ">=2.9,<2.12"
+    assert extra == ">=2.14,<2.20"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from memory_cases import (
+    DELTA,
     EXPERTS,
     GEMMA3,
     GLM4,
@@ -60,6 +61,8 @@ OTHER_CHOICES = [
     plan_of(tp=2, device=CPU),
     *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
     *OTHER_NORMS,
+    plan_of(DELTA, device=CPU),
+    plan_of(DELTA, tp=2),
     plan_of(EXPERTS),
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),
@@ -94,9 +97,11 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
         assert getattr(budget, state) == pytest.approx(getattr(found, state), rel=2e-3), state
     assert budget.kept == pytest.approx(found.saved, rel=0.01)
     assert budget.step == pytest.approx(found.update, rel=0.01)
-    assert budget.working == pytest.approx(found.learn - found.saved, rel=0.1)
+    # Of delta nets the budget is up to a quarter more: Megatron cuts the gate's projection by itself.
+    most, beyond = (1.25, 0.04) if plan.architecture.delta_net is not None else (1.1, 0.02)
+    assert 0.9 <= budget.working / (found.learn - found.saved) <= most
     assert budget.forward == pytest.approx(found.score, rel=0.15)
-    assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=0.02)
+    assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=beyond)
 
 
 @pytest.mark.nightly

@@ -64,8 +64,26 @@ SMALL_31 = {
                     "sliding_window": None, "use_cache": True, "vocab_size": 131072},
     "vision_config": {"model_type": "pixtral"},
 }  # fmt: skip
-PUBLISHED = {"gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B, "Ministral-3-8B-Base-2512": MINISTRAL3_8B,
-             "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
+QWEN36_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+    "tie_word_embeddings": False, "video_token_id": 248057, "vision_end_token_id": 248054,
+    "vision_start_token_id": 248053, "dtype": "bfloat16",
+    "text_config": {"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+                    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+                    "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4,
+                    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48,
+                    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+                    "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+                    "num_attention_heads": 24, "num_hidden_layers": 64, "num_key_value_heads": 4,
+                    "output_gate_type": "swish", "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06,
+                    "tie_word_embeddings": False, "use_cache": True, "vocab_size": 248320,
+                    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                                        "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+                                        "rope_type": "default"}},
+    "vision_config": {"model_type": "qwen3_5_vision"},
+}  # fmt: skip
+PUBLISHED = {"Qwen3.6-27B": QWEN36_27B, "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
+             "Ministral-3-8B-Base-2512": MINISTRAL3_8B, "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
 KINDS = {
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
     "ministral3": {"family": "ministral3", "tied": False, "rope_scaling": SCALED_ROPE},

@@ -81,9 +81,10 @@ def test_an_answer_is_decoded_once(monkeypatch):
         return answers[::2]
 
     client.sampler, client.engine, client.place = sampler, SimpleNamespace(generate=generate), None
+    client.player, client._has_conversations = None, False
     client.devices = SimpleNamespace(answering=lambda then_learns: nullcontext())
     client.weight_sync = SimpleNamespace(require=lambda step: None)
-    monkeypatch.setattr(rollout_client, "share_completions", lambda *_: answers)
+    monkeypatch.setattr(rollout_client, "share_completions", lambda *_, **__: answers)
     seen = []
     rollouts = client.roll_out([], 0, lambda prompt, rollout: seen.append((prompt.index, rollout.text)))
     assert seen == [(9, "[2]"), (4, "[0]")]

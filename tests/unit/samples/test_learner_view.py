@@ -19,7 +19,7 @@ from view_cases import (
     view_by_source,
 )
 
-from hacpo_mega.records import Pool, ReencodingCounts, Stop, Verdict
+from hacpo_mega.records import Conversation, Pool, ReencodingCounts, Rollout, Stop, Trajectory, Turn, Verdict
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
 
@@ -235,3 +235,55 @@ def test_every_source_is_counted_by_itself(codecs):
         ReencodingCounts(num_unjudged=1, num_compared=1, num_too_long=1),
     )
     assert [[answer.reason for answer in view.dropped] for view in counts] == [[], [], [], ["unjudged", "too_long"]]
+
+
+def played(codec, agent, turns, eos_in_loss=True):
+    """A conversation of `agent`: own turns and what others said, in its characters."""
+    parts = [
+        Turn("assistant" if n % 2 == 0 else "tool", text, len(ids), Stop.EOS if n % 2 == 0 else None)
+        for n, text in enumerate(turns)
+        for ids in [codec.encode_answer(text, n % 2 == 0)]
+    ]
+    ids = np.concatenate([codec.encode_answer(turn.content, turn.is_own) for turn in parts]).astype(np.int32)
+    conversation = Conversation(tuple(parts))
+    rollout = Rollout(4, 0, ids, turns[-1], Stop.EOS, None, None, conversation)
+    return Trajectory(agent, rollout, Verdict.CORRECT, 1.0, -0.1, rollout.num_trained(eos_in_loss))
+
+
+@pytest.mark.parametrize("eos_in_loss", [True, False])
+def test_a_conversation_is_read_in_the_learners_own_tokens(codecs, eos_in_loss):
+    """Own turns are encoded and trained, each with the learner's end token; the tool's are rendered, and context."""
+    heads = []
+
+    def continuation(head, others, *, ended):
+        heads.append((list(head), [message["content"] for message in others], ended))
+        return list(codecs[1].encode_answer(";" + others[0]["content"] + ";", False))
+
+    pool = one_prompt(
+        [played(codecs[0], 0, ["12+3", "15", "15=15"], eos_in_loss)],
+        [trajectory(codecs[1], 1, 0, "7", eos_in_loss=eos_in_loss)],
+    )
+    rules = rules_of(codecs, eos_in_loss=eos_in_loss, continuation=continuation)
+    samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], rules)
+    (sample,) = [sample for sample in samples if sample.source == 0]
+    first, said, last = (codecs[1].encode_answer(*turn) for turn in (("12+3", True), (";15;", False), ("15=15", True)))
+    assert sample.answer_ids.tolist() == [*first, *said, *last]
+    prompt = list(codecs[1].encode_prompt(PROMPTS[0].text))
+    assert heads == [([*prompt, *first], ["15"], True)]
+    ends = 0 if eos_in_loss else 1
+    start = len(first) + len(said)
+    assert sample.trained_places.tolist() == [*range(len(first) - ends), *range(start, start + len(last) - ends)]
+    assert sample.num_trained == len(sample.trained_places) == sample.length
+    assert (counts.num_cross, counts.num_reencoded) == (1, 1)
+    short = replace(rules, max_answer_tokens=len(sample.answer_ids) - 1)
+    samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], short)
+    assert counts.num_too_long == 1
+
+
+def test_an_own_conversation_keeps_what_was_sampled_and_what_was_read(codecs):
+    pool = one_prompt([played(codecs[0], 0, ["12+3", "15", "15"])], [trajectory(codecs[1], 1, 0, "7")])
+    samples, _ = view_by_source(pool, constant(pool), 0, codecs[0], rules_of(codecs))
+    own = samples[0]
+    assert own.answer_ids.tolist() == pool.trajectories_PNG[0][0][0].rollout.token_ids.tolist()
+    assert own.trained_places.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert own.target_ids.tolist() == [*codecs[0].encode_answer("12+3", True), *codecs[0].encode_answer("15", True)]

@@ -87,10 +87,33 @@ def test_layout_of_a_shared_prompt_by_hand():
     assert batch.num_tokens == 7
 
 
+def as_conversation(sample: Sample) -> Sample:
+    """The same with a random part of its answer trained, so that others said the rest."""
+    rng = np.random.default_rng([*identity(sample), 7])
+    places = np.flatnonzero(rng.random(len(sample.answer_ids)) < 0.5).astype(np.int32)
+    return dataclasses.replace(sample, trained_places=places, num_trained=len(places))
+
+
+def test_layout_of_a_conversation_by_hand():
+    """5 6 is answered 7 8, another says 9 1, and 2 3 follows: four rows, and only the last token is not read."""
+    played = TokenSequence(np.int32([5, 6]), np.int32([7, 8, 9, 1, 2, 3]), 4, trained_places=np.int32([0, 1, 4, 5]))
+    batch = microbatch([[played]])
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2]
+    assert batch.rows_R.tolist() == [1, 2, 5, 6]
+    assert batch.targets_R.tolist() == [7, 8, 2, 3]
+    cut = dataclasses.replace(played, num_trained=2, trained_places=np.int32([0, 1]))  # nothing own follows
+    batch = microbatch([[cut], [cut, cut]])
+    assert batch.tokens_T.tolist() == [5, 6, 5, 6, 7, 7, 7]
+    assert (batch.rows_R.tolist(), batch.targets_R.tolist()) == ([3, 4, 1, 5, 1, 6], [7, 8] * 3)
+
+
 @pytest.mark.parametrize("packing", [pack, pack_update])
 @pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
-def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple, packing):
+@pytest.mark.parametrize("are_conversations", [False, True])
+def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple, packing, are_conversations):
     samples = random_samples(num_prompts=6, seed=1)
+    if are_conversations:
+        samples = [played for played in map(as_conversation, samples) if played.num_trained]
     prompts = {sample.prompt_index: sample.prompt_ids for sample in samples}
     samples = [dataclasses.replace(sample, prompt_ids=prompts[sample.prompt_index]) for sample in samples]
     batches = packing(samples, max_tokens, multiple=multiple, shares_prompts=True)
@@ -102,7 +125,9 @@ def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, m
         starts = batch.cu_seqlens.tolist()
         for place, sample in enumerate(batch.sequences):
             text = np.concatenate([sample.prompt_ids, sample.answer_ids])
-            for number, row in enumerate(range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1])):
+            rows = range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1])
+            trained = range(sample.num_trained) if sample.trained_places is None else sample.trained_places.tolist()
+            for number, row in zip(trained, rows, strict=True):
                 position = int(batch.rows_R[row])
                 segment = np.searchsorted(starts, position, side="right") - 1
                 first, length = batch.prefixes_S2[segment].tolist()

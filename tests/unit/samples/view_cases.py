@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from run_cases import CHARACTERS
 
-from hacpo_mega.records import Pool, Prompt, ReencodingCounts, Rollout, Score, Stop, Trajectory, Verdict
+from hacpo_mega.records import Pool, Prompt, ReencodingCounts, Rollout, Score, Stop, Trajectory, Verdict, trained_tokens
 from hacpo_mega.samples import learner_view as view
-from hacpo_mega.samples.learner_view import ReencodingRules, trained_tokens
+from hacpo_mega.samples.learner_view import ReencodingRules
 
 PAIRS = (*CHARACTERS, *map(str, range(10, 20)), "+1", "=1", ",1", ";1")
 PROMPTS = (Prompt(4, "a", "47+85=", "132"), Prompt(5, "b", "s5281=", "1258"))

@@ -22,7 +22,7 @@ from hacpo_mega.memory.budget import Budget
 from hacpo_mega.models.sharding.layout import stage_layers
 
 # Bytes of a message (rollout/wire.py), and of an answer beside its tokens and text: ROW of exchange.py, and two counts.
-HEADER_BYTES, ROW_BYTES, COUNT_BYTES = 64, 46, 8
+HEADER_BYTES, ROW_BYTES, COUNT_BYTES = 64, 47, 8
 # Of a token in the exchange: its number, and its text, about four letters.
 TOKEN_BYTES = 4 + 4
 # Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.

@@ -1,0 +1,459 @@
+"""Environment classes of the user's, or built in, behind one async face: each conversation has a process while it runs.
+
+    environment = EnvironmentClass.load("shop:Shop")
+    episode = environment.episode(seed)
+    observation = await episode.begin(row)
+    text = await episode.call("order", {"number": 3})
+    reward = await episode.reward()
+    episode.close()
+Whatever the class does, a call comes back: one that overruns its time limit or ends its process costs its conversation,
+whose further calls fail at once, and is counted by name. Processes are pooled by the number of conversations under way,
+`most_processes` of them at most; whoever comes later waits for one. All of it runs on one event loop at a time.
+Not here: the contract of a class, and the processes' side (environment_process.py).
+"""
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from hacpo_grading.texts.chat_messages import messages_of
+from hacpo_mega.config.user_code import ENVIRONMENTS, environment_problem
+from hacpo_mega.conversations.environment_process import (
+    HEADER,
+    MAX_FRAME_BYTES,
+    ORDER_BYTES,
+    described,
+    frame_of,
+    read_frame,
+)
+
+CALL_S, START_S = 60.0, 300.0
+MOST_PROCESSES = 256
+PROGRAM = """
+import json, sys
+control, name, limit, path = sys.argv[1:]
+sys.path[:] = json.loads(path)
+from hacpo_grading.texts.chat_messages import messages_of
+from hacpo_mega.conversations.environment_process import main
+main(int(control), name, float(limit))
+"""
+# Sets have the same order in every run, and a process of a conversation has one thread of a numeric library.
+SETTINGS = ("PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1")
+
+
+class CallOfTool(Protocol):
+    """An own turn as `TurnFormat.parse` gives it: `content`, and `tool_calls` as (name, arguments)."""
+
+    content: str
+    tool_calls: Sequence[tuple[str, Mapping[str, Any]]]
+
+
+class TurnReader(Protocol):
+    """The tokens of a conversation as one agent reads them (turn_format.py)."""
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def continuation(self, head: Sequence[int], others: Sequence[Mapping[str, Any]], *, ended: bool) -> list[int]: ...
+    def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> CallOfTool: ...
+
+
+class AnswerCodec(Protocol):
+    """The encoder of an agent's answers (samples/tokenizers.py)."""
+
+    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]: ...
+
+
+class _Failed(Exception):
+    """A request that has no result: `name` is what it is counted by."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@dataclass(eq=False)
+class _Process:
+    """A process of one conversation, as its connection and its number in the nursery."""
+
+    number: int
+    connection: socket.socket
+
+    async def ask(self, frame: bytes = b"") -> Mapping[str, Any]:
+        """The reply to a request; without one it is the first, which says that the instance stands.
+
+        EOFError or OSError when the process has ended, ValueError for a reply that is none.
+        """
+        await asyncio.get_running_loop().sock_sendall(self.connection, frame)
+        (num_bytes,) = HEADER.unpack(await self._read(HEADER.size))
+        if num_bytes > MAX_FRAME_BYTES:
+            raise ValueError("it is too long")
+        reply = json.loads(await self._read(num_bytes))
+        if not isinstance(reply, dict) or len(reply) != 1 or not ({"value", "error"} & reply.keys()):
+            raise ValueError("it is none")
+        return reply
+
+    async def _read(self, num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            part = await asyncio.get_running_loop().sock_recv(self.connection, min(num_bytes - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+
+class _Nursery:
+    """The process that has imported the class and forks the others, and the pool of these."""
+
+    def __init__(self, name: str, start_s: float, most_processes: int) -> None:
+        """ValueError, one line, when the class cannot be imported."""
+        self.start_s = start_s
+        self._most = most_processes
+        self._idle: list[_Process] = []
+        self._num_live = self._next = 0
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = (str(theirs.fileno()), name, str(start_s), json.dumps([path or "." for path in sys.path]))
+        with theirs:
+            self.process = subprocess.Popen(
+                ["/usr/bin/env", *SETTINGS, sys.executable, "-P", "-c", PROGRAM, *arguments],
+                pass_fds=(theirs.fileno(),),
+                process_group=0,
+            )
+        self._control.settimeout(2.0 * start_s)
+        started = b""
+        with contextlib.suppress(TimeoutError):
+            started = self._control.recv(ORDER_BYTES)
+        problem = json.loads(started)["problem"] if started else f"its import ends or outlasts {start_s:g} s"
+        if problem is not None:
+            self.close()
+            raise ValueError(f"{name}: {problem}")
+
+    def fork(self, *, looks: bool = False) -> _Process:
+        """A new process, which makes its instance now. RuntimeError when the nursery has ended."""
+        ours, theirs = socket.socketpair()
+        self._next += 1
+        try:
+            socket.send_fds(self._control, [json.dumps({"id": self._next, "looks": looks}).encode()], [theirs.fileno()])
+        except OSError as error:
+            ours.close()
+            raise RuntimeError("the process that starts environments has ended; nothing of ours ends it") from error
+        finally:
+            theirs.close()
+        return _Process(self._next, ours)
+
+    async def take(self) -> _Process:
+        """A process whose instance stands: an idle one, a new one, or one that somebody gives back.
+
+        _Failed where the class cannot be made.
+        """
+        while not self._idle and self._num_live >= self._most:
+            self._waiting.append(waiting := asyncio.get_running_loop().create_future())
+            try:
+                await waiting
+            except asyncio.CancelledError:
+                self._wake()  # it may have been woken in vain
+                raise
+        if self._idle:
+            return self._idle.pop()
+        self._num_live += 1
+        process = self.fork()
+        process.connection.setblocking(False)
+        try:
+            async with asyncio.timeout(self.start_s):
+                reply = await process.ask()
+        except (TimeoutError, OSError, EOFError, ValueError) as error:
+            reply = {"error": f"the constructor has no end ({described(error)})"}
+        except BaseException:
+            self.give_back(process, is_whole=False)
+            raise
+        if "error" in reply:
+            self.give_back(process, is_whole=False)
+            raise _Failed("not_made", str(reply["error"]))
+        return process
+
+    def give_back(self, process: _Process, *, is_whole: bool) -> None:
+        """Takes a process back, or ends it; the first that waits goes on."""
+        if is_whole:
+            self._idle.append(process)
+        else:
+            self._num_live -= 1
+            self.end(process)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done() and not waiting.get_loop().is_closed():
+                waiting.set_result(None)
+                return
+
+    def end(self, process: _Process) -> None:
+        """Kills a process and what it has started."""
+        process.connection.close()
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps({"end": process.number}).encode())
+
+    def close(self) -> None:
+        """Ends all processes; the nursery kills those it has forked when its socket closes."""
+        for process in self._idle:
+            process.connection.close()
+        self._control.close()
+        try:
+            self.process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # as it should be: the import has left nothing running
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class EnvironmentClass:
+    """A class that plays conversations, looked at once.
+
+    name        as it was named
+    tools       JSON schemas of its tools, as transformers' get_json_schema gives them
+    responds    whether it answers turns without a tool call
+    rewards     whether it has get_reward; without it the run's own reward judges
+    failures    conversations lost, by name: not_made, reset, respond, reward (it raised, or returned what it may not),
+                hung, ended (its process), no_reply, cancelled; and calls of tools that gave an error, tool_error
+    """
+
+    def __init__(self, name: str, nursery: _Nursery, found: Mapping[str, Any], call_s: float) -> None:
+        self.name = name
+        self.tools: list[dict[str, Any]] = found["tools"]
+        self.responds: bool = found["responds"]
+        self.rewards: bool = found["rewards"]
+        self.call_s = call_s
+        self.failures: collections.Counter[str] = collections.Counter()
+        self._nursery = nursery
+
+    @classmethod
+    def load(
+        cls, spec: str, *, call_s: float = CALL_S, start_s: float = START_S, most_processes: int = MOST_PROCESSES
+    ) -> Self:
+        """The class "file.py:Class", "module:Class" or of a built-in name, imported and made once to look at it.
+
+        A call may take `call_s` seconds, the import and the constructor `start_s` each. ValueError, one line, for a
+        name that is none, a class that cannot be imported or made, has no reset, or has a tool without a schema.
+        """
+        if (problem := environment_problem(spec)) is not None:
+            raise ValueError(problem)
+        nursery = _Nursery(ENVIRONMENTS.get(spec, spec), start_s, most_processes)
+        process = nursery.fork(looks=True)
+        process.connection.settimeout(start_s)
+        try:
+            reply = read_frame(process.connection)
+        except TimeoutError:
+            reply = {"error": f"its constructor has not ended after {start_s:g} s"}
+        except (EOFError, OSError):
+            reply = {"error": "its constructor ends the process"}
+        nursery.end(process)
+        if "error" in reply:
+            nursery.close()
+            raise ValueError(f"environment {spec}: {reply['error']}".splitlines()[0])
+        return cls(spec, nursery, reply["value"], call_s)
+
+    def episode(self, seed: int = 0) -> "Episode":
+        """A conversation; `seed` is that of the random numbers of its process. It takes a process when it begins."""
+        return Episode(self, self._nursery, seed)
+
+    def close(self) -> None:
+        """Ends every process of the class."""
+        self._nursery.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Episode:
+    """One conversation with an environment, asked one thing at a time.
+
+    failure   the name under which it failed, as in `EnvironmentClass.failures`; the driver ends it then
+    error     the text of that failure
+    seconds   spent in the environment's code, in total; waiting for a process is not counted
+    """
+
+    def __init__(self, environment: EnvironmentClass, nursery: _Nursery, seed: int) -> None:
+        self._environment, self._nursery, self._seed = environment, nursery, seed
+        self._process: _Process | None = None
+        self.failure: str | None = None
+        self.error = ""
+        self.seconds = 0.0
+
+    async def begin(self, row: Mapping[str, Any]) -> str | None:
+        """Resets the environment with a data row; text for the end of the prompt's last user message, or None."""
+        assert self._process is None, "an episode begins once"
+        try:
+            self._process = await self._nursery.take()
+        except _Failed as error:
+            self._fail(error.name, str(error))
+            return None
+        return await self._value("reset", do="begin", row=dict(row), seed=self._seed)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The text of a tool's result, or TRL's {'error': '...'} as text."""
+        try:
+            return await self._ask(do="call", name=name, arguments=dict(arguments))
+        except _Failed as error:
+            if error.name == "raised":
+                self._environment.failures["tool_error"] += 1
+            else:
+                self._fail(error.name, str(error))
+            return str({"error": str(error)})
+
+    async def respond(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+        """The environment's messages after a turn without a tool call; None when the conversation is over."""
+        if not self._environment.responds:
+            return None
+        return await self._value("respond", do="respond", messages=list(messages))
+
+    async def react(self, turn: CallOfTool, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages that follow an own turn, the last of `messages`; none where the conversation is over."""
+        if not turn.tool_calls:
+            return await self.respond(messages) or []
+        return [
+            {"role": "tool", "name": name, "content": await self.call(name, arguments)}
+            for name, arguments in turn.tool_calls
+        ]
+
+    async def reward(self) -> float | None:
+        """The environment's reward; None where it gives none, or has failed."""
+        return await self._value("reward", do="reward") if self._environment.rewards else None
+
+    def close(self) -> None:
+        """Gives the process back to the pool; one that failed has been ended."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._nursery.give_back(process, is_whole=True)
+
+    async def _value(self, failure: str, **request: Any) -> Any:
+        try:
+            return await self._ask(**request)
+        except _Failed as error:
+            self._fail(failure if error.name == "raised" else error.name, str(error))
+            return None
+
+    async def _ask(self, **request: Any) -> Any:
+        if self.failure is not None or self._process is None:
+            raise _Failed(self.failure or "ended", self.error or "the conversation has no environment any more")
+        try:
+            frame = frame_of(request)
+        except ValueError as error:
+            raise _Failed("raised", f"the call cannot be passed on: {error}") from error
+        limit_s, started = self._environment.call_s, time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                reply = await self._process.ask(frame)
+        except TimeoutError as error:
+            raise _Failed("hung", f"no result after {limit_s:g} s") from error
+        except (EOFError, OSError) as error:
+            raise _Failed("ended", "the process of the environment has ended") from error
+        except (ValueError, RecursionError) as error:
+            raise _Failed("no_reply", f"something else than a reply has come from its process: {error}") from error
+        except BaseException:  # the reply may still come, and would be taken for that of another
+            self._fail("cancelled", "the conversation was cancelled")
+            raise
+        finally:
+            self.seconds += time.monotonic() - started
+        if "error" in reply:
+            raise _Failed("raised", str(reply["error"]))
+        return reply["value"]
+
+    def _fail(self, name: str, text: str) -> None:
+        """Notes the first failure and ends the process."""
+        if self.failure is None:
+            self.failure, self.error = name, text
+            self._environment.failures[name] += 1
+        process, self._process = self._process, None
+        if process is not None:
+            self._nursery.give_back(process, is_whole=False)
+
+
+def prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row's `prompt`: a list of them, their canonical text, or a task as the user's message."""
+    prompt = row["prompt"]
+    found = messages_of(prompt) if isinstance(prompt, str) else prompt
+    return [{"role": "user", "content": prompt}] if found is None else [dict(message) for message in found]
+
+
+def with_observation(messages: Sequence[Mapping[str, Any]], text: str | None) -> list[dict[str, Any]]:
+    """The messages of a prompt with an environment's first text at the end of the last user message, as TRL has it."""
+    found = [dict(message) for message in messages]
+    last = next((message for message in reversed(found) if message["role"] == "user"), None)
+    if text and last is not None:
+        last["content"] += text
+    return found
+
+
+@dataclass(frozen=True)
+class Played:
+    """A conversation with canned answers, as one agent reads it.
+
+    messages    the conversation as messages, the own turns among them
+    token_ids   all its tokens
+    reward      the environment's; None where it gives none
+    failure     the name and text of what went wrong, or None
+    """
+
+    messages: list[dict[str, Any]]
+    token_ids: list[int] = field(default_factory=list)
+    reward: float | None = None
+    failure: str | None = None
+
+
+def played_once(
+    environment: EnvironmentClass,
+    row: Mapping[str, Any],
+    canned_answers: Sequence[str],
+    agents: Mapping[str, tuple[AnswerCodec, TurnReader]],
+) -> dict[str, Played]:
+    """By agent, one conversation on a data row whose own turns are the canned answers, until the environment ends it.
+
+    `row` has the fields of the data row, its `prompt` among them.
+    """
+
+    async def all_agents() -> dict[str, Played]:
+        return {
+            name: await _played(environment, row, canned_answers, codec, turns)
+            for name, (codec, turns) in agents.items()
+        }
+
+    return asyncio.run(all_agents())
+
+
+async def _played(
+    environment: EnvironmentClass,
+    row: Mapping[str, Any],
+    canned_answers: Sequence[str],
+    codec: AnswerCodec,
+    turns: TurnReader,
+) -> Played:
+    with contextlib.closing(environment.episode()) as episode:
+        talk = with_observation(prompt_messages(row), await episode.begin(row))
+        head = turns.opening(talk)
+        for text in canned_answers if episode.failure is None else ():
+            own = list(codec.encode_answer(text, ended=True))
+            turn = turns.parse(own, head)
+            talk.append({"role": "assistant", "content": text})
+            head += own
+            others = await episode.react(turn, talk)
+            if not others:
+                break
+            talk += others
+            head += turns.continuation(head, others, ended=True)
+        reward = await episode.reward()
+        failure = None if episode.failure is None else f"{episode.failure}: {episode.error}"
+        return Played(talk, head, reward, failure)

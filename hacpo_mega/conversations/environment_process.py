@@ -1,0 +1,318 @@
+"""The program of the processes that run a user's environment class, and the contract of such a class.
+
+A nursery, a fresh interpreter, imports the class once and forks a process for each conversation under way: a fork
+costs milliseconds where the import may cost seconds, and a process, other than a thread, can be killed when a call
+hangs, has its own memory limit and random numbers, and takes no other conversation with it when it ends. Threads of
+the importing code would not live on in a fork, so a file that starts some is refused.
+
+The contract is that of TRL's `environment_factory` (its GRPO trainer, 1.16):
+- the class, or a function, is called with nothing; the instance is used for many conversations, one after the other;
+- `reset(**row)` begins one: None, or text (or text blocks) for the end of the last user message;
+- functions of the class without a leading underscore are tools, except reset and get_reward; inherited and static ones
+  and lambdas are, properties, class methods and attributes of the instance are not;
+- `get_reward()`, if there is one, gives a number or None at the end.
+Every one of them may be async. A class that derives from `Responder` has `respond`, which is no tool.
+
+Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
+(`write_frame`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
+Not here: limits of time, and the pool of processes (environment.py).
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
+
+from hacpo_grading.workers.own_file import load_by_name
+
+HEADER = struct.Struct("!I")
+MAX_FRAME_BYTES = 1 << 24
+MAX_SAID = 500
+MAX_TEXT = 1 << 20  # characters of a result; longer than any model reads
+MEMORY_BYTES = 4 << 30  # of a process, beside what the import took
+ORDER_BYTES = 1 << 12
+PR_SET_PDEATHSIG = 1
+NOT_TOOLS = ("reset", "get_reward")
+ROLES = ("user", "tool")
+
+
+class Responder:
+    """Base of environment classes that answer an own turn without a tool call, such as a user, a game or a test run."""
+
+    def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """The next messages, of role "user" or "tool" with a text as content; None when the conversation is over.
+
+        `messages` is the conversation so far, the agent's turn last. May be async.
+        """
+
+
+class WrongUse(ValueError):
+    """A class, a call or a result that is not what the contract says."""
+
+
+class HeldEnvironment:
+    """An instance of a user's class, and the requests that it is asked."""
+
+    def __init__(self, factory: Callable[[], Any]) -> None:
+        self._instance = factory()
+        self._kind = type(self._instance)
+        self._tools = tool_names(self._kind)
+        self._runner = asyncio.Runner()
+
+    def describe(self) -> dict[str, Any]:
+        """{"tools": JSON schemas, "responds", "rewards"}. WrongUse for a class that lacks a method."""
+        name, responds = self._kind.__name__, isinstance(self._instance, Responder)
+        if not inspect.isfunction(getattr(self._kind, "reset", None)):
+            raise WrongUse(f"{name} has no method reset(**row), which begins a conversation")
+        if responds and self._kind.respond is Responder.respond:
+            raise WrongUse(f"{name} derives from Responder and has no method respond(messages)")
+        if not self._tools and not responds:
+            raise WrongUse(f"{name} has no tool (a public method) and does not derive from Responder")
+        # transformers takes a second and 100 MB, which the processes of conversations go without
+        schema_of = load_by_name("transformers.utils:get_json_schema") if self._tools else None
+        return {
+            "tools": [_schema(schema_of, name, tool, getattr(self._instance, tool)) for tool in self._tools],
+            "responds": responds,
+            "rewards": inspect.isfunction(getattr(self._kind, "get_reward", None)),
+        }
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """The result of one request: {"do": "begin", "row", "seed"}, "call" with "name" and "arguments", "respond" with
+        "messages", or "reward"."""
+        if request["do"] == "begin":
+            _seed(request["seed"])
+            return _observation(self._awaited(self._instance.reset(**request["row"])))
+        if request["do"] == "call":
+            if request["name"] not in self._tools:
+                raise WrongUse(f"Tool {request['name']} not found.")
+            return _tool_text(self._awaited(getattr(self._instance, request["name"])(**request["arguments"])))
+        if request["do"] == "respond":
+            return _messages(self._awaited(self._instance.respond(request["messages"])))
+        return _reward(self._awaited(self._instance.get_reward()))
+
+    def _awaited(self, result: Any) -> Any:
+        async def outcome() -> Any:
+            return await result
+
+        return self._runner.run(outcome()) if inspect.isawaitable(result) else result
+
+
+def tool_names(kind: type) -> list[str]:
+    """The names of a class's tools, in alphabetical order, by TRL's rule."""
+    names = [name for name, _ in inspect.getmembers(kind, predicate=inspect.isfunction)]
+    others = (*NOT_TOOLS, "respond") if issubclass(kind, Responder) else NOT_TOOLS
+    return [name for name in names if not name.startswith("_") and name not in others]
+
+
+def _schema(schema_of: Callable, kind: str, name: str, tool: Callable) -> dict[str, Any]:
+    try:
+        return schema_of(tool)
+    except Exception as error:
+        raise WrongUse(
+            f"the tool {kind}.{name} cannot be described: {error}. A public method is a tool, and needs a docstring "
+            "with an Args section and a type hint for every argument; begin its name with _ if it is none"
+        ) from error
+
+
+def _seed(seed: int) -> None:
+    """Seeds the process's random numbers, so that a conversation does not depend on the ones before."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _observation(found: Any) -> str | None:
+    if found is None or isinstance(found, str):
+        return None if found is None else _text(found)
+    if isinstance(found, list):
+        return _text(_joined(found))
+    raise WrongUse(f"reset returned {type(found).__name__}; it returns None, text, or a list of text blocks")
+
+
+def _tool_text(found: Any) -> str:
+    """The text of a tool's result: text blocks joined, anything else as str() has it, as TRL does."""
+    are_blocks = isinstance(found, list) and found and all(isinstance(part, dict) and "type" in part for part in found)
+    return _text(_joined(found) if are_blocks else str(found))
+
+
+def _joined(blocks: Sequence[Any]) -> str:
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise WrongUse('a list needs blocks {"type": "text", "text": ...}; images and the like are not read')
+    return "".join(texts)
+
+
+def _text(text: str) -> str:
+    """The text, halves of surrogate pairs replaced, which no tokenizer takes. WrongUse above MAX_TEXT characters."""
+    if len(text) > MAX_TEXT:
+        raise WrongUse(f"the result has {len(text):,} characters, more than {MAX_TEXT:,}")
+    return text.encode("utf-8", "replace").decode()
+
+
+def _messages(found: Any) -> list[dict[str, Any]] | None:
+    if found is None:
+        return None
+    if not isinstance(found, list) or not found:
+        raise WrongUse(f"respond returned {type(found).__name__}; it returns a list of messages, or None at the end")
+    for message in found:
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES or not isinstance(message.get("content"), str):
+            what = f"of role {role!r}" if isinstance(message, dict) else f"that is a {type(message).__name__}"
+            raise WrongUse(f"respond returned a message {what}; each has role {' or '.join(ROLES)}, and a text")
+    _text("".join(message["content"] for message in found))
+    kept = ("role", "content", "name", "tool_call_id")
+    return [{key: _text(str(message[key])) for key in kept if key in message} for message in found]
+
+
+def _reward(found: Any) -> float | None:
+    if found is None:
+        return None
+    if isinstance(found, str | bytes) or not math.isfinite(number := float(found)):
+        raise WrongUse(f"get_reward returned {str(found)[:80]!r}; it returns a finite number or None")
+    return number
+
+
+def described(error: BaseException) -> str:
+    """An error of the user's code by its name, or of its use by its text alone; at most MAX_SAID characters."""
+    text = str(error) if isinstance(error, WrongUse) else f"{type(error).__name__}: {error}"
+    return _text(text[:MAX_SAID])
+
+
+def write_frame(connection: socket.socket, message: Any) -> None:
+    """Sends a message over a blocking socket."""
+    connection.sendall(frame_of(message))
+
+
+def frame_of(message: Any) -> bytes:
+    """The bytes of a message: its length, and JSON in ASCII. ValueError for one that is nested too deeply."""
+    try:
+        data = json.dumps(message, default=str).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return HEADER.pack(len(data)) + data
+
+
+def read_frame(connection: socket.socket) -> Any:
+    """The next message of a blocking socket, after its timeout if it has one TimeoutError. EOFError at its end."""
+    (num_bytes,) = HEADER.unpack(_read(connection, HEADER.size))
+    return json.loads(_read(connection, num_bytes))
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        if not (part := connection.recv(min(num_bytes - len(data), 1 << 20))):
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _play(connection: socket.socket, factory: Callable[[], Any], *, looks: bool) -> None:
+    """Serves one connection until it closes; with `looks` it only describes the class."""
+    pid, held = os.getpid(), None
+    os.register_at_fork(after_in_child=connection.close)
+    try:
+        held = HeldEnvironment(factory)
+        reply = {"value": held.describe() if looks else None}
+    except BaseException as error:
+        reply = {"error": described(error)}
+    while os.getpid() == pid:  # else a child that the user's code has forked and returned in
+        write_frame(connection, reply)
+        if looks or held is None:
+            return
+        request = read_frame(connection)
+        try:
+            reply = {"value": held.answer(request)}
+        except MemoryError:
+            return  # the heap is as good as full
+        except BaseException as error:  # sys.exit among them: it ends its conversation, not the process
+            text = str(error) if request["do"] == "call" else ""  # as TRL tells it to the model
+            reply = {"error": _text(text[:MAX_SAID]) or described(error)}
+
+
+def _become_process(connection: socket.socket, factory: Callable[[], Any], nursery: int, *, looks: bool) -> None:
+    os.setpgid(0, 0)
+    CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    status = 1
+    try:
+        if os.getppid() == nursery:
+            _play(connection, factory, looks=looks)
+            status = 0
+    except (EOFError, OSError):  # the trainer has closed the connection
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def serve(control: socket.socket, name: str, start_limit_s: float) -> None:
+    """Imports the class and forks until the control socket closes; then it kills every process it has forked."""
+    signal.setitimer(signal.ITIMER_REAL, start_limit_s)  # the trainer may be gone before a hanging import ends
+    nursery, pids = os.getpid(), dict[int, int]()
+    try:
+        factory = load_by_name(name, "own_environment")
+        problem = None if callable(factory) else f"{name} is a {type(factory).__name__}, and a class is needed"
+        if threading.active_count() > 1:
+            problem = "its import starts threads, which processes forked later lack; start them in the constructor"
+    except BaseException as error:
+        problem = described(error)
+    if os.getpid() != nursery:
+        os._exit(0)  # a child that the import has forked
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    control.send(json.dumps({"problem": problem}).encode())
+    if problem is not None:
+        return
+    held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MEMORY_BYTES,) * 2)
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 1)
+        if not data:
+            break
+        order = json.loads(data)
+        if "end" in order:
+            _end(pids.pop(order["end"], None))
+            continue
+        connection = socket.socket(fileno=descriptors[0])
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become_process(connection, factory, nursery, looks=order["looks"])
+        connection.close()
+        with suppress(OSError):  # it was faster
+            os.setpgid(pid, pid)
+        pids[order["id"]] = pid
+    for pid in pids.values():
+        _end(pid)
+
+
+def _end(pid: int | None) -> None:
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def main(control: int, name: str, start_limit_s: float) -> None:
+    """The nursery, with the descriptor of its control socket; what classes print goes to standard error."""
+    # Ctrl-C reaches the whole group, a scheduler's signals every process of a job; the trainer decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    os.set_inheritable(control, False)
+    serve(socket.socket(fileno=control), name, start_limit_s)

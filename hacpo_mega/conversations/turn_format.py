@@ -1,0 +1,540 @@
+"""Turn formats: the tokens between an agent's own turns, and what an own turn says.
+
+An agent's own tokens stay as they were sampled. What others say is encoded once, as the template's continuation:
+only new tokens are made, so that head + continuation begins with head in every way.
+
+    way         used where                                            continuation                       tool calls
+    renderer X  the library `renderers` has one that gives the        its bridge, where the result       its parser
+                template's own tokens for every trial conversation    begins with head; else as below
+    template    else: two renderings of a short conversation differ   text behind the agent's words      a JSON object
+                by what follows an own turn, whatever stands before   in the longer rendering            between markers
+    plain       no chat template                                      text, then a separator             `?argument`
+
+A template is tried before it is used (`TurnFormat.of`): it must show tools and every message, and end with the same
+tokens behind a short and a long conversation. One that writes earlier own turns otherwise is accepted: sampled tokens
+stay, and `rewritten` gives the prompt of a new segment to whoever wants the template's own history.
+Texts of others are ordinary text: a control token that they spell steers nothing (samples/ordinary_text.py).
+
+Not here: who speaks next, and encoding of answers that cross agents (samples/tokenizers.py).
+"""
+
+import abc
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Self
+
+from renderers import Renderer, RendererConfig, create_renderer
+
+from hacpo_grading.texts.answer_text import CLOSES, OPENS
+from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
+from hacpo_mega.samples.ordinary_text import OrdinaryText
+from hacpo_mega.samples.tokenizers import TextCodec
+
+Message = dict[str, Any]
+
+# Of a plain format: the first sign of a tool call, and what may stand behind a text of others; the first that the
+# vocabulary writes as one token. The quickstart's prompts end with "=", too.
+CALL_MARK, SEPARATORS = "?", ("\n", "=", ";", " ")
+# Kinds of renderers without a template of their own, and one that loads its vocabulary from the network.
+NO_FAMILY = ("auto", "default", "custom", "gpt-oss")
+THOUGHT = f"{OPENS}\nPlus eight.\n{CLOSES}\n\n"
+CALLED = "look_up"
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """An own turn as it was meant: words, thinking, and (name, arguments) of each tool call.
+
+    error  the reason why something that begins as a tool call is none; the turn then has no call at all
+    """
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    error: str | None = None
+
+    @property
+    def message(self) -> Message:
+        """The turn as a chat message. Ids of calls are call00000, call00001, ...: nine signs, as Mistral demands."""
+        calls = [_call(n, name, arguments) for n, (name, arguments) in enumerate(self.tool_calls)]
+        thinking = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **thinking,
+            **({"tool_calls": calls} if calls else {}),
+        }
+
+
+def _call(number: int, name: str, arguments: object) -> dict[str, Any]:
+    return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class TurnFormat(abc.ABC):
+    """Tokens of a conversation as one agent reads them.
+
+    kind         "renderer qwen3", "template" or "plain"
+    stop_ids     tokens that end an own turn
+    rewrites     the first place where the template writes an earlier own turn otherwise; None where it never does
+    num_control  control tokens that texts of others have spelled, and that were encoded as ordinary text
+    num_lost     texts of others that the vocabulary cannot write, read as empty: a plain format's alone
+    """
+
+    kind: str
+    stop_ids: tuple[int, ...]
+    rewrites: str | None = None
+    num_control: int = 0
+    num_lost: int = 0
+
+    @classmethod
+    def of(cls, codec: TextCodec, tools: Sequence[Mapping[str, Any]] = (), *, plays_user: bool = False) -> "TurnFormat":
+        """The format of an agent with these tools (JSON schemas); `plays_user`: others speak as the user, too.
+
+        ValueError, one line, for a template in which such a conversation cannot be written by appending.
+        """
+        return TemplateFormat(codec, tools, plays_user) if codec.prompting.chat_template else PlainFormat(codec, tools)
+
+    @abc.abstractmethod
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the first prompt: messages as of `Prompting.messages`, the tools shown, the agent's turn opened."""
+
+    @abc.abstractmethod
+    def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
+        """The new ids behind `head`, all tokens so far: the own turn closed where it is open, the others' messages, and
+        the next own turn opened.
+
+        `ended`: the last token of `head` is an end that was sampled; else the turn was cut.
+        ValueError where the template refuses these messages.
+        """
+
+    @abc.abstractmethod
+    def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> ParsedTurn:
+        """Meaning of an own turn's ids; `head` is what stood before them, which may have opened the thinking."""
+
+    @abc.abstractmethod
+    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        """Prompt of a new segment where the template writes all `messages` otherwise than `head` has them; else None.
+
+        `head` ends with an opened own turn. Texts are compared, so other tokens of the same text are no rewriting.
+        """
+
+
+class PlainFormat(TurnFormat):
+    """Turns without a chat template: own turn, its end token, then each text of others with a separator behind it.
+
+    With a tool, which must be one of one argument, an own turn that begins with `?` calls it with the rest.
+    """
+
+    kind = "plain"
+
+    def __init__(self, codec: TextCodec, tools: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError if the vocabulary can write no separator, or tools cannot be called."""
+        self._codec, self.stop_ids = codec, codec.ends.ids
+        self._ordinary = OrdinaryText(codec, "")
+        found = [sign for sign in SEPARATORS if len(codec.encode_answers([sign])[0] or ()) == 1]
+        if not found:
+            raise ValueError(
+                f"the vocabulary of {codec.tokenizer.name_or_path} has none of {', '.join(map(repr, SEPARATORS))}, "
+                "and one must stand between what others say and the agent's turn; add one"
+            )
+        self._separator = found[0]
+        self._tool = _only_tool(tools) if tools else None
+        if tools and codec.encode_answers([CALL_MARK]) == [None]:
+            raise ValueError(
+                f"the vocabulary of {codec.tokenizer.name_or_path} has no {CALL_MARK!r}, with which a model without a "
+                "chat template calls its tool; add it"
+            )
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        first, *rest = messages
+        ids = list(self._codec.encode_rendered(first["content"]))
+        for message in rest:
+            is_own = message["role"] == "assistant"
+            ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._said([message])
+        return ids
+
+    def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
+        return [*(() if ended else (self._codec.eos_id,)), *self._said(others)]
+
+    def _said(self, others: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        for text in (message["content"] for message in others):
+            self.num_control += self._ordinary.num_control(text)
+            try:
+                ids += self._ordinary.encode(self._ordinary.hidden(text), lambda t: self._codec.encode_answer(t, False))
+            except ValueError:
+                self.num_lost += 1
+            ids += self._codec.encode_answer(self._separator, ended=False)
+        return ids
+
+    def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> ParsedTurn:
+        text = self._codec.decode_answer(token_ids)
+        if self._tool is None or not text.startswith(CALL_MARK):
+            return ParsedTurn(text)
+        name, argument, kind = self._tool
+        given: Any = text.removeprefix(CALL_MARK)
+        if kind in ("integer", "number"):
+            try:
+                given = int(given) if kind == "integer" else float(given)
+            except ValueError:
+                return ParsedTurn(text, error=f"{given[:40]!r} is no {kind}, which {argument} of {name} is")
+        return ParsedTurn("", tool_calls=((name, {argument: given}),))
+
+    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        return None
+
+
+def _only_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """(name, argument, type of the argument) of the one tool that a plain format can call. ValueError for others."""
+    described = [tool.get("function", tool) for tool in tools]
+    names = ", ".join(tool["name"] for tool in described)
+    if len(described) == 1:
+        schema = described[0].get("parameters", {})
+        arguments = schema.get("required") or list(schema.get("properties", {}))
+        if len(arguments) == 1:
+            return names, arguments[0], str(schema["properties"][arguments[0]].get("type", "string"))
+    raise ValueError(
+        f"a model without a chat template can call one tool with one required argument, and these are {names}; "
+        "give a model with a chat template, or one such tool"
+    )
+
+
+class TemplateFormat(TurnFormat):
+    """Turns inside a chat template, by a renderer of the same tokens or by the difference of two renderings."""
+
+    def __init__(self, codec: TextCodec, tools: Sequence[Mapping[str, Any]], plays_user: bool) -> None:
+        """ValueError as of `TurnFormat.of`."""
+        self._codec, self._tools = codec, [dict(tool) for tool in tools]
+        self._name = f"the chat template of {codec.tokenizer.name_or_path}"
+        template = str(codec.tokenizer.chat_template)
+        self._ordinary, self._knows_thinking = OrdinaryText(codec, template), CLOSES in template
+        self._before = codec.prompting.messages(QUESTION)
+        family, self._renderer = self._find_renderer()
+        self.kind = "template" if self._renderer is None else f"renderer {family}"
+        stops = () if self._renderer is None else self._renderer.get_stop_token_ids()
+        self.stop_ids = tuple(dict.fromkeys((*codec.ends.ids, *stops)))
+        self._ends = codec.tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+        self._opener, self._blanks = self._find_opener()
+        self._check_tools()
+        self._calls = _CallSyntax.of(self._own_call_text(), self._name) if tools and self._renderer is None else None
+        self._check(plays_user)
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        self.num_control += self._num_control(messages)
+        return self._encode(self._rendered(self._plain_messages(messages), opens=True))
+
+    def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
+        num_control, others = self._num_control(others), self._plain_messages(others)
+        self.num_control += num_control
+        if not num_control and (bridged := self._bridged(head, others)) is not None:
+            return bridged
+        _, _, behind, closes = self._behind(self._before, others)
+        ids = self._encode(behind)
+        # An end that opens the next message (GLM) is that message's first token, and only where it is the same.
+        is_closed = ended and (head[-1] == ids[0] or (closes and head[-1] in self.stop_ids))
+        return ids[1:] if is_closed else ids
+
+    def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> ParsedTurn:
+        if self._renderer is not None:
+            return self._parsed_by_renderer(self._renderer, list(token_ids), list(head))
+        end = len(token_ids) - (len(token_ids) > 0 and token_ids[-1] in self.stop_ids)
+        before = list(head[-16:]) or self._opener  # a text by itself may lose its first blank
+        text = self._shown([*before, *token_ids[:end]]).removeprefix(self._shown(before)).removeprefix(self._blanks)
+        has_opened = self._opened_thinking(head) != ""
+        thinks = has_opened or (CLOSES in text and self._knows_thinking)
+        reasoning, closes, said = text.partition(CLOSES) if thinks else ("", "", text)
+        if has_opened and not closes:
+            return ParsedTurn("", reasoning.strip())
+        said = said.lstrip("\n") if closes else said
+        reasoning = reasoning.replace(OPENS, "").strip()
+        try:
+            content, calls = (said, ()) if self._calls is None else self._calls.read(said)
+        except ValueError as error:
+            return ParsedTurn(said, reasoning, error=str(error))
+        return ParsedTurn(self._ordinary.without_control(content), reasoning, tuple(calls))
+
+    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        ids = self._encode(self._rendered(self._plain_messages(messages), opens=True))
+        return None if self._shown(ids) == self._shown(head) else ids
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        tokenizer = self._codec.tokenizer
+        return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _num_control(self, messages: Sequence[Message]) -> int:
+        return sum(self._ordinary.num_control(m["content"]) for m in messages if m["role"] != "assistant")
+
+    def _plain_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Copies in which texts of others spell no control token, and answers of tools have the ids of calls."""
+        made, number = [], 0
+        for message in messages:
+            if message["role"] != "assistant":
+                message = {**message, "content": self._ordinary.hidden(message["content"])}
+            number = number + 1 if message["role"] == "tool" else 0
+            if number:
+                message = {"name": CALLED, "tool_call_id": f"call{number - 1:05d}", **message}
+            made.append(message)
+        return made
+
+    def _rendered(self, messages: Sequence[Message], *, opens: bool) -> str:
+        given = {**self._codec.prompting.template_kwargs, **({"tools": self._tools} if self._tools else {})}
+        return self._codec.rendered_chat(list(messages), given, opens_answer=opens)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._ordinary.encode(text, self._codec.encode_rendered)
+
+    def _behind(self, before: Sequence[Message], others: Sequence[Message]) -> tuple[Message, str, str, bool]:
+        """A made-up own turn, the rendering of `before`, it and `others`, and of that what follows the own words: from
+        the token that ends the turn on; True if the template writes that token also where nothing follows.
+        """
+        answers = [message for message in others if message["role"] == "tool"]
+        refusal = ValueError(f"{self._name} leaves out the agent's words")
+        for own in self._own_turns(answers):
+            try:
+                whole = self._rendered([*before, own, *others], opens=True)
+                alone = self._rendered([*before, own], opens=False)
+            except ValueError as error:
+                refusal = error
+                continue
+            if ANSWER in alone:
+                break
+        else:
+            raise refusal
+        place = -1
+        for _ in range(alone.count(ANSWER)):
+            place = whole.find(ANSWER, place + 1)
+        closing = alone[alone.rfind(ANSWER) :]
+        ends = [at for end in self._ends if (at := closing.find(end)) >= 0]
+        own_text = closing[: min(ends, default=len(closing))]
+        behind = whole[place:].removeprefix(own_text)
+        if not whole[place:].startswith(own_text) or not behind.startswith(tuple(self._ends)):
+            raise ValueError(f"{self._name} writes no end token behind the agent's words, so no turn can follow them")
+        return own, whole, behind, bool(ends)
+
+    def _own_turns(self, answers: Sequence[Message]) -> list[Message]:
+        """Forms of an own turn before these answers of tools: a template takes one form of arguments, or one call."""
+        if not answers:
+            return [{"role": "assistant", "content": ANSWER}]
+        forms: list[Message] = []
+        for given in ({"text": ANSWER}, json.dumps({"text": ANSWER})):
+            calls = [{**_call(n, m["name"], given), "id": m["tool_call_id"]} for n, m in enumerate(answers)]
+            forms.append({"role": "assistant", "content": "", "tool_calls": calls})
+        return [*forms, {"role": "assistant", "content": ANSWER}]
+
+    def _own_call_text(self) -> str:
+        """An own turn that calls a tool, as the template writes it, up to its end."""
+        opened = self._rendered(self._before, opens=True)
+        answer = self._plain_messages([{"role": "tool", "content": ""}])
+        own, _, behind, _ = self._behind(self._before, answer)
+        whole = self._rendered([*self._before, own, *answer], opens=True)
+        text = whole[: len(whole) - len(behind)]
+        return text[_num_same(opened, text) :]
+
+    def _find_opener(self) -> tuple[list[int], str]:
+        """Ids that open an own turn, and the blanks that the template writes before its words, as Mistral's does."""
+        closed, opened = (self._rendered(self._before, opens=opens) for opens in (False, True))
+        own = self._rendered([*self._before, {"role": "assistant", "content": ANSWER}], opens=False)
+        blanks = own.removeprefix(opened).partition(ANSWER)[0]
+        ids = self._encode(opened[len(closed) :]) if opened.startswith(closed) and opened != closed else []
+        return ids, blanks if own.startswith(opened) and blanks.isspace() else ""
+
+    def _find_renderer(self) -> tuple[str, Renderer | None]:
+        """Name and renderer that give the template's own tokens for each trial conversation; ("", None) without."""
+        expected = []
+        for chat, opens in self._trials():
+            try:
+                expected.append((chat, opens, self._encode(self._rendered(chat, opens=opens))))
+            except ValueError:
+                continue  # which the template refuses, and nobody can render
+        for config in typing.get_args(typing.get_args(RendererConfig)[0]):
+            family = config.model_fields["name"].default
+            if family in NO_FAMILY:
+                continue
+            try:
+                given = dict(self._codec.prompting.template_kwargs) or None
+                renderer = create_renderer(self._codec.tokenizer, config(), chat_template_kwargs=given)
+                if all(
+                    renderer.render_ids(chat, tools=self._tools or None, add_generation_prompt=opens) == ids
+                    for chat, opens, ids in expected
+                ):
+                    return family, renderer
+            except Exception:  # a family whose tokens this tokenizer lacks; each says so in its own way
+                continue
+        return "", None
+
+    def _trials(self) -> list[tuple[list[Message], bool]]:
+        """Conversations by which a renderer is chosen, and whether the next own turn is opened. Calls stand alone: own
+        turns stay as sampled, so how a template parts two calls does not count.
+        """
+        own, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": NEXT}
+        thinking = {**own, "content": THOUGHT + ANSWER}
+        call = {"role": "assistant", "content": "", "tool_calls": [_call(0, CALLED, {"text": "a 'b' ä", "n": 1})]}
+        said = {**call, "content": ANSWER}
+        answer = {"role": "tool", "name": CALLED, "tool_call_id": "call00000", "content": " [1,\n2]\n"}
+        chats = [
+            [],
+            [own, further],
+            [thinking, further],
+            [own, further, thinking, further],
+            [call, answer],
+            [call, answer, own, further],
+            [{**call, "content": THOUGHT}, answer],
+            [said, answer, {**answer, "tool_call_id": "call00001"}],
+            [said, answer, {**answer, "tool_call_id": "call00001"}, thinking, further],
+        ]
+        closed = [[own], [thinking], [call, answer, thinking]]
+        return [
+            *(([*self._before, *chat], True) for chat in chats),
+            *(([*self._before, *chat], False) for chat in closed),
+        ]
+
+    def _bridged(self, head: Sequence[int], others: Sequence[Message]) -> list[int] | None:
+        """The renderer's continuation; None if it has none, or one that changes `head`."""
+        start = _last(head, self._opener)
+        if self._renderer is None or start is None:
+            return None
+        try:
+            prompt, own = list(head[:start]), list(head[start:])
+            found = self._renderer.bridge_to_next_turn(prompt, own, list(others), tools=self._tools or None)
+        except Exception:  # of a library that is given what a model has sampled
+            return None
+        if found is None or found.token_ids[: len(head)] != list(head):
+            return None
+        return found.token_ids[len(head) :]
+
+    def _parsed_by_renderer(self, renderer: Renderer, ids: list[int], head: list[int]) -> ParsedTurn:
+        try:
+            found = renderer.parse_response(ids, tools=self._tools or None, prompt_ids=head or None)
+        except Exception as error:  # of a library that is given what a model has sampled
+            return ParsedTurn(self._codec.decode_answer(ids), error=f"unreadable: {type(error).__name__}")
+        calls, reasoning = [], found.reasoning_content or ""
+        for call in found.tool_calls:
+            if call.status != "ok" or not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+                return ParsedTurn(found.content, reasoning, error=f"tool call: {call.status}: {call.raw[:80]!r}")
+            calls.append((call.name, call.arguments))
+        return ParsedTurn(found.content, reasoning, tuple(calls))
+
+    def _check_tools(self) -> None:
+        """ValueError for a template that ignores tools in silence."""
+        shown = self._rendered(self._before, opens=True)
+        if missing := [name for tool in self._tools if (name := tool.get("function", tool)["name"]) not in shown]:
+            raise ValueError(
+                f"{self._name} shows no tools: it leaves out {missing[0]!r}; it is of a model without them"
+            )
+
+    def _check(self, plays_user: bool) -> None:
+        """Tries what will be asked: no message is left out, and a turn's tokens depend on nothing before them.
+
+        ValueError with the reason.
+        """
+        tool = {"role": "tool", "content": "Found it: 7, and more."}
+        turns = [[tool], [tool, {"role": "tool", "content": "Nothing here."}]] if self._tools else []
+        turns += [[{"role": "user", "content": NEXT}]] if plays_user else []
+        turns = [self._plain_messages(turn) for turn in turns]
+        for others in turns:
+            own, _, text, _ = self._behind(self._before, others)
+            if lost := [message for message in others if message["content"] not in text]:
+                raise ValueError(f"{self._name} leaves out the message {lost[0]['content']!r} of {lost[0]['role']!r}")
+            ids = self._encode(text)
+            for further in turns:
+                _, whole, behind, _ = self._behind([*self._before, own, *others], further)
+                expected = text if further is others else self._behind(self._before, further)[2]
+                if behind != expected:
+                    at = _num_same(behind, expected)
+                    raise ValueError(
+                        f"{self._name} writes a turn otherwise behind a longer conversation, {behind[at:][:40]!r} for "
+                        f"{expected[at:][:40]!r}: no turn can be appended"
+                    )
+                if further is others and self._encode(whole)[-len(ids) :] != ids:
+                    raise ValueError(f"{self._name} and its tokenizer merge the end of a turn with the words before it")
+            self._compare(others, ids)
+
+    def _compare(self, others: Sequence[Message], ids: list[int]) -> None:
+        """Drops a renderer that bridges otherwise than the template, and notes where the template rewrites history."""
+        head = self._encode(self._rendered(self._before, opens=True))
+        thought = f"{THOUGHT}{ANSWER}".removeprefix(self._opened_thinking(head))
+        own = [*self._codec.encode_answer(self._blanks + thought, ended=False), ids[0]]
+        bridged = self._bridged([*head, *own], others)
+        if bridged is not None and bridged != ids[1:]:
+            self._renderer, self.kind = None, "template"
+            self._calls = _CallSyntax.of(self._own_call_text(), self._name) if self._tools else None
+        full = [*head, *own, *ids[1:]]
+        again = self.rewritten(full, [*self._before, self.parse(own, head).message, *others])
+        if again is not None and self.rewrites is None:
+            sampled, written = self._shown(full), self._shown(again)
+            at = _num_same(sampled, written)
+            self.rewrites = f"{written[at:][:40]!r} for {sampled[at:][:40]!r}"
+
+    def _opened_thinking(self, head: Sequence[int]) -> str:
+        """The start of a thinking block that a prompt has opened; empty if it opens none."""
+        text = self._shown(head[-16:])
+        return text[text.rfind(OPENS) :] if text.rstrip().endswith(OPENS) else ""
+
+
+def _num_same(one: str, other: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
+
+
+def _last(head: Sequence[int], opener: Sequence[int]) -> int | None:
+    """Place behind the last `opener` in `head`; None without one."""
+    for start in range(len(head) - len(opener), -1, -1):
+        if opener and head[start] == opener[0] and list(head[start : start + len(opener)]) == list(opener):
+            return start + len(opener)
+    return None
+
+
+@dataclass(frozen=True)
+class _CallSyntax:
+    """Form of tool calls that are JSON: `marker`, an object or a list of them with these two keys, `end`."""
+
+    marker: str
+    end: str
+    name: str
+    arguments: str
+
+    @classmethod
+    def of(cls, text: str, template: str) -> Self:
+        """Reads the form from a template's own rendering of a call. ValueError for another than JSON."""
+        for at in (place.start() for place in re.finditer(r"[\[{]", text)):
+            try:
+                found, end = json.JSONDecoder().raw_decode(text, at)
+            except ValueError:
+                continue
+            first = found[0] if isinstance(found, list) and found else found
+            if not isinstance(first, dict):
+                continue
+            keys = [key for key, value in first.items() if value in ({"text": ANSWER}, json.dumps({"text": ANSWER}))]
+            names = [key for key, value in first.items() if value == CALLED]
+            if keys and names:
+                marker = text[:at].rpartition(CLOSES)[2].strip()
+                return cls(marker, text[end:].strip(), names[0], keys[0])
+        raise ValueError(f"{template} writes tool calls in a form that is neither a renderer's nor JSON: {text[:80]!r}")
+
+    def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+        """Words before the first call, and the calls. ValueError for a call that cannot be read."""
+        if not self.marker and not text.lstrip().startswith(("{", "[")):
+            return text, []
+        content, *parts = text.split(self.marker) if self.marker else ("", text)
+        if not parts:
+            return text, []
+        calls = [call for part in parts for call in self._calls_of(part.strip())]
+        return content.rstrip(), calls
+
+    def _calls_of(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+        try:
+            found, end = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tool call: no JSON: {text[:80]!r}") from error
+        if not text[end:].strip().startswith(self.end):
+            raise ValueError(f"tool call: no {self.end!r} behind it: {text[:80]!r}")
+        calls = []
+        for one in found if isinstance(found, list) else [found]:
+            name, given = (one.get(self.name), one.get(self.arguments)) if isinstance(one, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(given, dict):
+                raise ValueError(f"tool call: needs {self.name!r} and an object {self.arguments!r}: {text[:80]!r}")
+            calls.append((name, given))
+        return calls

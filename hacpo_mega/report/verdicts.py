@@ -1,0 +1,145 @@
+"""A sentence beside every chart of collaboration: does a learner learn from a source, and is the run all right?
+
+Read from the last WINDOW steps that have a number, so that a verdict is about now. Levels: good, warn, bad, and none
+where the numbers say nothing yet.
+"""
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean, median
+from typing import Any
+
+from hacpo_mega.logbook.steps.sharing import Fates
+from hacpo_mega.report.run import Run, accuracies, measure_of, phase_series
+
+WINDOW = 50  # steps
+SHARE_GOOD, FAR_RATIO = 0.2, 4.0
+OMEGA = (0.1, 10.0)  # within which the paper's capability ratios are usual
+GAP_WARN = 0.05  # nats per token: what bf16 rounds
+CUT_WARN = 0.1  # share of answers cut at the limit
+WAIT_WARN = 0.2  # of a step
+COSINE_FLAT = 0.05
+
+Verdicts = Iterator[dict[str, Any]]
+
+
+def verdicts(run: Run) -> list[dict[str, Any]]:
+    """The sentences of a run as {chart, text, level, and learner and source where it is about a pair}."""
+    found: list[dict[str, Any]] = []
+    for learner, source in run.pairs:
+        pair = {"learner": learner, "source": source}
+        found += [verdict | pair for verdict in _of_pair(run, learner, source)]
+    for agent in run.agents:
+        found += [verdict | {"learner": agent} for verdict in _of_agent(run, agent)]
+    return [*found, *_of_waiting(run)]
+
+
+def fates_by_step(run: Run) -> list[dict[str, Any]]:
+    """By pair the fates of the source's answers over the steps, as {learner, source, steps, series}."""
+    found = []
+    for learner, source in run.pairs:
+        fates = run.fates(learner, source)
+        reasons = sorted({reason for one in fates.values() for reason in one.lost})
+        series = {"reached": [one.reached for one in fates.values()]}
+        series |= {reason: [one.lost.get(reason, 0) for one in fates.values()] for reason in reasons}
+        if fates:
+            found.append({"learner": learner, "source": source, "steps": list(fates), "series": series})
+    return found
+
+
+def _verdict(chart: str, level: str, text: str) -> dict[str, Any]:
+    return {"chart": chart, "level": level, "text": text}
+
+
+def _recent(run: Run, name: str) -> list[float]:
+    return list(run.series(name).values[-WINDOW:])
+
+
+def _of_pair(run: Run, learner: str, source: str) -> Verdicts:
+    """Sentences about what a learner has of a source."""
+    prefix = f"agent/{learner}/from/{source}"
+    cosines = _recent(run, f"{prefix}/grad_cosine")
+    fates = Fates.total(list(run.fates(learner, source).values())[-WINDOW:])
+    if fates.share is not None:
+        yield _sharing(learner, source, fates, cosines)
+    if ratios := _recent(run, f"{prefix}/ratio_mean"):
+        ratio = median(ratios)
+        is_far = not 1 / FAR_RATIO <= ratio <= FAR_RATIO
+        what = "far from its policy" if is_far else "near its policy"
+        text = f"{source}'s answers have a ratio of {ratio:.2f} under {learner}: {what}"
+        yield _verdict("ratio", "warn" if is_far else "good", text)
+    if inside := _recent(run, f"{prefix}/inside"):
+        share = fmean(inside)
+        advice = "" if share >= SHARE_GOOD else ": a wider algorithm.delta would let more of them in"
+        text = f"{share:.0%} of {source}'s answers lie inside {learner}'s band{advice}"
+        yield _verdict("band", "good" if share >= SHARE_GOOD else "warn", text)
+    if shares := _recent(run, f"{prefix}/grad_share"):
+        overrules = fmean(shares) > 0.9 and cosines and fmean(cosines) < 0.0
+        text = f"{source}'s answers are {fmean(shares):.0%} of {learner}'s gradient"
+        yield _verdict("share", "bad" if overrules else "good", f"{text} and overrule its own" if overrules else text)
+    if cosines:
+        way, level = _way(fmean(cosines))
+        yield _verdict("cosine", level, f"{source}'s answers pull {learner} {way} (cosine {fmean(cosines):+.2f})")
+    if omegas := _recent(run, f"omega/{learner}/{source}"):
+        usual = OMEGA[0] <= omegas[-1] <= OMEGA[1]
+        text = f"{learner} is {omegas[-1]:.2f} times as capable as {source}"
+        advice = "" if usual else ": set algorithm.omega_clip"
+        yield _verdict("capability", "good" if usual else "warn", text + advice)
+
+
+def _sharing(learner: str, source: str, fates: Fates, cosines: list[float]) -> dict[str, Any]:
+    share = f"{fates.share:.0%} of its {fates.usable:,} usable answers trained on"
+    if fates.is_lost:
+        why = f": most are {fates}" if fates.reasons else ""
+        return _verdict("fates", "bad", f"{learner} learns next to nothing from {source}: {share}{why}")
+    way, level = _way(fmean(cosines)) if cosines else ("", "good")
+    level = "warn" if fates.share < SHARE_GOOD or level == "warn" else "good"
+    pull = f", pull {way}" if way else ""
+    return _verdict("fates", level, f"{learner} learns from {source}: {share}{pull}")
+
+
+def _way(cosine: float) -> tuple[str, str]:
+    if abs(cosine) < COSINE_FLAT:
+        return "across its own direction", "good"
+    return ("in the same direction", "good") if cosine > 0 else ("against its own direction", "warn")
+
+
+def _of_agent(run: Run, agent: str) -> Verdicts:
+    """Sentences about an agent alone."""
+    evaluated = accuracies(run, agent)
+    if len(evaluated) > 1:
+        first, last = evaluated[0], evaluated[-1]
+        interval, gain = first.gain_interval(last), last.value - first.value
+        is_sure = interval is not None and (interval[0] > 0.0 or interval[1] < 0.0)
+        level = "none" if not is_sure else "good" if gain > 0.0 else "bad"
+        words = "" if is_sure else ", which may be chance"
+        text = f"{agent}'s {measure_of(evaluated)} went from {first.value:.3f} to {last.value:.3f}{words}"
+        yield _verdict("accuracy", level, text)
+    if gaps := _recent(run, f"agent/{agent}/engine_gap_mean"):
+        is_wide = median(map(abs, gaps)) > GAP_WARN
+        text = f"engine and trainer of {agent} differ by {median(gaps):.2g} nats a token"
+        yield _verdict("engine_gap", "warn" if is_wide else "good", text)
+    if cut := _recent(run, f"agent/{agent}/truncated"):
+        text = f"{fmean(cut):.0%} of {agent}'s answers are cut at the limit"
+        yield _verdict("length", "warn" if fmean(cut) > CUT_WARN else "good", text)
+    held = _recent(run, f"agent/{agent}/device_bytes")
+    if peaks := held or _recent(run, f"agent/{agent}/rss_bytes"):
+        where = "on its fullest device" if held else "in the memory of its largest process"
+        yield _verdict("memory", "none", f"{agent} holds {max(peaks) / 2**30:.1f} GiB at most {where}")
+
+
+def _of_waiting(run: Run) -> Verdicts:
+    """The sentence about who waits for whom, by the seconds of the phase `wait`."""
+    waits: Mapping[str, float] = {
+        agent: fmean(list(seconds.values())[-WINDOW:])
+        for agent in run.agents
+        if (seconds := phase_series(run, agent).get("wait"))
+    }
+    steps = [value for agent in run.agents for value in _recent(run, f"agent/{agent}/step_s")]
+    if len(waits) < 2 or not steps or (step_s := fmean(steps)) <= 0.0:
+        return
+    slow, quick = min(waits, key=waits.__getitem__), max(waits, key=waits.__getitem__)
+    share = (waits[quick] - waits[slow]) / step_s
+    if share >= WAIT_WARN:
+        yield _verdict("phases", "warn", f"{quick} waits {share:.0%} of a step for {slow}")
+    else:
+        yield _verdict("phases", "good", "no agent waits long for another")

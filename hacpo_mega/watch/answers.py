@@ -1,0 +1,322 @@
+"""Questions about the answers of a run: a page of a selection, everything of one answer, a selection as JSON Lines.
+
+A selection is a JSON object: equal `agent`, `skill`, `verdict`, `stop`, `turn`, `prompt_id`; ranges [low or null, high
+or null] of `step`, `reward`, `length`, and of `ratio` and `advantage` for any learner; words of its `text`, a `regex`.
+Words are looked up in the index. A regular expression reads the answers from the run's own files, newest first, for
+REGEX_S seconds at most. Keys are "step.lane.prompt_index.agent.rollout".
+"""
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Self
+
+import regex
+
+from hacpo_grading.judge import FULL, Judge
+from hacpo_grading.judgement import Asked, Stop
+from hacpo_grading.registry import GRADERS
+from hacpo_mega.config import RewardConfig
+from hacpo_mega.logbook.files.json_lines import LARGEST, is_number
+from hacpo_mega.logbook.files.rollout_log import prompt_text, require_logged_prompt
+from hacpo_mega.models.files.documents import parse_json, short
+from hacpo_mega.models.files.links import require_inside
+from hacpo_mega.watch.index import Gone, Index, learners_of, words_of
+
+PER_PAGE = 50
+REGEX_S, MOST_PATTERN = 0.8, 500
+MOST_WHOLE = 3  # letters from which on the last word may be a beginning
+WORDS = ("agent", "skill", "verdict", "stop")
+RANGES = ("step", "reward", "length")
+BY_LEARNER = ("ratio", "advantage")
+FIELDS = {*WORDS, *RANGES, *BY_LEARNER, "turn", "prompt_id", "text", "regex"}
+SORTS = {*WORDS, *RANGES, *BY_LEARNER, "turn"}
+
+
+def page_of_answers(index: Index, selection: Mapping[str, Any], sort: str, page: int) -> dict[str, Any]:
+    """A page of the selected answers, 0 the first, with their total. ValueError for a wrong selection."""
+    with index.reading() as db:
+        where, values = _condition(db, selection)
+        order = _order(db, sort)
+        choices = {kind: words_of(db, kind) for kind in WORDS}
+        note = _unread(db)
+        if pattern := selection.get("regex"):
+            rows = f"SELECT id FROM answers WHERE {where} ORDER BY {order}"
+            ids, total, cut = _matching(index, db, rows, values, _compiled(pattern), page)
+            note = cut or note
+        else:
+            total = db.execute(f"SELECT count(*) FROM answers WHERE {where}", values).fetchone()[0]
+            rows = f"SELECT id FROM answers WHERE {where} ORDER BY {order} LIMIT {PER_PAGE} OFFSET ?"
+            ids = [row[0] for row in db.execute(rows, [*values, page * PER_PAGE])]
+        shown = [_row(db, number) for number in ids]
+    found = {"total": total, "page": page, "per_page": PER_PAGE, "rows": shown, "choices": choices}
+    return found | ({"note": note} if note else {})
+
+
+class Judges:
+    """Explains recorded verdicts by judging an answer anew, with graders that come with the project. A context.
+
+    What a run's configuration names besides is never executed here, nor is a server asked: such verdicts stay without.
+    """
+
+    def __init__(self) -> None:
+        self._judges: dict[str, Judge | None] = {}
+        self._one_at_a_time, self._stack = threading.Lock(), ExitStack()
+
+    def explain(self, reward: Any, line: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The grader's explanation of an answer to a logged prompt; empty where there is none."""
+        with self._one_at_a_time, suppress(ValueError):
+            judge = self._judge(reward)
+            stop = next((stop for stop in Stop if stop.name.lower() == answer["stop"]), Stop.EOS)
+            asked = Asked(prompt_text(line), answer["text"], line["gold"], stop, json.dumps(line.get("row") or {}))
+            if judge is not None:
+                return judge.judge_and_explain([asked])[0][1]
+        return {}
+
+    def _judge(self, reward: Any) -> Judge | None:
+        """The judge of a run's [reward], which is made for the first answer."""
+        name = repr(reward)
+        if name not in self._judges:
+            self._judges[name] = None
+            given = RewardConfig.model_validate(reward or {})
+            grader = None if given.parts or given.kind not in GRADERS else GRADERS[given.kind]
+            if grader is not None and grader.explainer is not None and not grader.acts:
+                options = {"options": given.options, "reward_range": given.range, "require_stop": given.require_stop}
+                judge = Judge(given.kind, timeout_s=given.timeout_s, success=given.success or FULL, **options)
+                self._judges[name] = self._stack.enter_context(judge)
+        return self._judges[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def one_answer(index: Index, key: str, judges: Judges, reward: Any) -> dict[str, Any]:
+    """Everything of an answer, and others to its prompt. ValueError without such a key, Gone without files.
+
+    reward   the [reward] of the run's configuration, by which `judges` explains the verdict
+    """
+    with index.reading() as db:
+        number = _number_of(db, key)
+        prompt, place = db.execute("SELECT prompt, place FROM answers WHERE id = ?", (number,)).fetchone()
+        line = _line(index, db, prompt)
+        ids = db.execute("SELECT id, place FROM answers WHERE prompt = ? ORDER BY place", (prompt,)).fetchall()
+        keys = {other: _row(db, found)["key"] for found, other in ids}
+    shared = {
+        **{name: line[name] for name in ("step", "lane", "skill", "gold", "prompt")},
+        **{"prompt_id": line["id"], "row": line.get("row"), "tools": line.get("tools")},
+    }
+    described = {
+        other: shared | _described(line, answer) | {"key": keys[other]}
+        for other, answer in enumerate(line["answers"])
+        if other in keys
+    }
+    found, how = described.pop(place), judges.explain(reward, line, line["answers"][place])
+    explanation = {name: value if isinstance(value, str | bool) else str(value) for name, value in how.items()}
+    told = {"extracted": explanation.get("extracted", explanation.get("answer")), "rule": explanation.get("rule")}
+    return found | told | {"explanation": explanation, "others": list(described.values())}
+
+
+def exported(index: Index, selection: Mapping[str, Any], sort: str) -> Iterator[bytes]:
+    """The selected answers as JSON Lines, every field of each; those whose files are gone are left out."""
+    pattern = _compiled(selection["regex"]) if selection.get("regex") else None
+    with index.reading() as db:
+        where, values = _condition(db, selection)
+        query = f"SELECT prompt, place FROM answers WHERE {where} ORDER BY {_order(db, sort)}"
+        return _lines(index, db.execute(query, values).fetchall(), pattern)
+
+
+def _lines(index: Index, places: Sequence[tuple[int, int]], pattern: Any) -> Iterator[bytes]:
+    known, line = None, {}
+    with index.reading() as db:
+        for prompt, place in places:
+            if prompt != known:
+                known = prompt
+                try:
+                    line = _line(index, db, prompt)
+                except Gone:
+                    line = {"answers": []}
+            if place >= len(line["answers"]):
+                continue
+            answer = line["answers"][place]
+            if pattern is None or _is_match(pattern, answer["text"], REGEX_S):
+                row = {name: value for name, value in line.items() if name != "answers"} | answer
+                yield json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def _unread(db: sqlite3.Connection) -> str | None:
+    row = db.execute("SELECT value FROM state WHERE key = 'unread'").fetchone()
+    return f"{row[0]:,} files of answers are still to be read; the newest are here" if row and row[0] else None
+
+
+def _condition(db: sqlite3.Connection, selection: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """The selection as a condition on the table of answers, with its values."""
+    if unknown := selection.keys() - FIELDS:
+        raise ValueError(f"no field {short(min(unknown))}: give some of {', '.join(sorted(FIELDS))}")
+    parts, values = ["1"], []
+    for name, value in selection.items():
+        if value in (None, "", [None, None]) or name == "regex":
+            continue
+        part, more = _part(db, name, value)
+        parts.append(part)
+        values += more
+    return " AND ".join(parts), values
+
+
+def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]]:
+    if name in (*RANGES, *BY_LEARNER):
+        return _range(db, name, value)
+    if name == "turn":
+        if type(value) is not int or abs(value) > LARGEST:
+            raise ValueError(f"turn is {short(value)}, needs a whole number")
+        return "turn = ?", [value]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {short(value)}, needs text")
+    if name == "text":
+        if not any(map(str.isalnum, value)):
+            raise ValueError(f"text {short(value)} has no word: look for signs with regex")
+        is_begun = len(regex.split(r"\W+", value)[-1]) >= MOST_WHOLE  # shorter beginnings fit nearly every answer
+        phrase = '"' + value.replace('"', '""').replace("\0", " ") + ('" *' if is_begun else '"')
+        # A table that total and page share: the words of a frequent text are in nearly all answers.
+        db.execute("CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY)")
+        db.execute("INSERT INTO hit SELECT rowid FROM texts WHERE texts MATCH ?", (phrase,))
+        return "id IN (SELECT id FROM hit)", []
+    if name == "prompt_id":
+        return "prompt IN (SELECT id FROM prompts WHERE prompt_id = ?)", [value]
+    return f"{name} = (SELECT id FROM words WHERE kind = ? AND word = ?)", [name, value]
+
+
+def _range(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]]:
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(end is None or is_number(end) for end in value):
+        raise ValueError(f"{name} is {short(value)}, needs [low, high], each a number or null")
+    columns = list(learners_of(db, name).values()) if name in BY_LEARNER else [name]
+    parts, values = [], []
+    for column in columns:
+        ends = [(f"{column} {sign} ?", end) for sign, end in zip((">=", "<="), value) if end is not None]
+        parts.append(" AND ".join(part for part, _ in ends))
+        values += [end for _, end in ends]
+    return "(" + (" OR ".join(f"({part})" for part in parts) or "0") + ")", values
+
+
+def _order(db: sqlite3.Connection, sort: str) -> str:
+    """The order of rows; of ratios and advantages the largest of all learners counts. Absent values come last."""
+    name = sort.removeprefix("-")
+    if name not in SORTS:
+        raise ValueError(f"no order by {short(name)}: give one of {', '.join(sorted(SORTS))}, with - for descending")
+    way = "DESC" if sort.startswith("-") else "ASC"
+    if name == "step":
+        return f"step {way}, id"
+    if name in BY_LEARNER:
+        columns = [f"coalesce({column}, -9e99)" for column in learners_of(db, name).values()] or ["0"]
+        by = f"max({', '.join(columns)}, -9e99)"
+    else:
+        by = f"(SELECT word FROM words WHERE id = {name})" if name in WORDS else name
+    return f"{by} {way} NULLS LAST, id"
+
+
+def _row(db: sqlite3.Connection, number: int) -> dict[str, Any]:
+    """An answer as a list shows it."""
+    columns = {what: learners_of(db, what) for what in BY_LEARNER}
+    names = [column for learners in columns.values() for column in learners.values()]
+    word = "(SELECT word FROM words WHERE id = answers.{0}) AS {0}"
+    query = (
+        f"SELECT {', '.join([*map(word.format, WORDS), *names])}, answers.step, lane, prompt_index, prompt_id, "
+        "rollout, reward, length, turn, text AS excerpt FROM answers JOIN prompts ON prompts.id = answers.prompt "
+        "JOIN excerpts ON excerpts.id = answers.id WHERE answers.id = ?"
+    )
+    cursor = db.execute(query, (number,))
+    row = dict(zip([column[0] for column in cursor.description], cursor.fetchone()))
+    for what, learners in columns.items():
+        known = {learner: row.pop(column) for learner, column in learners.items()}
+        row[what] = {learner: value for learner, value in known.items() if value is not None}
+    place = (row["step"], row.pop("lane"), row.pop("prompt_index"), row["agent"], row.pop("rollout"))
+    return {"key": ".".join(map(str, place))} | row
+
+
+def _number_of(db: sqlite3.Connection, key: str) -> int:
+    found = regex.fullmatch(r"(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.(.+)\.(\d{1,15})", key, regex.DOTALL)
+    query = (
+        "SELECT answers.id FROM answers JOIN prompts ON prompts.id = answers.prompt WHERE answers.step = ? "
+        "AND lane = ? AND prompt_index = ? AND rollout = ? "
+        "AND agent = (SELECT id FROM words WHERE kind = 'agent' AND word = ?)"
+    )
+    row = None
+    if found is not None:
+        step, lane, prompt_index, agent, rollout = found.groups()
+        row = db.execute(query, (*map(int, (step, lane, prompt_index, rollout)), agent)).fetchone()
+    if not row:
+        raise ValueError(f"no answer {short(key)}: its step was replaced when the run resumed, or is not read yet")
+    return row[0]
+
+
+def _line(index: Index, db: sqlite3.Connection, prompt: int) -> dict[str, Any]:
+    """A logged prompt, from the run's file. Gone where it is not there as it was."""
+    query = "SELECT name, start, prompts.size FROM prompts JOIN parts ON parts.id = part WHERE prompts.id = ?"
+    name, start, size = db.execute(query, (prompt,)).fetchone()
+    path = index.folder / "rollouts" / name
+    try:
+        require_inside(index.folder, path)
+        with path.open("rb") as file:
+            file.seek(start)
+            line = parse_json(file.read(size))
+        require_logged_prompt(line)
+        return line
+    except (OSError, ValueError) as error:
+        raise Gone(f"{path} is not there as it was: the run was moved, deleted or resumed") from error
+
+
+def _described(line: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer with what its own agent has read."""
+    turns = answer.get("turns")
+    return {
+        **{"mean_logprob": None, "not_trained": {}, "tokens": None, "token_logprob": [], "token_ratio": []},
+        **answer,
+        **{"prompt_seen": line.get("prompt_seen", {}).get(answer["agent"]), "extracted": None, "rule": None},
+        **({"turns": [{**turn, "text": turn.get("content")} for turn in turns]} if turns else {}),
+        "turn": sum(turn.get("role") == "assistant" for turn in turns) if turns else None,
+    }
+
+
+def _compiled(pattern: Any) -> Any:
+    if not isinstance(pattern, str) or len(pattern) > MOST_PATTERN:
+        raise ValueError(f"regex is {short(pattern)}, needs text of at most {MOST_PATTERN} characters")
+    try:
+        return regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"regex {short(pattern)} is none: {error}") from error
+
+
+def _is_match(pattern: Any, text: str, most_s: float) -> bool:
+    """True if the pattern is in a text; False as well where the search takes too long."""
+    try:
+        return pattern.search(text, timeout=max(0.01, most_s), concurrent=True) is not None
+    except TimeoutError:
+        return False
+
+
+def _matching(
+    index: Index, db: sqlite3.Connection, query: str, values: list[Any], pattern: Any, page: int
+) -> tuple[list[int], int, str | None]:
+    """Numbers of the answers on a page of those that match, how many do, and a note if the time did not suffice."""
+    end, found, known, line = time.monotonic() + REGEX_S, [], None, {}
+    query = query.replace("SELECT id", "SELECT id, prompt, place", 1)
+    for looked, (number, prompt, place) in enumerate(db.execute(query, values)):
+        left_s = end - time.monotonic()
+        if left_s <= 0.0:
+            note = f"search stopped after {REGEX_S:g} s and {looked:,} answers: narrow the selection, or export it"
+            return found[page * PER_PAGE :][:PER_PAGE], len(found), note
+        if prompt != known:
+            known = prompt
+            try:
+                line = _line(index, db, prompt)
+            except Gone:
+                line = {"answers": []}
+        if place < len(line["answers"]) and _is_match(pattern, line["answers"][place]["text"], left_s):
+            found.append(number)
+    return found[page * PER_PAGE :][:PER_PAGE], len(found), None

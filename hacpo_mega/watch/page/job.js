@@ -1,0 +1,105 @@
+// The job: who is where, in which phase, what went wrong last, how long it takes.
+import { get, runPath } from "./api.js";
+import { PHASES, UNKNOWN_COLOUR } from "./catalogue.js";
+import { duration, el, fill, show } from "./dom.js";
+
+const EVERY_MS = 2000; // phases change without a new step
+
+export class Job {
+  #timer = 0;
+  #closed = false;
+
+  constructor(app, host) {
+    this.app = app;
+    this.body = el("div", {});
+    fill(host, el("h1", {}, "Job"), this.body);
+  }
+
+  async open() {
+    this.run = this.app.focus();
+    if (!this.run) return void fill(this.body, el("p", {}, "Choose a run."));
+    await this.#ask();
+  }
+
+  async #ask() {
+    try {
+      const job = await get(runPath(this.run.id, "job"));
+      if (this.#closed) return;
+      fill(this.body, el("h2", {}, this.run.name), facts(job), map(job.ranks ?? []), phaseKey(job.ranks ?? []), troubles(job.trouble ?? []));
+    } catch (error) {
+      fill(this.body, el("p", { class: "problem" }, error.message));
+    }
+    clearTimeout(this.#timer);
+    if (!this.#closed) this.#timer = setTimeout(() => this.#ask(), EVERY_MS);
+  }
+
+  params() {}
+
+  update() {}
+
+  close() {
+    this.#closed = true;
+    clearTimeout(this.#timer);
+  }
+}
+
+function facts({ state, step, num_steps: planned, seconds, seconds_left: left, safe_step: safe, attempt }) {
+  const rows = [
+    ["state", state],
+    ["step", planned ? `${show(step)} of ${show(planned)}` : show(step)],
+    ["running for", duration(seconds)],
+    ["time left", duration(left)],
+    ["resumes from step", show(safe)],
+    ["Slurm attempt", attempt !== null && typeof attempt === "object" ? Object.entries(attempt).map(([name, value]) => `${name} ${show(value)}`).join(", ") : show(attempt)],
+  ];
+  const bar = planned && typeof step === "number" ? el("progress", { max: planned, value: step, "aria-label": "steps done" }) : null;
+  return el("div", { class: "facts-block" }, bar, el("dl", {}, rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value ?? "–")))));
+}
+
+/** Agents as rows, lanes as columns, cells as boxes of ranks. */
+function map(ranks) {
+  if (!ranks.length) return el("p", { class: "note" }, "The run's files do not tell its ranks.");
+  const agents = [...new Set(ranks.map(({ agent }) => agent))];
+  const lanes = [...new Set(ranks.map(({ lane }) => lane))].sort((a, b) => a - b);
+  const head = el("tr", {}, el("td", {}), lanes.map((lane) => el("th", { scope: "col" }, `lane ${show(lane)}`)));
+  const rows = agents.map((agent) => {
+    const cells = lanes.map((lane) => el("td", {}, boxes(ranks.filter((rank) => rank.agent === agent && rank.lane === lane))));
+    return el("tr", {}, el("th", { scope: "row" }, agent), cells);
+  });
+  return el("div", { class: "wide" }, el("table", { class: "map" }, el("caption", {}, "Answers travel down a lane, gradients along an agent."), el("thead", {}, head), el("tbody", {}, rows)));
+}
+
+function boxes(ranks) {
+  const cells = [...new Set(ranks.map(({ cell }) => cell))];
+  return cells.map((cell) => {
+    const own = ranks.filter((rank) => rank.cell === cell);
+    const nodes = [...new Set(own.map(({ node }) => node))].filter(Boolean).join(", ");
+    return el("div", { class: "cell" }, el("small", {}, [`cell ${show(cell)}`, nodes].filter(Boolean).join(" · ")), el("ul", {}, own.map(box)));
+  });
+}
+
+function box({ rank, phase, progress, seen_s_ago: ago }) {
+  const percent = typeof progress === "number" ? ` ${Math.round(progress * 100)} %` : "";
+  const silent = typeof ago === "number" && ago > 60 ? `, silent for ${duration(ago)}` : "";
+  const node = el("li", { class: silent ? "silent" : "" }, el("b", {}, show(rank)), ` ${phase ? phase.replaceAll("_", " ") : "–"}${percent}${silent}`);
+  node.style.setProperty("--colour", phase ? (PHASES[phase] ?? UNKNOWN_COLOUR) : "transparent");
+  return node;
+}
+
+function phaseKey(ranks) {
+  const phases = [...new Set(ranks.map(({ phase }) => phase))].filter(Boolean);
+  return el("p", { class: "legend", "aria-hidden": "true" }, phases.map((phase) => {
+    const swatch = el("i", { class: "swatch" });
+    swatch.style.setProperty("--colour", PHASES[phase] ?? UNKNOWN_COLOUR);
+    return el("span", {}, swatch, phase.replaceAll("_", " "));
+  }));
+}
+
+function troubles(found) {
+  if (!found.length) return el("p", { class: "note" }, "No trouble.");
+  const when = (time) => (typeof time === "number" ? new Date(time * 1000).toLocaleString() : null);
+  const lines = found.map(({ time_unix_s: time, rank, text }) =>
+    el("li", {}, el("small", {}, [when(time), rank !== undefined && rank !== null && `rank ${rank}`].filter(Boolean).join(", ")), " ", text),
+  );
+  return el("section", {}, el("h2", {}, "Last trouble"), el("ul", { class: "trouble" }, lines));
+}

@@ -1,0 +1,203 @@
+"""The watched runs: which folders are runs, what state each is in, and one thread that extends their indexes.
+
+A given folder is a run or holds some: an experiment, runs/. Runs that appear there later are found, too. A run that is
+moved or deleted stays in the list as gone, with what its index has. Nothing is written into a run.
+"""
+
+import hashlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hacpo_mega.config.checks.run_dirs import CONFIG, LOCK, METRICS, is_run
+from hacpo_mega.logbook.run.provenance import exported_steps, read_starts
+from hacpo_mega.logbook.run.run_lock import QUIET_S, is_gone
+from hacpo_mega.models.files.documents import toml_file
+from hacpo_mega.models.files.links import require_inside
+from hacpo_mega.watch.index import Index
+
+LOOK_S, IDLE_S = 0.5, 2.0  # between two looks at a run that goes on, and at another
+FIND_S = 10.0  # between two looks for new runs
+DEPTH = 3  # of folders in which runs are looked for
+ALONE = ("seed", "run_dir")  # settings in which the runs of a group differ
+
+
+class Watched:
+    """One run: its index, its settings, its state.
+
+    experiment   the folder in which it was found, None if it was named itself
+    """
+
+    def __init__(self, folder: Path, experiment: str | None, say: Callable[[str], None]) -> None:
+        self.index = Index(folder, say)
+        self.folder, self.experiment = self.index.folder, experiment
+        self.id = hashlib.sha256(bytes(self.folder)).hexdigest()[:12]
+        self._config: dict[str, Any] = {}
+        self._config_looks: tuple[int, int] | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's resolved configuration, as it was last seen; empty where there is none that can be read."""
+        path = self.folder / CONFIG
+        with suppress(OSError, ValueError):
+            info = path.stat()
+            if (looks := (info.st_mtime_ns, info.st_size)) != self._config_looks:
+                require_inside(self.folder, path)
+                self._config, self._config_looks = toml_file(path, "the run_dir of a run"), looks
+        return self._config
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration flat, "algorithm.method" by its value; agents by their names."""
+        return dict(_flat(self.config))
+
+    @property
+    def group(self) -> str:
+        """A name that runs with equal settings have in common: they differ in seed and folder alone."""
+        own = str(self.config.get("run_dir", ""))
+        kept = [
+            (key, value)
+            for key, value in sorted(self.settings.items())
+            if key not in ALONE and not (own and own in str(value))
+        ]
+        return hashlib.sha256(repr(kept).encode()).hexdigest()[:12]
+
+    @property
+    def num_steps(self) -> int | None:
+        """Planned steps; None if nobody knows."""
+        found = self.config.get("num_steps")
+        return found if type(found) is int else None
+
+    @property
+    def state(self) -> str:
+        """State of the run: "gone" (moved or deleted), "finished", "running" or "stopped", by its lock and its end."""
+        if not self.folder.is_dir():
+            return "gone"
+        lock = self.folder / LOCK
+        with suppress(OSError):
+            is_fresh = abs(time.time() - lock.stat().st_mtime) < QUIET_S
+            with suppress(PermissionError):  # another user's: its touches tell
+                is_fresh &= not is_gone(lock.read_text(encoding="utf-8", errors="replace"))
+            if is_fresh:
+                return "running"
+        done = exported_steps(self.folder)
+        return "finished" if done is not None and done == (self.num_steps or done) else "stopped"
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The starts of the run, oldest first; none where they cannot be read."""
+        with suppress(OSError, ValueError):
+            return read_starts(self.folder)
+        return []
+
+    def agents(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Names of its agents: those of its configuration, then those that only the names of its metrics know."""
+        given = self.config.get("agents")
+        tables = given if isinstance(given, list) else []
+        names_given = [table.get("name") for table in tables if isinstance(table, dict)]
+        configured = [name for name in names_given if isinstance(name, str)]
+        measured = sorted({name.split("/")[1] for name in names if name.startswith("agent/")})
+        return tuple(dict.fromkeys([*configured, *measured]))
+
+
+class Runs:
+    """All watched runs, in the order in which they were given or found. `number` grows with every change."""
+
+    def __init__(self, folders: Sequence[Path], say: Callable[[str], None]) -> None:
+        """Raises ValueError, one line, for a folder that is no run and holds none."""
+        self._say, self._folders = say, [Path(folder) for folder in folders]
+        self._runs: dict[str, Watched] = {}
+        self._changed: dict[str, int] = {}
+        self.number = 0
+        for folder in self._folders:
+            if not any(runs_in(folder)):
+                what = "holds no run" if folder.is_dir() else "is no folder"
+                raise ValueError(f"{folder} {what}: give the run_dir of a run, or a folder with runs in it")
+        self._find()
+
+    def __iter__(self) -> Iterator[Watched]:
+        return iter(list(self._runs.values()))
+
+    def __getitem__(self, name: str) -> Watched:
+        """A run by its id. ValueError for another."""
+        if (found := self._runs.get(name)) is None:
+            raise ValueError(f"no run {name!r} is watched here")
+        return found
+
+    def changed_since(self, number: int) -> list[str]:
+        """The runs that have changed after the change of that number; all of them for a number of another server."""
+        if number > self.number:
+            return list(self._runs)
+        return [run for run, at in list(self._changed.items()) if at > number]
+
+    def follow(self, ends: threading.Event) -> None:
+        """Extends all indexes until `ends` is set. The thread's whole work; no run's trouble ends it."""
+        states: dict[str, str] = {}
+        looked_s: dict[str, float] = {}
+        found_s = time.monotonic()
+        while True:
+            works = False
+            for run in self:
+                rest_s = 0.0 if states.get(run.id) == "running" else IDLE_S
+                if time.monotonic() - looked_s.get(run.id, -IDLE_S) < rest_s:
+                    continue
+                looked_s[run.id] = time.monotonic()
+                if has_grown := self._extend(run):
+                    looked_s[run.id] = -IDLE_S
+                works |= has_grown
+                if states.get(run.id) != (state := run.state):
+                    states[run.id] = state
+                    self._note_change(run)
+            if time.monotonic() - found_s > FIND_S:
+                self._find()
+                found_s = time.monotonic()
+            if ends.wait(0.01 if works else LOOK_S):
+                return
+
+    def _extend(self, run: Watched) -> bool:
+        try:
+            if changed := run.index.extend():
+                self._note_change(run)
+            return changed
+        except (OSError, sqlite3.Error) as error:
+            run.index.note(f"the index {run.index.path} cannot be extended ({error}): make room, or set XDG_CACHE_HOME")
+            time.sleep(LOOK_S)
+            return False
+
+    def _note_change(self, run: Watched) -> None:
+        self.number += 1
+        self._changed[run.id] = self.number
+
+    def _find(self) -> None:
+        for given in self._folders:
+            for folder in runs_in(given):
+                real = Path(os.path.realpath(folder))
+                if all(real != run.folder for run in self._runs.values()):
+                    run = Watched(real, None if folder == given else given.resolve().name, self._say)
+                    self._runs[run.id] = run
+                    self._note_change(run)
+
+
+def runs_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    """The folder if it is a run, else the runs in it, by name; no link is followed."""
+    with suppress(OSError):
+        if (folder / METRICS).is_file() or is_run(folder):
+            yield folder
+        elif depth and folder.is_dir():
+            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    yield from runs_in(Path(entry.path), depth - 1)
+
+
+def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(table, list) and table and all(isinstance(part, dict) for part in table):
+        table = {str(part.get("name", number)): part for number, part in enumerate(table)}
+    if not isinstance(table, Mapping):
+        yield prefix, table
+        return
+    for key, value in table.items():
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))

@@ -1,0 +1,355 @@
+"""The page's data about runs as tables ready for JSON: the list, curves, the job, a comparison, verdicts.
+
+Arrays of a view are aligned with its steps; null stands where a step has no number, or none that JSON can say.
+Not here: answers (answers.py).
+"""
+
+import math
+import re
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from hacpo_mega.checkpoint.files import committed_steps
+from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import Config
+from hacpo_mega.jobs.attempts import read_attempts
+from hacpo_mega.jobs.slurm_status import trouble_of
+from hacpo_mega.logbook.files.metrics import StepMetrics
+from hacpo_mega.logbook.run.provenance import read_alarms
+from hacpo_mega.report.run import Run, accuracies
+from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
+from hacpo_mega.watch.index import words_of
+from hacpo_mega.watch.runs import Runs, Watched
+
+DIGITS = 7  # of a number in a curve
+LAST_STEPS = 10  # over which the seconds of a step are the median
+MOST_NAMES, MOST_RANKS = 200, 4096
+MOST_ALARMS = 5  # of the job's trouble
+# Groups of the chooser, each with what the names in it have; the first that fits.
+GROUPS = {
+    "held-out answers": r"/(accuracy|eval|held_out|num_evaluated|num_held_out)",
+    "others' answers": r"/from/",
+    "capability": r"^(omega|capability)/",
+    "answers on their way": r"/view/",
+    "rewards": r"/(reward|verdict|num_unjudged|own/|advantage_max)",
+    "engine and trainer": r"/(engine_|logprob_mean|self/first)",
+    "lengths": r"/(answer_tokens|truncated|num_answers)",
+    "loss and gradients": r"/(self/|grad_norm|lr$|kl$|cross_coef|num_nonfinite|num_skipped|num_updates|num_trained)",
+    "phases": r"/(phase|phase_mean)/",
+    "waiting": r"/wait/",
+    "memory": r"_bytes$",
+    "rates": r"^rate/|_s$",
+}
+LOOKED_BACK = 10 * WINDOW  # steps in which a verdict's last numbers are looked for; some come every few steps
+MOST_FATES = 1000  # steps of a chart of fates, evenly spaced
+HELD_OUT_NAMES = (
+    *("agent/%/accuracy", "agent/%/eval/reward_%", "agent/%/num_evaluated"),
+    *("agent/%/held_out_gain", "agent/%/held_out_gain_square", "agent/%/num_held_out_pairs"),
+)
+OF_FATES = ("agent/%/from/%/view/num_%", "agent/%/from/%/inside")
+OF_VERDICTS = (
+    *(
+        "agent/%/from/%",
+        "omega/%",
+        "agent/%/engine_gap_mean",
+        "agent/%/truncated",
+        "agent/%/phase/wait_s",
+        "agent/%/step_s",
+    ),
+    *("agent/%/device_bytes", "agent/%/rss_bytes"),
+)
+HELD_OUT = re.compile(r"agent/([^/]+)/(?:accuracy|eval/reward_mean)(?:/(.+))?")
+
+
+def run_list(runs: Runs) -> list[dict[str, Any]]:
+    """The watched runs."""
+    return [_described(run) for run in runs]
+
+
+def _described(run: Watched) -> dict[str, Any]:
+    with run.index.reading() as db:
+        steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines WHERE step > 0").fetchone()
+        names = words_of(db, "metric")
+        unread = dict(db.execute("SELECT key, value FROM state")).get("unread")
+    starts, state = run.starts(), run.state
+    notes = [*run.index.notes]
+    if unread:
+        notes.append(f"{unread:,} files of answers are still to be read")
+    if state == "gone":
+        notes.append(f"{run.folder} was moved or deleted; this is what it had")
+    return {
+        **{"id": run.id, "path": str(run.folder), "name": run.folder.name, "state": state, "steps": steps},
+        **{"last_step": last, "num_steps": run.num_steps, "seed": run.config.get("seed")},
+        **{"started": starts[0].get("time_unix_s") if starts else None, "config_digest": run.group},
+        **{"agents": run.agents(names), "experiment": run.experiment, "note": "; ".join(notes) or None},
+    }
+
+
+def curves(run: Watched, names: Sequence[str], after: int | None, generation: int | None) -> dict[str, Any]:
+    """Metrics over steps; without names the list of all, by group.
+
+    `after` leaves out the steps up to it, unless rows were replaced since the `generation` that the page has: then all
+    come, with "full". ValueError for more than MOST_NAMES.
+    """
+    with run.index.reading() as db:
+        state = dict(db.execute("SELECT key, value FROM state"))
+        if not names:
+            return _chooser(db) | {"generation": state["generation"]}
+        if len(names) > MOST_NAMES:
+            raise ValueError(f"{len(names)} names are too many: ask for at most {MOST_NAMES} at once")
+        is_full = after is None or generation != state["generation"]
+        first = 0 if is_full else after + 1
+        rows = db.execute("SELECT DISTINCT step FROM lines WHERE step >= ? ORDER BY step", (first,))
+        steps = [row[0] for row in rows]
+        place = {step: number for number, step in enumerate(steps)}
+        series = {name: _series(db, name, place) for name in names}
+        times = _series(db, "time_unix_s", place)
+        trained = _trained(db, steps)
+        intervals = _intervals(run, db, names, place)
+    starts = run.starts()
+    begin = min(
+        [start["time_unix_s"] for start in starts if "time_unix_s" in start] or [min(_known(times), default=0.0)]
+    )
+    return {
+        **{"names": list(names), "steps": steps, "seconds": [t and round(t - begin, 3) for t in times]},
+        **{"trained_answers": trained, "series": series, "intervals": intervals, "events": _events(run)},
+        **{"full": is_full, "generation": state["generation"]},
+    }
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
+    names = [name for name in words_of(db, "metric") if name != "time_unix_s"]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        title = next((title for title, pattern in GROUPS.items() if re.search(pattern, name)), "other")
+        groups.setdefault(title, []).append(name)
+    ordered = {title: groups[title] for title in (*GROUPS, "other") if title in groups}
+    return {"names": names, "groups": ordered, "last_step": db.execute("SELECT max(step) FROM lines").fetchone()[0]}
+
+
+def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int]) -> list[float | None]:
+    found: list[float | None] = [None] * len(place)
+    query = (
+        "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?) "
+        "AND step >= ?"
+    )
+    digits = DIGITS if name != "time_unix_s" else 17
+    for step, value in db.execute(query, (name, min(place, default=0))):
+        if value is not None and math.isfinite(value) and step in place:
+            found[place[step]] = float(f"{value:.{digits}g}")
+    return found
+
+
+def _trained(db: sqlite3.Connection, steps: Sequence[int]) -> list[float]:
+    """Answers that all agents were trained on, from the first step up to each of these."""
+    query = (
+        "SELECT step, sum(value) FROM metrics WHERE name IN (SELECT id FROM words WHERE kind = 'metric' "
+        "AND word LIKE 'agent/%/num_trained_answers') GROUP BY step ORDER BY step"
+    )
+    total, totals = 0.0, {}
+    for step, value in db.execute(query):
+        total += value or 0.0
+        totals[step] = total
+    before, found = 0.0, []
+    first = min(steps, default=0)
+    before = max((value for step, value in totals.items() if step < first), default=0.0)
+    for step in steps:
+        before = totals.get(step, before)
+        found.append(before)
+    return found
+
+
+def _intervals(
+    run: Watched, db: sqlite3.Connection, names: Sequence[str], place: Mapping[int, int]
+) -> dict[str, dict[str, list[float | None]]]:
+    """95 % of the curves that are means of held-out answers, as the report has them."""
+    found = {}
+    for name in names:
+        if not (held_out := HELD_OUT.fullmatch(name)):
+            continue
+        agent, skill = held_out.groups()
+        tail = f"/{skill}" if skill else ""
+        kinds = ("accuracy", "accuracy_square", "eval/reward_mean", "eval/reward_square", "num_evaluated")
+        data = _as_run(run, db, _numbers(db, [f"agent/{agent}/{kind}{tail}" for kind in kinds]))
+        low, high = ([None] * len(place) for _ in range(2))
+        for point in accuracies(data, agent, skill):
+            if point.step in place and point.interval is not None:
+                low[place[point.step]], high[place[point.step]] = point.interval
+        found[name] = {"low": low, "high": high}
+    return found
+
+
+def _numbers(db: sqlite3.Connection, patterns: Sequence[str], first: int = 0, every: int = 1) -> dict[int, StepMetrics]:
+    """Metrics of some names (% stands for any text) by step, from a first step on, of each `every`-th step."""
+    likes = " OR ".join(["word LIKE ?"] * len(patterns))
+    query = (
+        "SELECT step, word, value FROM metrics JOIN words ON words.id = name WHERE name IN "
+        f"(SELECT id FROM words WHERE kind = 'metric' AND ({likes})) AND step >= ? AND step % ? = 0 "
+        "AND value IS NOT NULL"
+    )
+    steps: dict[int, StepMetrics] = {}
+    for step, word, value in db.execute(query, [*patterns, first, every]):
+        metrics = steps.setdefault(step, StepMetrics({}, {}))
+        (metrics.timing if word.endswith("_s") else metrics.values)[word] = value
+    return steps
+
+
+def _as_run(run: Watched, db: sqlite3.Connection, *tables: dict[int, StepMetrics]) -> Run:
+    """The run as the report reads it, with the metrics of some tables alone."""
+    steps: dict[int, StepMetrics] = {}
+    for step, metrics in (entry for table in tables for entry in table.items()):
+        known = steps.get(step, StepMetrics({}, {}))
+        steps[step] = StepMetrics(known.values | metrics.values, known.timing | metrics.timing)
+    return Run(run.folder, run.config, "", dict(sorted(steps.items())), run.agents(words_of(db, "metric")), [])
+
+
+def _events(run: Watched) -> list[dict[str, Any]]:
+    """Starts and alarms, by step."""
+    starts = run.starts()
+    found = [
+        {"step": start.get("steps_done", 0), "kind": "resume" if number else "start", "text": _start_text(start)}
+        for number, start in enumerate(starts)
+    ]
+    found += [{"step": alarm["step"], "kind": "alarm", "text": alarm["text"]} for alarm in read_alarms(run.folder)]
+    return sorted(found, key=lambda event: event["step"])
+
+
+def _start_text(start: Mapping[str, Any]) -> str:
+    where = "".join(f", {key} {start[key]}" for key in ("job", "nodes") if start.get(key))
+    return f"start after step {start.get('steps_done', 0)}, commit {str(start.get('commit'))[:9]}{where}"
+
+
+def job(run: Watched) -> dict[str, Any]:
+    """The job behind a run: where its ranks are, how far it is, and its last trouble."""
+    with run.index.reading() as db:
+        rows = db.execute(
+            "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = "
+            "'time_unix_s') ORDER BY step DESC LIMIT ?",
+            (LAST_STEPS + 1,),
+        ).fetchall()
+        first = db.execute(
+            "SELECT min(value) FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = "
+            "'time_unix_s')"
+        ).fetchone()[0]
+    starts, attempts, safe = run.starts(), [], None
+    with suppress(OSError, ValueError):
+        attempts = read_attempts(run.folder)
+    with suppress(OSError, ValueError):
+        safe = max(committed_steps(run.folder), default=None)
+    ended = dict(rows)
+    step = max(ended, default=None)
+    between = [ended[later] - ended[earlier] for later, earlier in pairwise(sorted(ended, reverse=True))]
+    begin = min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
+    left = run.num_steps - step if run.num_steps is not None and step is not None else None
+    state = run.state
+    return {
+        **{"state": state, "step": step, "num_steps": run.num_steps, "safe_step": safe},
+        "seconds": None if step is None else round((time.time() if state == "running" else ended[step]) - begin, 1),
+        "seconds_left": round(median(between) * left, 1) if between and left is not None else None,
+        **{"step_s": round(median(between), 3) if between else None, "attempt": attempts[-1] if attempts else None},
+        **{"trouble": _trouble(run), "ranks": _ranks(run, starts)},
+    }
+
+
+def _trouble(run: Watched) -> list[dict[str, Any]]:
+    """The last alarms, and what the job's newest log says of trouble."""
+    alarms = [
+        {"time_unix_s": alarm["time_unix_s"], "text": f"step {alarm['step']}: {alarm['text']}"}
+        for alarm in read_alarms(run.folder)[-MOST_ALARMS:]
+    ]
+    with suppress(OSError, ValueError):
+        text, is_trouble = trouble_of(run.folder)
+        alarms += [{"text": text}] if is_trouble else []
+    return alarms
+
+
+def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Places of all ranks, by the configuration; None where it is of another version, or the job is larger than shown.
+
+    Nodes are those of the last start, which have equal numbers of ranks in their order.
+    """
+    try:
+        rank_map = RankMap.of(Config.model_validate(run.config))
+    except (ValueError, AttributeError):
+        return None
+    if (size := rank_map.world_size) > MOST_RANKS:
+        return None
+    nodes = _nodes(str(starts[-1].get("nodes") or "")) if starts else []
+    per_node = size // len(nodes) if nodes and size % len(nodes) == 0 else 0
+    with run.index.reading() as db:
+        last = db.execute("SELECT max(step) FROM lines").fetchone()[0]
+    progress = last / run.num_steps if last is not None and run.num_steps else None
+    places = (rank_map.coordinate(rank) for rank in range(size))
+    return [
+        {
+            **{"rank": place.global_rank, "agent": place.agent_name, "lane": place.lane, "cell": place.cell_in_lane},
+            **{"node": nodes[place.global_rank // per_node] if per_node else None, "phase": None},
+            **{"progress": progress, "seen_s_ago": None, "leader": place.is_leader},
+            **{"pp": place.pp_rank, "cp": place.cp_rank, "tp": place.tp_rank},
+        }
+        for place in places
+    ]
+
+
+def _nodes(text: str) -> list[str]:
+    """The nodes in a list of Slurm's, such as "n[01-03,7],login1"; none where it is no such list."""
+    found = []
+    for prefix, ranges in re.findall(r"([^,\[\]]+)(?:\[([\d,-]+)\])?(?:,|$)", text):
+        for part in ranges.split(",") if ranges else [""]:
+            low, _, high = part.partition("-")
+            span = range(int(low), int(high or low) + 1) if low else []
+            found += [f"{prefix}{number:0{len(low)}}" for number in span[:MOST_RANKS]] or [prefix]
+    return found
+
+
+def comparison(runs: Sequence[Watched]) -> dict[str, Any]:
+    """Settings in which runs differ, and groups of runs that differ in their seed alone."""
+    settings = {run.id: run.settings for run in runs}
+    keys = dict.fromkeys(key for table in settings.values() for key in table)
+    tables = {key: {run: table.get(key) for run, table in settings.items()} for key in keys if key != "run_dir"}
+    differences = [
+        {"key": key, "values": values} for key, values in tables.items() if len(set(map(repr, values.values()))) > 1
+    ]
+    groups: dict[str, list[Watched]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run)
+    named = [{"name": _group_name(group, differences), "runs": [run.id for run in group]} for group in groups.values()]
+    return {"differences": differences, "groups": named}
+
+
+def _group_name(group: Sequence[Watched], differences: Sequence[Mapping[str, Any]]) -> str:
+    first = group[0]
+    telling = [found for found in differences if found["key"] != "seed"]
+    parts = [f"{found['key'].rpartition('.')[2]} {found['values'][first.id]}" for found in telling[:3]]
+    return ", ".join(parts) if parts and len(group) > 1 else first.folder.name
+
+
+class VerdictViews:
+    """Verdicts of runs; those of a state that was asked for before are kept, since they read every step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def of(self, run: Watched) -> dict[str, Any]:
+        """A sentence for every chart of collaboration, and the fates of others' answers."""
+        with run.index.reading() as db:
+            query = "SELECT max(start), (SELECT value FROM state WHERE key = 'generation') FROM lines"
+            at = db.execute(query).fetchone()
+            if run.id in self._kept and self._kept[run.id][0] == at:
+                return self._kept[run.id][1]
+            num_steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines").fetchone()
+            recent = _numbers(db, OF_VERDICTS, first=(last or 0) - LOOKED_BACK)
+            data = _as_run(run, db, _numbers(db, HELD_OUT_NAMES), recent)
+            fates = _as_run(run, db, _numbers(db, OF_FATES, every=max(1, math.ceil(num_steps / MOST_FATES))))
+        found = {"verdicts": verdicts(data), "fates": fates_by_step(fates)}
+        self._kept[run.id] = (at, found)
+        return found

@@ -1,0 +1,146 @@
+"""Runs with an environment: two agents of other tokenizers, one of them on two ranks, share their conversations."""
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from job import run_here
+from repository import ROOT
+from run_cases import CHARACTERS, PAIRS, agent_table, require_same_in_two_parts, train, write_watched_config
+from transformers import AutoModelForCausalLM
+
+from hacpo_mega.checkpoint.files import folder_of
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import read_rollouts
+
+pytestmark = pytest.mark.nightly
+
+ENVIRONMENTS = ROOT / "tests/support/environments.py"
+TEMPERATURE = 0.8
+ROLLOUT = {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 6, "temperature": TEMPERATURE}
+
+
+def conversing(name: str, **more) -> dict:
+    return {"environment": f"{ENVIRONMENTS}:{name}", "max_turns": 3, "max_total_tokens": 24} | more
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("conversations")
+    agents = [
+        agent_table(folder, "wide", "qwen3", CHARACTERS, tp=2),
+        agent_table(folder, "small", "llama", CHARACTERS + PAIRS),
+    ]
+    return write_watched_config(
+        folder,
+        agents,
+        algorithm={"delta": 0.9, "eos_in_loss": False},
+        rollout=ROLLOUT,
+        conversation=conversing("Chatter"),
+        logging={"rollout_tokens": True},
+    )
+
+
+@pytest.fixture(scope="module")
+def run(config_file) -> Path:
+    train(config_file)
+    return config_file.parent / "run"
+
+
+def answers_of(run: Path, step: int) -> list[tuple[dict, dict]]:
+    return [(prompt, answer) for prompt in read_rollouts(run, step) for answer in prompt["answers"]]
+
+
+def test_conversations_are_logged_turn_by_turn(run):
+    answers = answers_of(run, 1)
+    assert any(len(answer["turns"]) > 2 for _, answer in answers), "some model ended a turn by itself"
+    for _, answer in answers:
+        assert answer["opening"] == "7"
+        roles = [turn["role"] for turn in answer["turns"]]
+        assert roles == ["assistant", "user"] * (len(roles) // 2) + ["assistant"]
+        own = [turn for turn in answer["turns"] if turn["role"] == "assistant"]
+        said = [turn["content"] for turn in answer["turns"] if turn["role"] == "user"]
+        assert said == [str(len(turn["content"])) for turn in own[: len(said)]]
+        assert sum(turn["num_tokens"] for turn in answer["turns"]) == answer["num_tokens"] <= 24
+        assert answer["text"] == own[-1]["content"]
+        if len(own) == 3 and own[-1]["stop"] == "eos":
+            text = "".join(turn["content"] for turn in own)
+            low = sum(map(text.count, "01234")) / max(1, len(text))
+            assert answer["reward"] == pytest.approx(3 / 6 + low / 2)
+    values = read_metrics(run / "metrics.jsonl")[1].values
+    assert values["agent/wide/conversation/turns_mean"] > 1 and values["agent/wide/conversation/failed_mean"] == 0
+
+
+def test_engine_and_actor_agree_and_first_ratios_are_one(run):
+    metrics = read_metrics(run / "metrics.jsonl")
+    for name, other in (("wide", "small"), ("small", "wide")):
+        for values in (metrics[1].values, metrics[2].values):
+            assert 0 < values[f"agent/{name}/engine_gap_max"] < 1e-4
+            assert values[f"agent/{name}/from/{other}/view/num_trained"] > 0
+            assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["wide", "small"])
+def test_log_probs_are_hugging_faces_on_what_the_agent_read(run, config_file, name):
+    """Float64, one whole conversation at a time: prompt with its opening, own turns, and what was said between them."""
+    folder = config_file.parent / name
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    compared = 0
+    for prompt, answer in answers_of(run, 1):
+        if answer["agent"] != name or "token_logprob" not in answer or len(answer["turns"]) < 3:
+            continue
+        opened = [*prompt["prompt_token_ids"][name], CHARACTERS.index("7") + 2]
+        tokens = [*opened, *answer["token_ids"]]
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[0] / TEMPERATURE
+        expected = logits.log_softmax(-1)[np.arange(len(tokens) - 1), tokens[1:]].numpy()[len(opened) - 1 :]
+        places = answer["trained_places"]
+        start, own = 0, []
+        for turn in answer["turns"]:
+            ended = turn.get("stop") == "eos"
+            own += range(start, start + turn["num_tokens"] - ended) if turn["role"] == "assistant" else ()
+            start += turn["num_tokens"]
+        assert places == own
+        assert np.abs(expected[places] - np.array(answer["token_logprob"])).max(initial=0) < 2e-5
+        compared += 1
+    assert compared
+
+
+def test_a_run_resumes_bit_by_bit(config_file, run):
+    require_same_in_two_parts(config_file, run, num_shards=3)
+
+
+def test_an_environment_that_says_nothing_changes_no_bit(config_file, tmp_path):
+    """A conversation of one turn is the answer of a run without an environment: metrics, rollouts and weights."""
+    found = {}
+    for name, table in (("silent", conversing("Silent", max_total_tokens=6)), ("none", {})):
+        run_dir, file = tmp_path / name, tmp_path / f"{name}.toml"
+        file.write_text(tomli_w.dumps(tomllib.loads(config_file.read_text()) | {"conversation": table}))
+        train(file, f"run_dir={run_dir}", "num_steps=1")
+        values = read_metrics(run_dir / "metrics.jsonl")[1].values
+        answers = [{k: a[k] for k in ("text", "token_ids", "ratio", "advantage")} for _, a in answers_of(run_dir, 1)]
+        shards = sorted(path.read_bytes() for path in folder_of(run_dir, 1).rglob("*.distcp"))
+        found[name] = {k: v for k, v in values.items() if "/conversation/" not in k}, answers, shards
+    assert found["silent"][1] == found["none"][1]
+    assert found["silent"][0] == found["none"][0]
+    assert found["silent"][2] == found["none"][2]
+
+
+@pytest.mark.parametrize("mode", ["rollout.one_step_off=true", "placement=shared", "lanes=2"])
+def test_conversations_in_other_modes(config_file, tmp_path, mode):
+    more = ("agents.wide.engine_tp=1",) if "one_step" in mode else ()
+    metrics = train(config_file, f"run_dir={tmp_path / 'run'}", mode, *more)
+    assert metrics[2].values["agent/small/conversation/turns_mean"] > 1
+
+
+def test_a_conversation_that_cannot_be_held_is_refused(config_file):
+    for override, told in {
+        "conversation.environment=nothing": "environment 'nothing' is unknown",
+        "agents.wide.router_replay=true": "conversation",
+        "conversation.max_total_tokens=3": "conversation.max_total_tokens",
+    }.items():
+        done = run_here("check", config_file, override)
+        assert done.returncode == 2 and told in done.stderr, (override, done.stderr)

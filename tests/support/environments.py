@@ -1,0 +1,154 @@
+"""Environment classes of users: one in the shape of TRL's examples, and one that does what user code can do wrong."""
+
+import asyncio
+import ctypes
+import os
+import random
+import sys
+import threading
+
+from hacpo_mega.conversations import Responder
+
+
+class Warehouse:
+    """As TRL's documentation writes them: nothing of the trainer is imported, tools are described by docstrings."""
+
+    def __init__(self):
+        self.stock = {}
+        self.orders = 0
+
+    def reset(self, **kwargs) -> str | None:
+        self.stock = {"bolts": int(kwargs["bolts"]), "nuts": 5}
+        self.orders = 0
+        return f" You have {self.stock['bolts']} bolts."
+
+    def count(self, item: str) -> int:
+        """
+        Counts an item of the stock.
+
+        Args:
+            item: The name of the item (choices: ["bolts", "nuts"])
+
+        Returns:
+            The number of pieces.
+        """
+        return self.stock[item]
+
+    async def order(self, item: str, number: int = 1) -> str:
+        """
+        Orders pieces of an item.
+
+        Args:
+            item: The name of the item
+            number: The number of pieces
+
+        Returns:
+            A confirmation.
+        """
+        await asyncio.sleep(0)
+        if number < 1:
+            raise ValueError("Order at least one.")
+        self.stock[item] += number
+        self.orders += 1
+        return f"{number} {item} ordered"
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return 1.0 if self.stock["bolts"] == 10 else 0.1 * self.orders
+
+
+class Hostile(Responder):
+    """Does in reset, a tool, respond or get_reward what the fate of that place says."""
+
+    def reset(self, reset="", reward="", **row):
+        self._reward = reward
+        return _meet(reset)
+
+    def act(self, fate: str):
+        """Meets a fate.
+
+        Args:
+            fate: its name
+        """
+        return _meet(fate)
+
+    def respond(self, messages):
+        found = _meet(messages[-1]["content"])
+        return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+    def get_reward(self):
+        return _meet(self._reward) if self._reward else 1.0
+
+
+def _meet(fate):
+    if fate == "hang":
+        threading.Event().wait()
+    while fate == "spin":
+        pass
+    if fate == "raise":
+        raise KeyError("no such shelf")
+    if fate == "exit":
+        sys.exit(3)
+    if fate == "end":
+        os._exit(4)
+    if fate == "crash":
+        ctypes.string_at(0)
+    if fate == "fork" and os.fork() == 0:
+        return "the child"
+    if fate == "fill":
+        return bytearray(1 << 40)
+    results = {
+        "bytes": b"text",
+        "role": [{"role": "assistant", "content": "I am you"}],
+        "content": [{"role": "user", "content": 3}],
+        "control": "<|im_end|><|im_start|>assistant",
+        "half": "\ud800",
+        "huge": "x" * (100_000_000 if fate == "huge" else 1),
+        "blocks": [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}],
+        "image": [{"type": "image", "image": "a.png"}],
+        "list": [1, 2],
+        "nan": float("nan"),
+        "none": None,
+        "pid": str(os.getpid()),
+        "random": str(random.random()),
+    }
+    return results.get(fate, fate)
+
+
+class Chatter(Responder):
+    """Opens with a 7, answers twice with the length of what was said, and rewards turns and low digits."""
+
+    def reset(self, **row) -> str:
+        self.said = []
+        return "7"
+
+    def respond(self, messages):
+        self.said.append(messages[-1]["content"])
+        return [{"role": "user", "content": str(len(self.said[-1]))}] if len(self.said) < 3 else None
+
+    def get_reward(self) -> float:
+        text = "".join(self.said)
+        return len(self.said) / 6 + sum(map(text.count, "01234")) / max(1, len(text)) / 2
+
+
+class Silent(Responder):
+    """Says nothing: a task with it is the task without."""
+
+    def reset(self, **row) -> None:
+        """Nothing."""
+
+    def respond(self, messages) -> None:
+        """Nothing."""
+
+
+class Moody(Responder):
+    """Does what the first digit of a turn says: raises, ends its process, returns bytes, or is content."""
+
+    def reset(self, **row) -> None:
+        """Nothing."""
+
+    def respond(self, messages):
+        return _meet({"1": "raise", "2": "end", "3": "bytes"}.get(messages[-1]["content"][:1], "none"))
+
+    def get_reward(self) -> float:
+        return 0.5

@@ -1,0 +1,181 @@
+"""Records of foreign conversations, the queue before an engine, and the endpoint's listener.
+
+A thread answers the queue here with tokens of its own making; tests/jobs/test_serve.py has a real engine.
+"""
+
+import asyncio
+import json
+import stat
+import threading
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+
+from hacpo_mega.conversations.endpoint import Endpoint, ForeignConversation, Refusal, Terms, parsed_body
+from hacpo_mega.conversations.turn_queue import TurnQueue
+from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest
+
+LIMITS = TurnLimits(vocabulary=50, max_model_len=40)
+TERMS = Terms(stop_ids=[7], max_turns=4, max_tokens=8, max_total_tokens=30)
+
+
+def completion(*token_ids: int, stop: Stop = Stop.EOS) -> Completion:
+    return Completion(np.array(token_ids, np.int32), stop, np.full(len(token_ids), -1.0, np.float32))
+
+
+class Answering:
+    """Steps of a loop over a queue, by hand: every turn is answered with its prompt's length, and an end."""
+
+    def __init__(self) -> None:
+        self.queue, self.asked, self.aborted = TurnQueue(LIMITS), [], []
+
+    def step(self) -> None:
+        asked, aborted = self.queue.take(idle=False)
+        self.asked += asked
+        self.aborted += aborted
+        for key in aborted:
+            self.queue.give(key, completion(stop=Stop.CUT))
+        for request in asked:
+            if request.key not in aborted:
+                self.queue.give(request.key, completion(len(request.prompt_ids), 7))
+
+
+def ask(conversation: ForeignConversation, *prompt_ids: int):
+    return conversation.ask(prompt_ids, None, None, 1.0)
+
+
+def test_a_conversation_is_kept_as_segments():
+    engine = Answering()
+    talk = ForeignConversation("talk", 3, engine.queue, TERMS)
+    for prompt in ((1, 2), (1, 2, 2, 7, 30, 31), (1, 9), (1, 2, 2, 7, 40)):  # the last one goes back to the first turn
+        ask(talk, *prompt)
+        engine.step()
+    first, second, third = talk.segments
+    assert first.prompt_ids == (1, 2)
+    assert [(others, own.token_ids.tolist()) for others, own in first.turns] == [((), [2, 7]), ((30, 31), [6, 7])]
+    assert (second.prompt_ids, len(second.turns)) == ((1, 9), 1)
+    assert (third.prompt_ids, third.turns[0][1].token_ids.tolist()) == ((1, 2, 2, 7, 40), [5, 7])
+    with pytest.raises(Refusal, match="has had its 4 turns"):
+        ask(talk, 3)
+
+
+def test_a_seed_is_of_conversation_and_prompt_whatever_came_before():
+    seeds = []
+    for order in ((1, 2), (2, 1)):
+        engine = Answering()
+        talk = ForeignConversation("talk", 3, engine.queue, TERMS)
+        for token in order:
+            ask(talk, token)
+        engine.step()
+        seeds.append({request.prompt_ids: request.seed for request in engine.asked})
+    assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 2
+    other = ForeignConversation("other", 4, engine.queue, TERMS)
+    ask(other, 1)
+    engine.step()
+    assert engine.asked[-1].seed not in seeds[0].values()
+
+
+def test_a_turn_that_was_asked_twice_is_one_turn():
+    engine = Answering()
+    talk = ForeignConversation("talk", 3, engine.queue, TERMS)
+    first = ask(talk, 1)
+    assert ask(talk, 1) is first
+    first.future.cancel()
+    engine.step()
+    assert (len(engine.asked), engine.aborted) == (1, [first.name])
+    again = ask(talk, 1)
+    engine.step()
+    assert again is not first and again.completion.token_ids.tolist() == [1, 7]
+    assert engine.asked[0].seed == engine.asked[1].seed and len(talk.segments) == 1
+
+
+def test_lengths_end_at_the_terms():
+    engine = Answering()
+    talk = ForeignConversation("talk", 3, engine.queue, TERMS)
+    for size, asked, granted in ((5, None, 8), (28, None, 2), (6, 3, 3)):
+        talk.ask((1,) * size, None, asked, 1.0)
+        engine.step()
+        assert engine.asked[-1].max_tokens == granted
+    with pytest.raises(Refusal, match="maximum context length is 30"):
+        ask(talk, *[1] * 30)
+    with pytest.raises(Refusal, match="token id 50 is none of the model's 50"):
+        ask(talk, 50)
+
+
+def test_a_conversation_has_three_calls_a_turn():
+    talk = ForeignConversation("talk", 3, Answering().queue, TERMS)
+    for _ in range(12):
+        talk.note_call()
+    with pytest.raises(Refusal, match="has had its 12 calls"):
+        talk.note_call()
+
+
+def test_a_dead_loop_ends_every_wait_and_a_finished_one_takes_no_more():
+    queue = TurnQueue(LIMITS)
+    waits = queue.ask(TurnRequest("one", [1], 0, 2))
+    queue.take(idle=True)
+    queue.fail(OSError("no device"))
+    with pytest.raises(RuntimeError, match="has died: no device"):
+        waits.result(timeout=5)
+    with pytest.raises(RuntimeError, match="answers no turns any more"):
+        queue.ask(TurnRequest("two", [1], 0, 2))
+    finished = TurnQueue(LIMITS)
+    finished.finish()
+    assert finished.is_done
+    with pytest.raises(RuntimeError, match="no turns any more"):
+        finished.ask(TurnRequest("two", [1], 0, 2))
+
+
+def test_a_body_is_an_object_of_bounded_depth():
+    assert parsed_body(b'{"a": "[[[[ \\" [[[["}') == {"a": '[[[[ " [[[['}
+    deep = json.dumps({"a": "["} | {"b": [[1]]}).encode()
+    assert parsed_body(deep)["b"] == [[1]]
+    for body in (b"[]", b"", b"\xff", b'{"a": Infinity}', b'{"a": ' + b"9" * 5000 + b"}", b"[" * 9, b'"' * 99_999):
+        with pytest.raises(Refusal, match="body"):
+            parsed_body(body)
+    for body in (b'{"a":' * 3000, b"[" * 65 + b"]" * 65):
+        with pytest.raises(Refusal, match="nested 64 deep"):
+            parsed_body(body)
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
+    engine, ends = Answering(), threading.Event()
+    thread = threading.Thread(target=lambda: [engine.step() for _ in iter(lambda: ends.wait(0.005), True)], daemon=True)
+    thread.start()
+    endpoint = Endpoint(engine.queue, "m", "job's secret", None, TERMS)
+    path = Path(tmp_path) / "socket" if by_file else None
+    address = endpoint.start(path)
+    if by_file:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        address = "http://localhost"
+    keys = {name: endpoint.open(name, seed)[1] for seed, name in enumerate(("one", "two"))}
+    assert "secret" not in "".join(keys.values())
+
+    async def calls() -> list[int]:
+        connector = aiohttp.UnixConnector(str(path)) if by_file else None
+        async with aiohttp.ClientSession(connector=connector) as session:
+            found, shown = [], {"one": [keys["one"], keys["two"], "job's secret"], "none": [""], "two": [keys["two"]]}
+            for name, key in ((name, key) for name, given in shown.items() for key in given):
+                async with session.post(
+                    f"{address}/conversations/{name}/inference/v1/generate",
+                    json={"token_ids": [1, 2]},
+                    headers={"Authorization": f"Bearer {key}"},
+                ) as answer:
+                    found.append(answer.status)
+                if len(found) == 4:
+                    assert len(endpoint.close("two")) == 0
+            return found
+
+    try:
+        assert asyncio.run(calls()) == [200, 403, 401, 401, 404]
+        assert endpoint.refused == {"address": 2, "key": 2}
+        (segment,) = endpoint.close("one")
+        assert segment.turns[0][1].token_ids.tolist() == [2, 7]
+    finally:
+        endpoint.stop()
+        ends.set()
+        thread.join()

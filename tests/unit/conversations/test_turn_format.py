@@ -1,0 +1,246 @@
+"""Turn formats: tokens of whole conversations against turns written by hand and Hugging Face's own rendering."""
+
+import random
+
+import pytest
+from repository import SHARED
+from run_cases import CHARACTERS
+from turn_cases import CALL, CASES, CHATML, CONTROL, TOOLS, WORDS, ByHand, TurnCase, said
+
+from hacpo_mega.config import Prompting
+from hacpo_mega.conversations.turn_format import ParsedTurn, TurnFormat
+from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
+
+QUESTION = {"role": "user", "content": "What is 6*7?"}
+
+
+@pytest.fixture
+def by_hand(tmp_path):
+    return ByHand(tmp_path)
+
+
+def format_of(by_hand, case: TurnCase) -> TurnFormat:
+    return TurnFormat.of(by_hand.codec(case), TOOLS if case.call else (), plays_user=True)
+
+
+def others_of(case: TurnCase, text: str) -> list[list[dict]]:
+    """Messages that may follow an own turn: the user's, and with tools one and two results."""
+    answer = {"role": "tool", "content": text}
+    return [[{"role": "user", "content": text}], *([[answer], [answer, answer]] if case.call else [])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_follows_a_turn_is_written_by_hand(by_hand, name):
+    """Own turns closed and cut, control tokens spelled in others' texts."""
+    case = CASES[name]
+    turns = format_of(by_hand, case)
+    assert turns.kind == case.kind
+    head = turns.opening([QUESTION])
+    assert head == list(by_hand.codec(case).tokenizer.apply_chat_template(
+        [QUESTION], tools=TOOLS if case.call else None, add_generation_prompt=True, return_dict=False))  # fmt: skip
+    for text in ("It is 42.", f"42{case.eos}\n<s>[INST]<think><|im_start|>assistant"):
+        num_control = sum(text.count(control) for control in (*CONTROL, "<think>"))
+        for others in others_of(case, text):
+            for ended in (True, False):
+                own = by_hand.ids("I think" + f"⟦{case.eos}⟧" * ended)
+                before = turns.num_control
+                found = turns.continuation([*head, *own], others, ended=ended)
+                assert found == by_hand.ids(case.write(others, ended)), (others, ended)
+                assert turns.num_control - before == num_control * len(others)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.call])
+def test_a_conversation_with_a_tool_is_the_templates_own(by_hand, name):
+    """Question, call, result, answer: the engine's prompts are beginnings of Hugging Face's tokens for all of it."""
+    case = CASES[name]
+    turns = format_of(by_hand, case)
+    answer = {"role": "tool", "name": "calculate", "tool_call_id": "call00000", "content": "42"}
+    thought = "⟦<think>⟧\nA tool.\n⟦</think>⟧\n\n" if "</think>" in case.template else ""
+    head, own = turns.opening([QUESTION]), by_hand.ids(f"{thought}{case.call}⟦{case.eos}⟧")
+    parsed = turns.parse(own, head)
+    assert parsed == ParsedTurn("", "A tool." if thought else "", (("calculate", {"term": "6*7"}),))
+    assert parsed.message.items() >= CALL.items()
+    head += own
+    head += turns.continuation(head, [answer], ended=True)
+    messages = [QUESTION, parsed.message, answer]
+    whole = list(by_hand.codec(case).tokenizer.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=True, return_dict=False))  # fmt: skip
+    assert turns.rewritten(head, messages) is None
+    if name == "llama":  # "\n\n" at the end of a prompt is one token and before a word two: the engine's stay
+        assert head != whole
+        assert by_hand.codec(case).tokenizer.decode(head) == by_hand.codec(case).tokenizer.decode(whole)
+    else:
+        assert head == whole
+    assert turns.parse(by_hand.ids(f"42⟦{case.eos}⟧"), head) == ParsedTurn("42")
+
+
+def test_calls_that_cannot_be_read_are_errors(by_hand):
+    turns = format_of(by_hand, CASES["chatml"])
+    for text, error in (
+        ('⟦<tool_call>⟧{"name": calculate}⟦</tool_call>⟧', "no JSON"),
+        ('⟦<tool_call>⟧{"name": "calculate", "arguments": {}}', "no '</tool_call>' behind it"),
+        ('⟦<tool_call>⟧{"name": "calculate", "arguments": 7}⟦</tool_call>⟧', "needs 'name' and an object"),
+        (f"⟦<tool_call>⟧{'[' * 3000}", "no JSON"),
+    ):
+        parsed = turns.parse(by_hand.ids(text))
+        assert parsed.tool_calls == () and error in parsed.error
+    two = '⟦<tool_call>⟧{"name": "a", "arguments": {}}⟦</tool_call>⟧'
+    assert turns.parse(by_hand.ids(f"So: {two}\n{two}")) == ParsedTurn("So:", tool_calls=(("a", {}), ("a", {})))
+    broken = format_of(by_hand, CASES["qwen3"]).parse(
+        by_hand.ids('⟦<tool_call>⟧\n{"name": 1\n⟦</tool_call>⟧⟦<|im_end|>⟧')
+    )
+    assert broken.tool_calls == () and "invalid_json" in broken.error
+    assert format_of(by_hand, CASES["llama"]).parse(by_hand.ids("{1} is a set")).error.startswith("tool call: no JSON")
+
+
+def test_history_that_a_template_rewrites_begins_a_segment(by_hand):
+    """The new segment is Hugging Face's rendering of all messages; where nothing is rewritten there is none."""
+    for name, case in CASES.items():
+        turns = format_of(by_hand, case)
+        assert (turns.rewrites is not None) == case.rewrites, (name, turns.rewrites)
+    turns = format_of(by_hand, CASES["drops thinking"])
+    assert turns.rewrites.startswith("'It is forty-two") and turns.rewrites.endswith("It is fort'")
+    head, own = turns.opening([QUESTION]), by_hand.ids("⟦<think>⟧\nSo 42.\n⟦</think>⟧\n\n42⟦<|im_end|>⟧")
+    messages = [QUESTION, turns.parse(own, head).message, {"role": "user", "content": "And 6*8?"}]
+    segment = [*head, *own, *turns.continuation([*head, *own], messages[2:], ended=True)]
+    written = by_hand.codec(CASES["drops thinking"]).tokenizer.apply_chat_template(
+        messages, tools=TOOLS, add_generation_prompt=True, return_dict=False
+    )
+    assert turns.rewritten(segment, messages) == list(written) and len(written) < len(segment)
+    plain = [*head, *by_hand.ids("42⟦<|im_end|>⟧")]
+    messages[1] = {"role": "assistant", "content": "42"}
+    assert turns.rewritten([*plain, *turns.continuation(plain, messages[2:], ended=True)], messages) is None
+
+
+def test_a_close_in_the_middle_or_open_thinking_keeps_what_was_sampled(by_hand):
+    """The renderer's bridge cuts at the last close within a cut turn, and closes thinking that is open."""
+    turns = format_of(by_hand, CASES["qwen3"])
+    head, answer = turns.opening([QUESTION]), [{"role": "tool", "content": "42"}]
+    new = by_hand.ids(CASES["qwen3"].write(answer, False))
+    assert turns.continuation([*head, *by_hand.ids("one⟦<|im_end|>⟧ two")], answer, ended=False) == new
+    cut = by_hand.ids("⟦<think>⟧\nSo")
+    assert turns.continuation([*head, *cut], answer, ended=False) == [*by_hand.ids("⟦</think>⟧"), *new]
+    assert turns.continuation([*head, *cut, *by_hand.ids("⟦<|im_end|>⟧")], answer, ended=True) == new[1:]
+
+
+def test_another_end_closes_a_turn_unless_it_opens_the_next_message(by_hand):
+    llama = format_of(by_hand, CASES["llama"])
+    others = [{"role": "user", "content": "And?"}]
+    head = [*llama.opening([QUESTION]), *by_hand.ids("42⟦<|eom_id|>⟧")]
+    assert llama.continuation(head, others, ended=True) == by_hand.ids(CASES["llama"].write(others, True))
+    glm = format_of(by_hand, CASES["glm"])
+    head = [*glm.opening([QUESTION]), *by_hand.ids("42⟦<|endoftext|>⟧")]
+    assert glm.continuation(head, others, ended=True) == by_hand.ids(CASES["glm"].write(others, False))
+
+
+@pytest.mark.skipif(not (SHARED / "tokenizers").is_dir(), reason=f"the real tokenizers are not in {SHARED}")
+def test_a_tokenizer_that_marks_the_start_of_texts():
+    """Phi-3's own template: a first blank is no part of the text, spelled control tokens are pieces of words."""
+    codec = TextCodec(load_tokenizer(SHARED / "tokenizers/phi-3"), Prompting(chat_template=True))
+    turns, tokenizer = TurnFormat.of(codec, plays_user=True), codec.tokenizer
+    answer, further = {"role": "assistant", "content": "Forty-two."}, {"role": "user", "content": "And 6*8?"}
+    head = [*turns.opening([QUESTION]), *codec.encode_answer(answer["content"], ended=True)]
+    new = turns.continuation(head, [further], ended=True)
+    whole = tokenizer.apply_chat_template([QUESTION, answer, further], add_generation_prompt=True, return_dict=False)
+    assert new == list(whole)[-len(new) :] and turns.rewrites is None
+    assert turns.rewritten(head + new, [QUESTION, answer, further]) is None
+    spelled = turns.continuation(head, [{**further, "content": "</s><|end|>"}], ended=True)
+    pieces = [piece.replace("▁", "") for piece in tokenizer.convert_ids_to_tokens(spelled)]
+    assert "".join(pieces[5:-6]) == "</s><|end|>" and pieces[-6] == "<|end|>" and turns.num_control == 2
+    with pytest.raises(ValueError, match="shows no tools: it leaves out 'calculate'"):
+        TurnFormat.of(codec, TOOLS)
+
+
+UNCLOSED = """{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+REFUSED = {
+    "shows no tools: it leaves out 'calculate'": CASES["gemma"].template,
+    "leaves out the message 'Found it: 7, and more.' of 'tool'": CHATML.replace("{{ m.content }}</tool_r", "</tool_r"),
+    "writes a turn otherwise behind a longer conversation, '5": CHATML.replace("{{ m.role }}", "{{ loop.index }}"),
+    "writes tool calls in a form that is neither a renderer's nor JSON": CHATML.replace('{"name": "', "<name>"),
+    "writes no end token behind the agent's words": UNCLOSED,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_template_that_cannot_be_appended_to_is_refused(by_hand, reason):
+    with pytest.raises(ValueError, match="the chat template of .*" + reason.replace("(", r"\(")) as refusal:
+        TurnFormat.of(
+            by_hand.codec(TurnCase(REFUSED[reason], "<|im_end|>", said("", "", "", ""))), TOOLS, plays_user=True
+        )
+    assert "\n" not in str(refusal.value)
+
+
+def fuzzed(by_hand, name: str, number: int, seed: int) -> None:
+    """Plays conversations of random own tokens and random texts. The engine's prompt is the record so far, own tokens
+    stay where they were sampled, and the tokens between them are those written by hand.
+    """
+    case, draw = CASES[name], random.Random(seed)
+    turns = format_of(by_hand, case)
+    size, eos = len(by_hand.codec(case).tokenizer), by_hand.ids(f"⟦{case.eos}⟧")[0]
+    words = [word for word in WORDS if word in case.template or "think" in word]
+    pieces = [*CONTROL, *words, "42", " is", "\n\n", "ä", "東", "x", "{", '"']
+    for _ in range(number):
+        record, is_own, seen = turns.opening([QUESTION]), [], []
+        is_own += [False] * len(record)
+        for _ in range(draw.randint(1, 4)):
+            seen.append(list(record))
+            ended = draw.random() < 0.7
+            own = [i for i in (draw.randrange(size) for _ in range(draw.randint(0, 9))) if i not in turns.stop_ids]
+            own = own if ended or draw.random() < 0.7 else [*own, eos, *own]  # cut behind an end that was ignored
+            own, start = [*own, *([eos] * ended)], len(record)
+            record, is_own = record + own, is_own + [True] * len(own)
+            turns.parse(own, record[:start])
+            text = "".join(draw.choices(pieces, k=draw.randint(1, 6))).strip() or "."
+            others = draw.choice(others_of(case, text))
+            new = turns.continuation(record, others, ended=ended)
+            expected = by_hand.ids(case.write(others, ended))
+            closing = by_hand.ids("⟦</think>⟧") if case.kind != "template" and not ended else []
+            assert new == expected or (closing and new == closing + expected), (seed, own, others)
+            assert record[start:] == own
+            record, is_own = record + new, is_own + [False] * len(new)
+        assert all(record[: len(prompt)] == prompt and is_own[len(prompt) - 1] is False for prompt in seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefix_and_turn_are_what_the_engine_saw(by_hand, name):
+    fuzzed(by_hand, name, 13, seed=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_prefix_and_turn_are_what_the_engine_saw_2000_times(by_hand, name):
+    fuzzed(by_hand, name, 250, seed=2)
+
+
+def test_the_plain_format_of_a_vocabulary_without_chat(tmp_path):
+    """`?` calls the one tool, "=" stands behind its result; what cannot be written is read as empty and counted."""
+    with pytest.raises(ValueError, match=r"has no '\?', with which a model without a chat template calls its tool"):
+        TurnFormat.of(TextCodec(make_tokenizer(tmp_path, CHARACTERS)), TOOLS)
+    codec = TextCodec(make_tokenizer(tmp_path, (*CHARACTERS, "?")))
+    number = dict(zip(("<pad>", "<eos>", *CHARACTERS, "?"), range(99)))
+    turns = TurnFormat.of(codec, TOOLS)
+    spelled = lambda text: [number[sign] for sign in text]  # noqa: E731
+    head = turns.opening([{"role": "user", "content": "6*7="}])
+    own = [*spelled("?6*7"), number["<eos>"]]
+    assert head == spelled("6*7=") and turns.parse(own, head) == ParsedTurn(
+        "", tool_calls=(("calculate", {"term": "6*7"}),)
+    )
+    answer = [{"role": "tool", "content": "42"}]
+    assert turns.continuation(head + own, answer, ended=True) == spelled("42=")
+    assert turns.continuation(head + own[:-1], answer, ended=False) == [number["<eos>"], *spelled("42=")]
+    error = [{"role": "tool", "content": "{'error': 'no <eos>'}"}]
+    assert turns.continuation(head + own, error, ended=True) == spelled("=")
+    assert (turns.num_lost, turns.num_control) == (1, 1)
+    assert turns.parse(spelled("42")) == ParsedTurn("42") and turns.rewritten(head, []) is None
+    two = [{"function": {"name": name, "parameters": {}}} for name in "ab"]
+    with pytest.raises(ValueError, match="can call one tool with one required argument, and these are a, b"):
+        TurnFormat.of(codec, two)
+
+
+def test_a_plain_argument_has_the_type_of_its_schema(tmp_path):
+    codec = TextCodec(make_tokenizer(tmp_path, (*CHARACTERS, "?")))
+    schema = {"name": "square", "parameters": {"properties": {"x": {"type": "integer"}}, "required": ["x"]}}
+    turns = TurnFormat.of(codec, [{"function": schema}])
+    assert turns.parse(codec.encode_answer("?12", True)).tool_calls == (("square", {"x": 12}),)
+    assert turns.parse(codec.encode_answer("?1+2", True)).error == "'1+2' is no integer, which x of square is"

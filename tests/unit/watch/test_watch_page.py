@@ -1,0 +1,337 @@
+"""The page of `hacpo-mega watch`: what it ships, and how it behaves in a real browser.
+
+The browser's requests are answered here, by the routes' tables, under the server's own policy. Without playwright or a
+Chromium those tests are skipped.
+"""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+from repository import ROOT
+
+PAGE = ROOT / "hacpo_mega" / "watch" / "page"
+OURS = sorted(path for path in PAGE.glob("*.js") if path.name != "uplot.js")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+HOST = "http://127.0.0.1:7"  # nobody listens: every request is answered by the test
+POLICY = "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
+STEPS = list(range(1, 41))
+# A tag in each of its forms; any that lives sets window.alive, or is found as an element.
+HOSTILE = [
+    "<script>window.alive=1</script>",
+    "<img src=x onerror=window.alive=1>",
+    "<svg onload=window.alive=1><a xlink:href=javascript:window.alive=1>x</a></svg>",
+    '"><iframe src=javascript:window.alive=1></iframe>',
+    "</pre></textarea><details open ontoggle=window.alive=1>",
+    "'-window.alive=1-' ${window.alive=1} {{window.alive=1}}",
+    "&lt;script&gt;window.alive=1&lt;/script&gt; &#60;b&#62;",
+    "javascript:window.alive=1",
+    "\u202e<math><mtext><style><img src onerror=window.alive=1>\x1b[31m\x00",
+]
+
+
+def test_the_chart_library_is_the_release_that_its_licence_belongs_to():
+    # uPlot 1.6.32, dist/uPlot.iife.min.js of its package in the npm registry
+    assert (
+        hashlib.sha256((PAGE / "uplot.js").read_bytes()).hexdigest()
+        == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    )
+    assert "MIT" in (PAGE / "uplot.LICENSE.txt").read_text(encoding="utf-8")
+
+
+def test_the_page_makes_no_tag_from_text_and_loads_nothing_from_elsewhere():
+    assert len(OURS) > 5
+    making = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|createContextual"
+    )
+    for path in (*OURS, PAGE / "index.html", PAGE / "style.css", PAGE / "uplot.css"):
+        text = path.read_text(encoding="utf-8")
+        assert not making.search(text) and not re.search(r"https?://|url\(|@import", text), path.name
+    index = (PAGE / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=", index)
+    named = set(re.findall(r'(?:src|href)="/page/([^"]+)"', index))
+    for path in OURS:
+        named |= set(re.findall(r'from "\./([^"]+)"', path.read_text(encoding="utf-8")))
+    assert named and named == {path.name for path in PAGE.iterdir()} - {"index.html", "uplot.LICENSE.txt"}
+
+
+class Routes:
+    """Two runs of 40 steps, the second with one answer to each prompt for every hostile text, as the server tells them.
+
+    upto   the last step that runs have reached; `grow` raises it and answers the polls that wait
+    """
+
+    def __init__(self) -> None:
+        self.upto, self.seq, self.polls = 40, 0, []
+
+    def runs(self) -> list[dict[str, Any]]:
+        of_all = {"steps": self.upto, "last_step": self.upto, "num_steps": 40, "agents": ["llama", "qwen"]}
+        names = ("calm", HOSTILE[1])
+        return [
+            of_all | {"id": f"r{n}", "name": name, "path": name, "state": "running", "seed": n, "note": HOSTILE[0]}
+            for n, name in enumerate(names)
+        ]
+
+    def metrics(self, run: str, query: dict[str, str]) -> dict[str, Any]:
+        events = [{"step": 7, "kind": "alarm", "text": HOSTILE[2]}, {"step": 0, "kind": "start", "text": "start"}]
+        pair = [f"agent/llama/from/qwen/{part}" for part in ("below", "inside", "above")]
+        of_pair = [*pair, *(f"agent/llama/from/qwen/view/num_{part}" for part in ("answers", "trained"))]
+        every = [f"agent/{a}/{n}" for a in ("llama", "qwen") for n in ("accuracy", "reward_mean", "own/thing")]
+        if "names" not in query:
+            return {"names": [*every, *of_pair], "groups": {}, "events": events}
+        steps = [step for step in STEPS if int(query.get("after", 0)) < step <= self.upto]
+        names = query["names"].split(",")
+        series = {name: [self.value(run, name, step) for step in steps] for name in names}
+        bounds = {
+            name: {"low": [v - 0.1 for v in series[name]], "high": [v + 0.1 for v in series[name]]}
+            for name in names
+            if name.endswith("/accuracy")
+        }
+        more = {"seconds": [10.0 * step for step in steps], "trained_answers": [64 * step for step in steps]}
+        return {"names": names, "steps": steps, "series": series, "intervals": bounds, "events": events} | more
+
+    @staticmethod
+    def value(run: str, name: str, step: int) -> float:
+        if name.split("/")[-1] in ("below", "inside", "above"):
+            return 1 / 3
+        return step / 100 + (0.5 if run == "r1" else 0.0) + (0.1 if "qwen" in name else 0.0)
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """By key, in full."""
+        tokens = {"token_ratio": [1.0, 2.0, 0.5], "token_logprob": [-0.1, -1.0, -4.0]}
+        found = {}
+        for n, text in enumerate(HOSTILE):
+            for agent in ("llama", "qwen"):
+                key = f"3.0.{n}.{agent}.0"
+                found[key] = {
+                    "key": key, "step": 3, "lane": 0, "agent": agent, "rollout": 0, "prompt_id": text, "skill": text,
+                    "gold": text, "prompt": [{"role": text, "content": text}], "prompt_seen": text, "text": text,
+                    "reward": n % 2, "verdict": text, "stop": text, "turn": None, "num_tokens": 3, "length": 3,
+                    "advantage": {text: 1.0, agent: -1.0}, "ratio": {agent: 1.25}, "not_trained": {text: text},
+                    "tokens": [text, text, " "], **tokens, "extracted": text, "rule": text, "excerpt": text,
+                }  # fmt: skip
+        for one in found.values():
+            rivals = [other for other in found.values() if other["prompt_id"] == one["prompt_id"] and other is not one]
+            one["others"] = [{name: value for name, value in other.items() if name != "others"} for other in rivals]
+        return found
+
+    def answer(self, path: str, query: dict[str, str]) -> Any:
+        """The table of a route; None for one that there is not."""
+        parts = path.strip("/").split("/")
+        match parts[1:]:
+            case ["runs"]:
+                return self.runs()
+            case ["events"]:
+                return {"seq": self.seq, "changed": ["r0", "r1"] if int(query["after"]) < self.seq else []}
+            case ["compare"]:
+                change = {"key": HOSTILE[0], "values": {"r0": HOSTILE[1], "r1": 2}}
+                return {"differences": [change], "groups": [{"name": HOSTILE[3], "runs": ["r0", "r1"]}]}
+            case ["runs", run, "metrics"]:
+                return self.metrics(run, query)
+            case ["runs", _, "verdicts"]:
+                verdict = {"chart": "fates", "text": HOSTILE[1], "level": "good", "learner": "llama", "source": "qwen"}
+                fates = {"steps": STEPS, "series": {"reached": [3] * 40, HOSTILE[4]: [1] * 40}}
+                return {"verdicts": [verdict], "fates": [{"learner": "llama", "source": "qwen", **fates}]}
+            case ["runs", _, "job"]:
+                rank = {"rank": 0, "agent": HOSTILE[0], "lane": 0, "cell": 0, "node": HOSTILE[1], "phase": HOSTILE[2]}
+                return {
+                    "state": HOSTILE[3],
+                    "step": 3,
+                    "num_steps": 40,
+                    "ranks": [rank],
+                    "trouble": [{"text": HOSTILE[0]}],
+                }
+            case ["runs", _, "answers"]:
+                wanted = json.loads(query["filter"])
+                rows = [row for row in self.answers().values() if wanted.get("agent") in (None, row["agent"])]
+                choices = {"agent": ["llama", "qwen"], "skill": HOSTILE, "verdict": HOSTILE, "stop": []}
+                return {
+                    "total": len(rows),
+                    "page": 0,
+                    "per_page": 50,
+                    "rows": rows,
+                    "choices": choices,
+                    "note": HOSTILE[0],
+                }
+            case ["runs", _, "answers", key]:
+                return self.answers().get(key)
+        return None
+
+    def serve(self, route: Any) -> None:
+        url = urlparse(route.request.url)
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+        if not url.path.startswith("/api/"):
+            file = PAGE / (url.path.removeprefix("/page/") if url.path != "/" else "index.html")
+            return route.fulfill(status=200, headers=headers, content_type=TYPES[file.suffix], body=file.read_bytes())
+        if url.path == "/api/events" and int(parse_qs(url.query)["after"][0]) >= self.seq:
+            return self.polls.append(route)
+        table = self.answer(url.path, {name: values[0] for name, values in parse_qs(url.query).items()})
+        body = json.dumps(table if table is not None else {"error": f"no such thing: {HOSTILE[0]}"})
+        return route.fulfill(
+            status=200 if table is not None else 404, headers=headers, content_type="application/json", body=body
+        )
+
+    def grow(self, upto: int) -> None:
+        self.upto, self.seq = upto, self.seq + 1
+        polls, self.polls = self.polls, []
+        for route in polls:
+            self.serve(route)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    drive = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: browser)")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with drive.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield chromium
+        chromium.close()
+
+
+class Visit:
+    """A page of the browser with its routes; no error may have been told when it is left."""
+
+    def __init__(self, browser: Any, width: int = 1400, scheme: str = "light") -> None:
+        self.routes, self.problems = Routes(), []
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page.set_default_timeout(20_000)
+        self.page.on("console", lambda said: said.type == "error" and self.problems.append(said.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.route("**/*", self.routes.serve)
+
+    def __enter__(self) -> "Visit":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.page.close()
+        assert error[0] is not None or not self.problems, self.problems
+
+    def open(self, place: str = "") -> Any:
+        self.page.goto(f"{HOST}/?token=secret{place}")
+        return self.page
+
+    def require_dead(self) -> None:
+        """No text of a run became a tag."""
+        assert self.page.evaluate("window.alive === undefined")
+        assert self.page.locator("img, iframe, svg, math, body style, #main script, object, embed").count() == 0
+
+
+def chart(page: Any, title: str) -> Any:
+    return page.locator(".chart").filter(has=page.get_by_role("heading", name=title)).first
+
+
+def test_curves_grow_zoom_and_tell_values(browser):
+    with Visit(browser) as visit:
+        visit.routes.upto = 20
+        page = visit.open()
+        reward = chart(page, "Reward while training")
+        reward.get_by_text("last: step 20").wait_for()
+        assert "token" not in page.url
+        assert "llama0.200" in reward.locator(".legend").inner_text().replace(" ", "").replace("\n", "")
+        assert "0.100 to 0.300" in chart(page, "Held-out accuracy").inner_text()
+        plot = reward.locator(".plot")
+        assert "Reward while training. llama: 0.010 at step 1, 0.200 at 20" in plot.get_attribute("aria-label")
+        plot.focus()
+        page.keyboard.press("ArrowLeft")
+        reward.get_by_text("step 19").wait_for()
+        page.keyboard.press("+")
+        page.wait_for_url(re.compile(r"from=.*to="))
+        page.keyboard.press("0")
+        page.wait_for_url(re.compile(r"^[^=]*$"))
+        place = plot.bounding_box()
+        page.mouse.move(place["x"] + 120, place["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(place["x"] + 220, place["y"] + 70, steps=3)
+        page.mouse.up()
+        page.wait_for_url(re.compile(r"from="))
+        page.get_by_role("button", name="all", exact=True).click()
+        page.get_by_label("x axis").select_option("trained_answers")
+        page.mouse.move(0, 0)
+        reward.get_by_text("trained answers 1,280").wait_for()
+
+
+def test_new_rows_appear_without_a_reload(browser):
+    with Visit(browser) as visit:
+        visit.routes.upto = 20
+        page = visit.open()
+        reward = chart(page, "Reward while training")
+        reward.get_by_text("last: step 20").wait_for()
+        visit.routes.grow(21)
+        reward.get_by_text("last: step 21").wait_for()
+        assert "0.210" in reward.locator(".legend").inner_text()
+        visit.routes.grow(33)
+        reward.get_by_text("last: step 33").wait_for()
+        assert "33 of 40 steps" in page.inner_text("#runs")
+
+
+def test_runs_lie_over_each_other_and_seeds_become_a_mean(browser):
+    with Visit(browser, scheme="dark") as visit:
+        page = visit.open("#/curves?runs=r0,r1")
+        reward = chart(page, "Reward while training")
+        reward.get_by_text("last: step 40").wait_for()
+        assert reward.locator(".legend button").count() == 4
+        page.get_by_label("seeds").select_option("mean")
+        legend = reward.locator(".legend")
+        legend.get_by_text("mean of 2 seeds").first.wait_for()
+        assert "0.650" in legend.inner_text() and "0.400 to 0.900" in legend.inner_text()  # of .4 and .9 at step 40
+        page.goto(f"{HOST}/#/compare?runs=r0,r1")
+        page.get_by_role("heading", name="Last values").wait_for()
+        assert "+0.500" in page.inner_text("main")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(23, 26, 31)"
+        visit.require_dead()
+
+
+@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.nightly)])
+def test_answers_are_found_and_hostile_text_stays_text(browser, width):
+    with Visit(browser, width) as visit:
+        page = visit.open("#/answers?runs=r1")
+        page.locator("tbody tr").first.wait_for()
+        assert page.locator("tbody tr").count() == 2 * len(HOSTILE)
+        page.get_by_label("agent").select_option("qwen")
+        page.get_by_text(f"{len(HOSTILE)} answers").wait_for()
+        visit.require_dead()
+        for n in range(len(HOSTILE)):
+            page.goto(f"{HOST}/#/answers?runs=r1&key=3.0.{n}.qwen.0")
+            page.locator(".answer.chosen .strip").wait_for()
+            assert page.locator(".column").count() == 2
+            page.get_by_label("colour tokens by").select_option("logprob")
+            assert page.locator(".answer.chosen .strip span.down5").inner_text() == " "
+            page.locator(".answer.chosen").get_by_text("numbers of each token").click()
+            visit.require_dead()
+        for view in ("job", "curves", "compare?runs=r0,r1"):
+            page.goto(f"{HOST}/#/{view}")
+            page.locator("main h2").first.wait_for()
+            page.wait_for_timeout(300)
+            visit.require_dead()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+
+def test_arithmetic_of_series(browser):
+    with Visit(browser) as visit:
+        page = visit.open()
+        smooth, mean, binned, shades = page.evaluate(
+            """async () => {
+              const { smooth, meanOfSeeds, bin } = await import("/page/series.js");
+              const { shade } = await import("/page/answer.js");
+              return [
+                smooth([1, null, 3, 2], 0.5),
+                meanOfSeeds([{ x: [1, 2, 3], y: [1, 2, 9] }, { x: [1, 2], y: [3, 6] }]),
+                bin([1, 2, 3, 4, 5], [[1, 3, 5, 7, 9]], 3),
+                [1, Math.exp(0.5), Math.exp(-0.1), 0, null].map((ratio) => shade("ratio", ratio)),
+              ];
+            }"""
+        )
+    weights, values = (0.5, 1.0), (1.0, 3.0)  # of the newest value twice that of the one before
+    assert smooth[:2] == [1.0, None]
+    assert math.isclose(smooth[2], sum(w * v for w, v in zip(weights, values)) / sum(weights))
+    assert mean == {"x": [1, 2], "y": [2, 4], "low": [1, 2], "high": [3, 6]}
+    assert binned == {"x": [1, 3, 5], "layers": [[2, 6, 9]], "width": 2}
+    assert shades == [0, 5, -1, -5, None]
