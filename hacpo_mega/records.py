@@ -41,8 +41,9 @@ class Turn:
     content      text of an own turn without its end token; of another turn, what was said
     num_tokens   its tokens in the agent's reading. Between two own turns the first other turn has all of them, with
                  those that close the own turn before it and open the next one; further ones have 0.
-    stop         reason why an own turn ended; None for others
-    name         of the tool that answered; empty for others
+    stop         reason why an own turn ended; None for others. The last turn of a conversation of several agents has
+                 one, too, where another of them said it: this agent has not read it (num_tokens 0)
+    name         of the tool that answered, or of another agent's role; empty for others
     """
 
     role: str
@@ -54,17 +55,18 @@ class Turn:
     @property
     def message(self) -> dict[str, str]:
         """The turn as a chat message."""
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+        is_named = self.name and self.role == "tool"
+        return {"role": self.role, "content": self.content} | ({"name": self.name} if is_named else {})
 
     @property
     def is_own(self) -> bool:
         return self.role == "assistant"
 
 
-# Events of a conversation, as its driver counts them (conversations/player.py).
+# Events of a conversation, as its driver and its seats count them (conversations/player.py, seat.py).
 EVENTS = (
     *("calls", "call_errors", "unreadable_calls", "truncated"),
-    *("failed", "timeouts", "unencodable", "too_long", "environment_ms"),
+    *("failed", "silent", "timeouts", "unencodable", "too_long", "environment_ms"),
 )
 
 
@@ -72,8 +74,8 @@ EVENTS = (
 class Conversation:
     """Turns after the prompt, the first of them the agent's own. One conversation has one reward and one advantage.
 
-    opening  text of the environment that follows the task in the prompt
-    reward   of the environment; None: the judge grades the last own turn
+    opening  text of others that follows the task in the prompt
+    reward   of the environment; None: the judge grades the answer
     counts   EVENTS by name, those that happened
     """
 
@@ -84,7 +86,8 @@ class Conversation:
 
     def __post_init__(self) -> None:
         assert self.turns and self.turns[0].is_own, self.turns[:1]
-        assert all(turn.num_tokens >= 0 and turn.is_own == (turn.stop is not None) for turn in self.turns)
+        assert all(turn.num_tokens >= 0 and turn.is_own <= (turn.stop is not None) for turn in self.turns)
+        assert all(turn.is_own or turn.stop is None for turn in self.turns[:-1]), self.turns
         assert self.reward is None or math.isfinite(self.reward), self.reward
 
     @property
@@ -92,9 +95,9 @@ class Conversation:
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
-    def last_own(self) -> Turn:
-        """The agent's last turn: its answer."""
-        return next(turn for turn in reversed(self.turns) if turn.is_own)
+    def answer(self) -> Turn:
+        """The last turn that an agent said, which is judged: mostly an own one."""
+        return next(turn for turn in reversed(self.turns) if turn.stop is not None)
 
     def parts(self) -> Iterator[tuple[Turn, slice]]:
         """Every turn with the place of its tokens."""
@@ -148,7 +151,7 @@ class Rollout:
     `token_ids` is int32 [num_tokens] and keeps the final EOS if there is one; `text` is without special tokens.
     `logprobs` are the engine's of the sampled tokens, float32 nats [num_tokens]; `routing` is as in Completion. Both
     are None if not asked for, and for other agents' answers, with which they do not travel. Of a conversation,
-    `token_ids` are all tokens after the prompt, and `text` is its last own turn.
+    `token_ids` are all tokens after the prompt, and `text` is its answer, which another agent may have said.
     """
 
     prompt_index: int

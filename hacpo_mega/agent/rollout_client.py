@@ -23,6 +23,7 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.conversations.environment import EnvironmentClass
+from hacpo_mega.conversations.partners import Partners
 from hacpo_mega.conversations.player import Player, environment_of
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.megatron.actor import Actor
@@ -34,6 +35,8 @@ from hacpo_mega.rollout.exchange import share_completions
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
+
+SEATS = "seats"  # name of the listeners of agents that another one asks for turns
 
 
 class RolloutClient:
@@ -72,10 +75,14 @@ class RolloutClient:
         self.codec, self._has_conversations = _codec(spec, environment), environment is not None
         self.turn_format, self.player = None, None
         if environment is not None:
-            self.turn_format = TurnFormat.of(self.codec, environment.tools, plays_user=environment.responds)
+            hears_users = environment.responds or bool(config.roles)
+            self.turn_format = TurnFormat.of(self.codec, environment.tools, plays_user=hears_users)
             if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
                 # The player's thread has a tokenizer of its own: one is not for two threads.
-                self.player = Player(environment, _codec(spec, environment), config)
+                partners = _partners(place, config)
+                self.player = Player(environment, _codec(spec, environment), config, partners)
+                if partners is not None and not partners.drives:
+                    self.player.let_in(place.open_door(SEATS))
         answers = place.coordinate.answers
         self._answers_per_prompt = config.answers_per_prompt
         policy = device_policy(config.mode)
@@ -230,6 +237,28 @@ def require_fit(spec: AgentConfig, place: Place, config: Config, pinned_bytes: i
 def _codec(spec: AgentConfig, environment: EnvironmentClass | None) -> TextCodec:
     tools = () if environment is None else environment.tools
     return TextCodec(load_tokenizer(spec.model, spec.trust_remote_code), spec.prompting, tools)
+
+
+def _partners(place: Place, config: Config) -> Partners | None:
+    """The roles that the agents play together, and where their engines are; None where each plays alone."""
+    if not config.roles:
+        return None
+    index = {agent.name: number for number, agent in enumerate(config.agents)}
+    agents = [index[role.agent] for role in config.roles]
+    rank_map, me = place.rank_map, place.coordinate
+
+    def rank_with(role: int, number: int, is_greedy: bool) -> int:
+        per_prompt = 1 if is_greedy else config.answers_per_prompt
+        return rank_map.engine_with(agents[role], me, number, per_prompt, in_lane=not is_greedy)
+
+    return Partners(
+        tuple(role.name for role in config.roles),
+        agents.index(place.agent),
+        partial(place.connect, name=SEATS, timeout_s=config.wait_s),
+        rank_with,
+        lambda rank: str(rank_map.coordinate(rank)),
+        config.wait_s,
+    )
 
 
 def _follow(engine: Engine, **_how: Any) -> list[Completion]:

@@ -89,7 +89,7 @@ class Sampler:
         """Record with text of one answer; `text` None: it is decoded here."""
         (prompt, g), ended = place, completion.stop is Stop.EOS
         if completion.conversation is not None:
-            text = completion.conversation.last_own.content
+            text = completion.conversation.answer.content
         elif text is None:
             # `stop` stands for the final EOS; as text it would be judged, and read by learners as plain characters.
             text = self._codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)

@@ -4,10 +4,12 @@ Not here: the arithmetic (rank_map.py), the groups (groups/job_groups.py), who d
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,9 +24,18 @@ from hacpo_mega.cluster.machine.device import rank_device
 from hacpo_mega.cluster.machine.environment import one_queue, own_caches
 from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.cluster.rank_map import RankMap
-from hacpo_mega.cluster.rendezvous import RollCall, allow_connections, open_store
+from hacpo_mega.cluster.rendezvous import (
+    RollCall,
+    allow_connections,
+    connect_published,
+    listen,
+    listening_address,
+    open_store,
+    published,
+    report_wrong_secret,
+)
 from hacpo_mega.cluster.security.private_folder import SocketFolder
-from hacpo_mega.cluster.security.secret import Secret, forget_secret
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, forget_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 
 
@@ -49,6 +60,7 @@ class Place(JobGroups):
         self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
         self._has_one_clock = is_on_one_machine()
         self._sockets = SocketFolder()
+        self._secret = secret
         self._watchdog.at_end = self._sockets.remove
 
     @classmethod
@@ -129,6 +141,24 @@ class Place(JobGroups):
             return ClockOffset(0.0, 0.0)
         me, size = self.coordinate.global_rank, self.rank_map.world_size
         return measure_offset(dist.PrefixStore("clock", self._store), me, size)
+
+    def open_door(self, name: str) -> AuthListener:
+        """A listener on a free port, which other processes of the job find by `name` and this rank."""
+        rank = self.coordinate.global_rank
+        server = listen(listening_address(), 0)
+        listener = AuthListener(
+            server, self._secret, f"{name} {rank}", partial(report_wrong_secret, str(self.coordinate))
+        )
+        self._store.set(f"{name}/{rank}", published(server.getsockname()[1]))
+        return listener
+
+    def connect(self, rank: int, name: str, timeout_s: float) -> socket.socket:
+        """A connection to another rank's listener, after the handshake. Any thread may call it.
+
+        OSError or RuntimeError, one line, where none answers in time.
+        """
+        address = self._store.get(f"{name}/{rank}").decode()
+        return connect_published(address, self._secret, f"{name} {rank}", timeout_s)
 
     def before_end(self, action: Callable[[], None]) -> None:
         """Runs `action` before the last message of this process, if a signal or another's death ends it."""

@@ -297,6 +297,25 @@ class RankMap:
         """A cell's part of a list that all cells of an agent share, such as prompts of an evaluation."""
         return slice(who.cell, None, self.lanes * self.agents[who.agent].cells_per_lane)
 
+    def engine_with(self, agent: int, who: Coordinate, number: int, per_prompt: int, *, in_lane: bool) -> int:
+        """Global rank of the first rank of the engine of `agent` that has an answer of `who`'s engine, its `number`-th.
+
+        Both agents give `per_prompt` answers to each prompt of a list that the cells of their lane share (`in_lane`),
+        or all their cells; the engines of a cell take every n-th answer.
+        """
+        mine = self.share_of_lane(who) if in_lane else self.share_of_agent(who)
+        prompt, g = divmod(who.engine + number * self.agents[who.agent].engines_per_cell, per_prompt)
+        position, theirs = mine.start + prompt * mine.step, self.agents[agent]
+        if in_lane:
+            prompt, cell = divmod(position, theirs.cells_per_lane)
+            lane = who.lane
+        else:
+            prompt, cell = divmod(position, self.lanes * theirs.cells_per_lane)
+            lane, cell = divmod(cell, theirs.cells_per_lane)
+        engine = (prompt * per_prompt + g) % theirs.engines_per_cell
+        leader = self.rank_of(agent, lane, cell)
+        return leader + theirs.cell_size - theirs.answering + engine * theirs.engine_tp
+
     def arithmetic(self) -> str:
         """The arithmetic of the world size, for error messages."""
         terms = (

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from ipaddress import ip_address
 
@@ -36,6 +36,7 @@ ANOTHER_S = 60.0
 SAME = "give every process of the job the same HACPO_MEGA_SECRET"
 FIRST_NOTICE_S = 60.0
 MOST_NAMED = 3
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 SPARE_FILES = 1024  # beside the connections of the store: groups, engine, data, logs
 
 
@@ -214,6 +215,41 @@ def listening_address() -> str:
     with suppress(ValueError):
         return str(ip_address(name))
     return ""
+
+
+def published(port: int) -> str:
+    """How other processes of the job reach a port of this one: "address hostname port"."""
+    return f"{own_address()} {socket.gethostname()} {port}"
+
+
+def connect_published(address_of: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
+    """A connection to a process that gave `published` of its port (and perhaps more), after the handshake."""
+    address, hostname, port, *_ = address_of.split()
+    # Where a node's own name resolves to loopback, the address it published serves that node only.
+    is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()
+    candidates = (hostname,) if is_elsewhere else (address, hostname)
+    errors = []
+    for candidate in candidates:
+        try:
+            with ExitStack() as stack:
+                connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
+                stack.enter_context(connection)
+                authenticate(connection, secret, purpose, timeout_s / len(candidates))
+                stack.pop_all()  # it stays open
+            keep_alive(connection)
+            return connection
+        except WrongSecret:
+            raise
+        except OSError as error:
+            errors.append(f"{candidate}: {error}")
+    raise OSError(f"{purpose}, but cannot reach it on {hostname}, port {port} ({'; '.join(errors)})")
+
+
+def keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, seconds in KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, seconds)
 
 
 def allow_connections(world_size: int) -> None:

@@ -32,9 +32,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,8 +41,16 @@ import torch.distributed as dist
 from hacpo_mega.cluster.launcher_env import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED, Unreachable
 from hacpo_mega.cluster.machine.environment import start_of
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
-from hacpo_mega.cluster.rendezvous import SAME, listen, listening_address, own_address, report_wrong_secret
-from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret, authenticate
+from hacpo_mega.cluster.rendezvous import (
+    SAME,
+    connect_published,
+    keep_alive,
+    listen,
+    listening_address,
+    published,
+    report_wrong_secret,
+)
+from hacpo_mega.cluster.security.secret import AuthListener, Secret, WrongSecret
 from hacpo_mega.models.files.visible import visible
 
 # A ValueError in one of these is about the user's input: files, tokenizers, models. Later it is a fault of ours.
@@ -58,7 +65,6 @@ ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what fol
 LONGEST_BEAT_S = 10.0  # between two signs of life; of a short stall_s a tenth
 STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
 STACK_SIGNAL = signal.SIGUSR2
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 # The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
 MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
 # Factor on stall_s for a process inside a collective of its agent: one that has not entered it is named at 1.
@@ -154,7 +160,7 @@ class Watchdog:
         if rank_map.world_size == 1:
             return
         from_watched = self._join(rank_map.coordinate((rank - 1) % rank_map.world_size), secret, timeout_s)
-        _keep_alive(self._to_watcher)
+        keep_alive(self._to_watcher)
         threading.Thread(target=self._listen, args=(from_watched,), name="watchdog", daemon=True).start()
         threading.Thread(target=self._beat, args=(stall_s,), name="heartbeat", daemon=True).start()
 
@@ -167,15 +173,15 @@ class Watchdog:
         auth = AuthListener(server, secret, f"{watcher.global_rank} watches {rank}", partial(report_wrong_secret, me))
         admitted = auth.expect(timeout_s)
         process = f"{os.getpid()} {start_of(os.getpid())}"
-        self._store.set(f"watchdog/{rank}", f"{own_address()} {socket.gethostname()} {port} {process}")
+        self._store.set(f"watchdog/{rank}", f"{published(port)} {process}")
         missed = self._watched
         try:
             self._address_of_watched = self._store.get(f"watchdog/{watched}").decode()
             purpose = f"{rank} watches {watched}"
             try:
-                from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
+                from_watched = connect_published(self._address_of_watched, secret, purpose, timeout_s)
             except WrongSecret:  # one that ended at this moment would have hung up, too
-                from_watched = _connect(self._address_of_watched, secret, purpose, timeout_s)
+                from_watched = connect_published(self._address_of_watched, secret, purpose, timeout_s)
             missed = watcher
             self._to_watcher = admitted.result()
         except WrongSecret as error:
@@ -376,33 +382,3 @@ def _collective_of_main_thread() -> str | None:
             return f"{frame.f_code.co_name} ({file.name}, line {frame.f_lineno})"
         frame = frame.f_back
     return None
-
-
-def _connect(published: str, secret: Secret, purpose: str, timeout_s: float) -> socket.socket:
-    """A connection to the neighbour that published "address hostname port ...", after the handshake."""
-    address, hostname, port, *_ = published.split()
-    # Where a node's own name resolves to loopback, the address it published serves that node only.
-    is_elsewhere = ip_address(address).is_loopback and hostname != socket.gethostname()
-    candidates = (hostname,) if is_elsewhere else (address, hostname)
-    errors = []
-    for candidate in candidates:
-        try:
-            with ExitStack() as stack:
-                connection = socket.create_connection((candidate, int(port)), timeout=timeout_s / len(candidates))
-                stack.enter_context(connection)
-                authenticate(connection, secret, purpose, timeout_s / len(candidates))
-                stack.pop_all()  # it stays open
-            _keep_alive(connection)
-            return connection
-        except WrongSecret:
-            raise
-        except OSError as error:
-            errors.append(f"{candidate}: {error}")
-    raise OSError(f"{purpose}, but cannot reach it on {hostname}, port {port} ({'; '.join(errors)})")
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, seconds in KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, seconds)

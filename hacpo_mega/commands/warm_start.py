@@ -105,9 +105,9 @@ def warm_start(
 ) -> None:
     """Trains the actor on `plan.num_updates` batches of worked answers; every cell takes its share of each batch.
 
-    `turns` are the agent's tokens of a calculator's results, for examples that ask it.
+    `turns` are the agent's tokens of what others say: a calculator's results, another agent's half of the work.
     """
-    mix = (SkillMix(name, s.share, s.num_examples, s.with_tool) for name, s in plan.skills.items())
+    mix = (SkillMix(name, s.share, s.num_examples, s.with_tool, s.part) for name, s in plan.skills.items())
     stream = WarmStartStream(mix, plan.batch_size, seed)
     my = place.coordinate
     share = place.rank_map.share_of_agent(my)
@@ -121,7 +121,8 @@ def warm_start(
 
 def worked_sequence(example: Example, codec: TextCodec, turns: TurnFormat | None = None) -> TokenSequence:
     """A worked example; every own token is trained, EOS included."""
-    prompt_ids = np.array(codec.encode_prompt(example.prompt), dtype=np.int32)
+    heard = turns.heard([{"content": example.heard}]) if example.heard else ""
+    prompt_ids = np.array(codec.encode_prompt(example.prompt, heard), dtype=np.int32)
     if not example.call:
         answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
         return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))

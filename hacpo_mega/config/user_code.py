@@ -82,6 +82,7 @@ TRIAL_S = 120.0
 ENVIRONMENTS = {
     "calculator": "hacpo_mega.conversations.builtin:Calculator",
     "repair": "hacpo_mega.conversations.builtin:Repair",
+    "relay": "hacpo_mega.conversations.builtin:Relay",
     "number_game": "hacpo_mega.conversations.builtin:NumberGame",
 }
 TOLD_BYTES = 1 << 16

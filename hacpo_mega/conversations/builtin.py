@@ -2,6 +2,7 @@
 
 calculator    a tool that computes an expression; the run's own reward judges the answer
 repair        the agent's program is run on the cases of the row's `gold`, and comes back with its first failure
+relay         nothing: where agents play roles, each hears the others' turns
 number_game   the players take turns at guessing the number of the row's `gold`, and are told where it lies
 """
 
@@ -24,6 +25,13 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
+
+
+class Relay:
+    """A conversation of the agents alone, in the order of their roles; the run's reward judges the last turn."""
+
+    def reset(self, **row: Any) -> None:
+        """Begins a conversation; nothing is kept."""
 
 
 class Calculator:

@@ -329,9 +329,14 @@ class Episode:
             for name, arguments in turn.tool_calls
         ]
 
-    async def reward(self) -> float | None:
-        """The environment's reward; None where it gives none, or has failed."""
-        return await self._value("reward", do="reward") if self._environment.rewards else None
+    async def reward(self, roles: Sequence[str] = ()) -> float | dict[str, float] | None:
+        """The environment's reward, or one for each of the roles; None where it gives none, or has failed."""
+        found = await self._value("reward", do="reward") if self._environment.rewards else None
+        if isinstance(found, dict) and found.keys() != set(roles):
+            asked = f"a number for each of {', '.join(roles)}" if roles else "a number"
+            self._fail("reward", f"get_reward returned numbers for {', '.join(found) or 'nobody'}; here it is {asked}")
+            return None
+        return found
 
     def close(self) -> None:
         """Gives the process back to the pool; one that failed has been ended."""

@@ -10,7 +10,7 @@ The contract is that of TRL's `environment_factory` (its GRPO trainer, 1.16):
 - `reset(**row)` begins one: None, or text (or text blocks) for the end of the last user message;
 - functions of the class without a leading underscore are tools, except reset and get_reward; inherited and static ones
   and lambdas are, properties, class methods and attributes of the instance are not;
-- `get_reward()`, if there is one, gives a number or None at the end.
+- `get_reward()`, if there is one, gives a number or None at the end; or, where agents play roles, a number for each.
 Every one of them may be async. A class that derives from `Responder` has `respond`, which is no tool.
 
 Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
@@ -79,8 +79,6 @@ class HeldEnvironment:
             raise WrongUse(f"{name} has no method reset(**row), which begins a conversation")
         if responds and self._kind.respond is Responder.respond:
             raise WrongUse(f"{name} derives from Responder and has no method respond(messages)")
-        if not self._tools and not responds:
-            raise WrongUse(f"{name} has no tool (a public method) and does not derive from Responder")
         # transformers takes a second and 100 MB, which the processes of conversations go without
         schema_of = load_by_name("transformers.utils:get_json_schema") if self._tools else None
         return {
@@ -177,9 +175,15 @@ def _messages(found: Any) -> list[dict[str, Any]] | None:
     return [{key: _text(str(message[key])) for key in kept if key in message} for message in found]
 
 
-def _reward(found: Any) -> float | None:
+def _reward(found: Any) -> float | dict[str, float] | None:
     if found is None:
         return None
+    if isinstance(found, dict):
+        return {str(role): _number(number) for role, number in found.items()}
+    return _number(found)
+
+
+def _number(found: Any) -> float:
     if isinstance(found, str | bytes) or not math.isfinite(number := float(found)):
         raise WrongUse(f"get_reward returned {str(found)[:80]!r}; it returns a finite number or None")
     return number

@@ -1,105 +1,138 @@
-"""Driver of conversations: the agent's turns from its engine, the environment's between them, no barrier between both.
+"""Driver of conversations: turns of agents from their engines, the environment's between them, no barrier between both.
 
 `Player.play` stands in for `Engine.generate`. The engine runs in the thread that calls it; the environment's calls run
 on an event loop in a thread of the player. A turn that ends goes to its conversation at once, and the next turn joins
 the engine's batch while others run.
+Where roles are played by several agents, each has a seat in every conversation (seat.py). The player of the first role
+drives, and asks the others' seats in their processes (partners.py); their players wait until all is ended.
 Seeds are functions of the answer's seed and the turn, so the order in which an environment answers changes no draw.
-Own tokens are kept as sampled. The tokens between them are rendered once, as the template's continuation.
 
-Not here: the environment's contract (environment.py), tokens of other turns (turn_format.py), steps of the engine
+Not here: the environment's contract (environment.py), tokens of turns (seat.py), steps of the engine
 (rollout/engine_loop.py).
 """
 
 import asyncio
 import functools
-import hashlib
 import json
 import queue
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from hacpo_mega.cluster.security.secret import AuthListener
 from hacpo_mega.config import Config
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
+from hacpo_mega.conversations.partners import Lines, Partners, SeatDoor, SeatKey
+from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken, Voice
 from hacpo_mega.conversations.turn_format import Message, TurnFormat
-from hacpo_mega.records import Completion, Conversation, Prompt, Stop, Turn
+from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.engine_loop import TurnRequest
 from hacpo_mega.rollout.wire import LONE_SURROGATE
 from hacpo_mega.samples.tokenizers import TextCodec
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Sampling seed of a conversation's own turn, in [0, 2^63); that of the first is the answer's own."""
-    if turn == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8).digest(), "little") >> 1
+class Course:
+    """One conversation from its first turn to its end: who speaks, and what each agent hears.
 
-
-class _Unreadable(Exception):
-    """The agent has no token for what the environment said."""
-
-
-@dataclass
-class Talk:
-    """A conversation as far as it has come.
-
-    head       ids of the prompt
-    ids        ids after it; `logprobs`, float32 nats, has 0 for those that were not sampled
-    stop       the last own turn's; LENGTH where a limit ended the conversation
+    Every role hears what the others say, and what the environment says behind it; results of tools are heard by the
+    role that called them. The environment ends the conversation, or the end of a turn, or the limit of turns.
     """
 
-    head: list[int]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    stop: Stop = Stop.ABORT
+    def __init__(self, seats: Sequence[AnySeat], roles: Sequence[str], episode: Episode, max_turns: int) -> None:
+        """`max_turns` are those of each role; a role without a name speaks alone."""
+        self._seats, self._roles, self._episode, self._max_turns = seats, roles, episode, max_turns
+        self._unheard: list[list[Message]] = [[] for _ in seats]
+        self._num_turns = [0] * len(seats)
+        self._last: tuple[int, str] | None = None  # seat and text of the last turn
+        self.messages: list[Message] = []
+        self.stop = Stop.ABORT
+        self.trouble = ""
+        self.num_call_errors = 0
 
     @property
-    def tokens(self) -> list[int]:
-        """Everything that was read and written so far."""
-        return [*self.head, *self.ids]
+    def was_spoken(self) -> bool:
+        return self._last is not None
 
-    def add_own(self, completion: Completion, text: str) -> None:
-        """Appends a sampled turn."""
-        ids = completion.token_ids.tolist()
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids) if completion.logprobs is None else completion.logprobs.tolist()
-        self.turns.append(Turn("assistant", text, len(ids), completion.stop))
-        self.stop = completion.stop
+    async def run(self, opening: str, *, responds: bool) -> None:
+        """Plays it; `opening` is what the environment adds to the task."""
+        speaker = 0
+        while True:
+            heard, self._unheard[speaker] = self._unheard[speaker], []
+            spoken = await self._seats[speaker].speak(heard, opening)
+            if spoken.trouble:
+                self.trouble, self.stop = spoken.trouble, Stop.LENGTH if self.was_spoken else Stop.ABORT
+                return
+            self._note(speaker, spoken)
+            if spoken.stop is not Stop.EOS:
+                return
+            said = await self._episode.react(spoken, self.messages)
+            self.num_call_errors += sum(message["content"].startswith("{'error': ") for message in said)
+            others = [{**message, "content": _writable(message["content"])} for message in said]
+            passes_on = len(self._seats) > 1 and not spoken.tool_calls
+            if self._episode.failure is not None or not (others or (passes_on and not responds)):
+                return
+            self.messages += others
+            speaker = self._tell(speaker, spoken, others, passes_on=passes_on)
+            if self._num_turns[speaker] == self._max_turns:
+                self.stop = Stop.LENGTH if others else self.stop
+                return
 
-    def add_others(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
-        """Appends what others said; the first message has the tokens of all."""
-        self.ids += ids
-        self.logprobs += [0.0] * len(ids)
-        for n, message in enumerate(messages):
-            size, name = (0 if n else len(ids)), message.get("name", "")
-            self.turns.append(Turn(message["role"], message["content"], size, name=name))
-        self.messages += messages
+    def _note(self, speaker: int, spoken: Spoken) -> None:
+        self._num_turns[speaker] += 1
+        self._last, self.stop = (speaker, spoken.text), spoken.stop
+        named = {"name": self._roles[speaker]} if self._roles else {}
+        self.messages.append({"role": "assistant", "content": spoken.text, **named})
+
+    def _tell(self, speaker: int, spoken: Spoken, others: list[Message], *, passes_on: bool) -> int:
+        """Keeps what was said for those who hear it; returns who speaks next."""
+        if not passes_on:
+            self._unheard[speaker] += others
+            return speaker
+        for seat, unheard in enumerate(self._unheard):
+            if seat != speaker:
+                unheard.append({"role": "user", "content": _writable(spoken.content), "name": self._roles[speaker]})
+            unheard += others
+        return (speaker + 1) % len(self._seats)
+
+    def ending(self, seat: int, reward: Any, counts: Counter[str]) -> Ending:
+        """The end as a seat is told it; a mapping of rewards has one for each role."""
+        mine = reward[self._roles[seat]] if isinstance(reward, dict) else reward
+        is_others = self._last is not None and self._last[0] != seat
+        answer = (self._roles[self._last[0]], self._last[1]) if is_others else None
+        return Ending(self.stop, mine, dict(counts), answer)
 
 
 class Player:
     """Plays one agent's conversations with an environment, any number at once. A TurnSource of the engine's loop."""
 
-    def __init__(self, environment: EnvironmentClass, codec: TextCodec, config: Config) -> None:
-        """`codec` is used from the player's thread alone."""
-        self._environment, self._codec = environment, codec
-        self._format = TurnFormat.of(codec, environment.tools, plays_user=environment.responds)
+    def __init__(
+        self, environment: EnvironmentClass, codec: TextCodec, config: Config, partners: Partners | None = None
+    ) -> None:
+        """`codec` is used from the player's thread alone; `partners` where roles are played by several agents."""
+        self._environment, self._codec, self._partners = environment, codec, partners
+        self._format = TurnFormat.of(codec, environment.tools, plays_user=environment.responds or partners is not None)
         self._max_turns = config.conversation.max_turns
         self._max_prompt, self._max_total = config.rollout.max_prompt_tokens, config.longest_answer
         self._requests: queue.SimpleQueue[TurnRequest] = queue.SimpleQueue()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
-        self._num_playing = 0
+        self._num_playing = self._num_plays = 0
         self._error: BaseException | None = None
         self._is_unwanted: Callable[[], bool] = lambda: False
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self._lines = None if partners is None else Lines(partners)
+        self._seats: dict[SeatKey, asyncio.Future[Seat]] = {}  # of this agent, for drivers in other processes
+
+    def let_in(self, listener: AuthListener) -> None:
+        """Has drivers in other processes ask this agent's seats."""
+        self._start()
+        SeatDoor(listener, self._loop, self._seat_of)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True)
+            self._thread.start()
 
     def play(
         self,
@@ -117,12 +150,12 @@ class Player:
 
         `serve` is `Engine.serve`. `max_tokens` is the most of one own turn. `on_answer` is called for each conversation
         as it ends, on the player's thread. Once `is_unwanted` returns true, all are dropped. Raises the engine's error.
+        Where several agents play, all call it for the same prompts.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop.run_forever, name="conversations", daemon=True)
-            self._thread.start()
+        self._start()
         how = {"max_tokens": max_tokens, "temperature": temperature, "return_logprobs": return_logprobs}
         self._is_unwanted, self._error, self._num_playing = is_unwanted, None, len(places)
+        self._num_plays += 1
         playing = asyncio.run_coroutine_threadsafe(self._play_all(places, seeds, how, on_answer), self._loop)
         try:
             serve(self)
@@ -138,98 +171,80 @@ class Player:
         how: dict[str, Any],
         on_answer: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
+        limits = self._max_prompt, self._max_total
+        voice = Voice(self._codec, self._format, *limits, self._ask, how)
+        seats = [Seat(str(n), place[0], seed, voice) for n, (place, seed) in enumerate(zip(places, seeds, strict=True))]
+        keys = [(self._num_plays, prompt.index, g) for prompt, g in places]
+
         async def one(n: int) -> Completion:
             try:
-                completion = await self._converse(n, places[n], seeds[n], how)
+                if self._partners is None or self._partners.drives:
+                    await self._drive(self._all_seats(n, seats[n], keys[n], how), seats[n])
+                completion = await seats[n].completion
                 if on_answer is not None:
                     on_answer(n, completion)
                 return completion
             finally:
                 self._num_playing -= 1
 
-        return await asyncio.gather(*map(one, range(len(places))))
+        if self._partners is not None:
+            for key, seat in zip(keys, seats, strict=True):
+                self._expected(key).set_result(seat)
+        playing = [asyncio.ensure_future(one(n)) for n in range(len(places))]
+        try:
+            return await asyncio.gather(*playing)
+        finally:  # after an error the others end, too
+            for conversation in playing:
+                conversation.cancel()
+            for key in keys:
+                self._seats.pop(key, None)
 
-    async def _converse(self, n: int, place: tuple[Prompt, int], seed: int, how: dict[str, Any]) -> Completion:
-        """Plays one conversation. An environment that fails ends it, counted as failed and unjudged."""
-        prompt, _ = place
-        episode, played, opening, reward = self._environment.episode(seed), Talk([]), "", None
+    def _expected(self, key: SeatKey) -> asyncio.Future[Seat]:
+        return self._seats.setdefault(key, self._loop.create_future())
+
+    async def _seat_of(self, key: SeatKey) -> Seat:
+        """This agent's seat, once it plays: another agent may have begun before."""
+        return await asyncio.shield(self._expected(key))
+
+    def _all_seats(self, n: int, own: Seat, key: SeatKey, how: dict[str, Any]) -> list[AnySeat]:
+        """Seats of all roles in one of the conversations, in the order in which they speak."""
+        is_greedy = how["temperature"] == 0.0
+        if self._partners is None or self._lines is None:
+            return [own]
+        others = (self._partners.rank_with(role, n, is_greedy) for role in range(1, len(self._partners.names)))
+        return [own, *(self._lines.seat(rank, key) for rank in others)]
+
+    async def _drive(self, seats: Sequence[AnySeat], first: Seat) -> None:
+        """Plays one conversation and ends it for all seats. An environment that fails ends it, counted and unjudged."""
+        environment, prompt = self._environment, first.prompt
+        roles = () if self._partners is None else self._partners.names
+        episode, reward, counts = environment.episode(first.seed), None, Counter[str]()
+        course = Course(seats, roles, episode, self._max_turns)
         row = {"prompt": prompt.text, **(json.loads(prompt.row) if prompt.row else {})}
         try:
             opening = _writable(await episode.begin(row) or "")
-            played.messages = with_observation(prompt_messages(row), opening)
-            if episode.failure is None and self._opens(played, prompt.text, opening):
-                await self._take_turns(n, episode, played, seed, how)
-                reward = await episode.reward()
-        except _Unreadable:
-            played.counts.update(("unencodable", "failed"))
+            course.messages = with_observation(prompt_messages(row), opening)
+            if episode.failure is None:
+                await course.run(opening, responds=environment.responds)
+                if course.was_spoken and course.trouble != "unencodable":
+                    reward = await episode.reward(roles)
         finally:
-            played.counts["failed"] += episode.failure is not None or not played.turns
-            played.counts["timeouts"] += episode.failure == "hung"
-            played.counts["environment_ms"] += round(1000 * episode.seconds)
             episode.close()
-        if not played.turns:  # it ended before the agent's first turn, for which there may be no prompt
-            opening = ""
-            played.turns.append(Turn("assistant", "", 0, Stop.ABORT))
-        return _completion(played, opening, reward, has_logprobs=how["return_logprobs"])
+        has_failed = episode.failure is not None or course.trouble == "unencodable"
+        counts["failed"] += has_failed
+        counts["unencodable"] += course.trouble == "unencodable"
+        counts["too_long"] += course.trouble == "too_long"
+        counts["truncated"] += course.stop is Stop.LENGTH
+        counts["call_errors"] += course.num_call_errors
+        counts["timeouts"] += episode.failure == "hung"
+        counts["environment_ms"] += round(1000 * episode.seconds)
+        for place, seat in enumerate(seats):
+            await seat.end(course.ending(place, None if has_failed else reward, counts))
 
-    def _opens(self, played: Talk, task: str, opening: str) -> bool:
-        """Sets the prompt; false for one that is too long."""
-        try:
-            played.head = list(self._codec.encode_prompt(task, opening))
-        except ValueError as error:  # a character without a token, or a control token
-            raise _Unreadable from error
-        fits = len(played.head) <= self._max_prompt
-        played.counts["too_long"] += not fits
-        return fits
-
-    async def _take_turns(self, n: int, episode: Episode, played: Talk, seed: int, how: dict[str, Any]) -> None:
-        """Own turns and the environment's, until one of both ends the conversation, or a limit does."""
-        for turn in range(self._max_turns):
-            if not await self._own_turn(f"{n}.{turn}", played, turn_seed(seed, turn), how):
-                return
-            others = await self._others(episode, played)
-            if not others or episode.failure is not None:
-                return
-            if turn + 1 == self._max_turns or not self._continues(played, others):
-                played.stop = Stop.LENGTH
-                played.counts["truncated"] += 1
-                return
-
-    async def _own_turn(self, key: str, played: Talk, seed: int, how: dict[str, Any]) -> bool:
-        """Adds the agent's next turn; false if it did not end by itself."""
-        room = min(how["max_tokens"], self._max_total - len(played.ids))
-        request = TurnRequest(key, played.tokens, seed, room, how["temperature"], how["return_logprobs"])
-        future = self._waiting[key] = self._loop.create_future()
+    async def _ask(self, request: TurnRequest) -> Completion:
+        future = self._waiting[request.key] = self._loop.create_future()
         self._requests.put(request)
-        completion = await future
-        ended = completion.stop is Stop.EOS
-        ids = completion.token_ids[:-1] if ended else completion.token_ids
-        played.add_own(completion, self._codec.decode_answer(ids))
-        played.counts["truncated"] += completion.stop is Stop.LENGTH
-        return ended
-
-    async def _others(self, episode: Episode, played: Talk) -> list[Message]:
-        """Messages of the environment after an own turn; none at the end of the conversation."""
-        own = played.turns[-1]
-        before = len(played.ids) - own.num_tokens
-        parsed = self._format.parse(played.ids[before:], [*played.head, *played.ids[:before]])
-        played.messages.append({"role": "assistant", "content": own.content})
-        played.counts["unreadable_calls"] += parsed.error is not None
-        played.counts["calls"] += len(parsed.tool_calls)
-        said = await episode.react(parsed, played.messages)
-        played.counts["call_errors"] += sum(message["content"].startswith("{'error': ") for message in said)
-        return [{**message, "content": _writable(message["content"])} for message in said]
-
-    def _continues(self, played: Talk, others: Sequence[Message]) -> bool:
-        """Adds others' turns, if the limit of the conversation leaves room for them and one own token."""
-        try:
-            ids = self._format.continuation(played.tokens, others, ended=True)
-        except ValueError as error:  # a character without a token
-            raise _Unreadable from error
-        if len(played.ids) + len(ids) >= self._max_total:
-            return False
-        played.add_others(others, ids)
-        return True
+        return await future
 
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
@@ -279,21 +294,23 @@ class Player:
 def environment_of(config: Config) -> EnvironmentClass | None:
     """The environment that a configuration names, loaded once in a process; None without conversations.
 
-    ValueError, one line, for one that cannot be loaded.
+    ValueError, one line, for one that cannot be loaded, or says nothing where no other agent speaks.
     """
     conversation = config.conversation
-    return None if conversation.environment is None else _loaded(conversation.environment, conversation.turn_timeout_s)
+    if conversation.environment is None:
+        return None
+    found = _loaded(conversation.environment, conversation.turn_timeout_s)
+    if not (found.tools or found.responds or config.roles):
+        raise ValueError(
+            f"environment {found.name} has no tool (a public method) and does not derive from Responder, so only "
+            "agents that play [[roles]] can converse in it"
+        )
+    return found
 
 
 @functools.cache
 def _loaded(name: str, call_s: float) -> EnvironmentClass:
     return EnvironmentClass.load(name, call_s=call_s)
-
-
-def _completion(played: Talk, opening: str, reward: float | None, *, has_logprobs: bool) -> Completion:
-    conversation = Conversation(tuple(played.turns), opening, reward, dict(+played.counts))
-    logprobs = np.array(played.logprobs, dtype=np.float32) if has_logprobs else None
-    return Completion(np.array(played.ids, dtype=np.int32), played.stop, logprobs, None, conversation)
 
 
 def _writable(text: str) -> str:

@@ -103,6 +103,10 @@ class TurnFormat(abc.ABC):
         """Ids of the first prompt: messages as of `Prompting.messages`, the tools shown, the agent's turn opened."""
 
     @abc.abstractmethod
+    def heard(self, messages: Sequence[Message]) -> str:
+        """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
+
+    @abc.abstractmethod
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
         """The new ids behind `head`, all tokens so far: the own turn closed where it is open, the others' messages, and
         the next own turn opened.
@@ -156,6 +160,9 @@ class PlainFormat(TurnFormat):
             is_own = message["role"] == "assistant"
             ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._said([message])
         return ids
+
+    def heard(self, messages: Sequence[Message]) -> str:
+        return "".join(f"{message['content']}{self._separator}" for message in messages)
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
         return [*(() if ended else (self._codec.eos_id,)), *self._said(others)]
@@ -227,8 +234,11 @@ class TemplateFormat(TurnFormat):
         self.num_control += self._num_control(messages)
         return self._encode(self._rendered(self._plain_messages(messages), opens=True))
 
+    def heard(self, messages: Sequence[Message]) -> str:
+        return "".join(f"\n\n{message['content']}" for message in messages)
+
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
-        num_control, others = self._num_control(others), self._plain_messages(others)
+        num_control, others = self._num_control(others), self._plain_messages(_of_one_user(others))
         self.num_control += num_control
         if not num_control and (bridged := self._bridged(head, others)) is not None:
             return bridged
@@ -473,6 +483,18 @@ class TemplateFormat(TurnFormat):
         """The start of a thinking block that a prompt has opened; empty if it opens none."""
         text = self._shown(head[-16:])
         return text[text.rfind(OPENS) :] if text.rstrip().endswith(OPENS) else ""
+
+
+def _of_one_user(others: Sequence[Message]) -> list[Message]:
+    """Messages of the user that follow one another as one: several agents may have spoken, and many templates want
+    roles to alternate."""
+    made: list[Message] = []
+    for message in others:
+        if made and made[-1]["role"] == message["role"] == "user":
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+        else:
+            made.append(message)
+    return made
 
 
 def _num_same(one: str, other: str) -> int:

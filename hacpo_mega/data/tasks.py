@@ -6,6 +6,8 @@
     mul    47*6=         7*6=42,4*6+4=28;282      no `+c` without a carry
     srt    s5281=        1,2,5,8;1258
     sum    47+85+36+12=  7+5=12,12+6=18,18+2=20,4+8+2=14,14+3=17,17+1=18;180      running totals of both columns
+    chain  47+35-21=     7+5=12,4+3+1=8,2-1=1,8-2=6;61      an addition and a subtraction, in two halves:
+                         7+5=12,4+3+1=8;82-21               and 2-1=1,8-2=6;61
 
 The first four are the quickstart's, with answers of 12 to 19 characters; those of `sum` have 38 to 51.
 
@@ -16,6 +18,7 @@ Everything here is a pure function of its arguments: every process of a run make
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -28,7 +31,8 @@ EVALUATION_PROMPTS_PER_SKILL = 150
 class Example:
     """A prompt of the task with its worked solution and its result; a warm start teaches `answer`.
 
-    `call` is the expression that a calculator is asked for instead of working; empty without one.
+    `call` is the expression that a calculator is asked for instead of working; empty without one. `heard` is another
+    agent's half of the work, which stands between prompt and answer.
     """
 
     skill: str
@@ -36,6 +40,7 @@ class Example:
     working: str
     result: str
     call: str = ""
+    heard: str = ""
 
     @property
     def answer(self) -> str:
@@ -91,11 +96,37 @@ def column_sum(*terms: int) -> Example:
     return Example("sum", "+".join(map(str, terms)) + "=", ",".join(steps), str(sum(terms)))
 
 
+def chain(a: int, b: int, c: int, part: str | None = None) -> Example:
+    """a + b - c for two-digit a, b, c and a + b; or its first or its second half."""
+    added, left = addition(a, b), subtraction(a + b, c)
+    first = Example("chain", f"{a}+{b}-{c}=", added.working, f"{a + b}-{c}")
+    if part == "first":
+        return first
+    second = replace(first, working=left.working, result=left.result)
+    if part == "second":
+        return replace(second, heard=first.answer)
+    return replace(second, working=f"{added.working},{left.working}")
+
+
+def _numbers(word: str, count: int, places: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """Tuples of fixed numbers below 2^32, drawn by sha256."""
+    for n in range(count):
+        digest = hashlib.sha256(f"{word} {n}".encode()).digest()
+        yield tuple(int.from_bytes(digest[place : place + 4], "big") for place in places)
+
+
+def _terms_of_chains() -> Iterable[tuple[int, int, int]]:
+    """10,000 fixed a, b, c from 10 to 99 with a + b <= 99 and c <= a + b."""
+    for one, two, three in _numbers("chain", 10_000, (0, 4, 8)):
+        a = 10 + one % 80
+        b = 10 + two % (90 - a)
+        yield a, b, 10 + three % (a + b - 9)
+
+
 def _terms_of_sums() -> Iterable[tuple[int, ...]]:
     """10,000 fixed quadruples of numbers from 10 to 99, drawn by sha256 from the 65,610,000 that there are."""
-    for n in range(10_000):
-        digest = hashlib.sha256(f"sum {n}".encode()).digest()
-        yield tuple(10 + int.from_bytes(digest[place : place + 4], "big") % 90 for place in (0, 4, 8, 12))
+    for numbers in _numbers("sum", 10_000, (0, 4, 8, 12)):
+        yield tuple(10 + number % 90 for number in numbers)
 
 
 SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
@@ -104,6 +135,7 @@ SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
     "mul": lambda: (multiplication(a, b) for a in range(10, 100) for b in range(2, 10)),
     "srt": lambda: (sorting(f"{n:04d}") for n in range(10_000)),
     "sum": lambda: (column_sum(*terms) for terms in _terms_of_sums()),
+    "chain": lambda: {example.prompt: example for example in (chain(*terms) for terms in _terms_of_chains())}.values(),
 }
 
 
@@ -135,13 +167,14 @@ def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_S
 
 @dataclass(frozen=True)
 class SkillMix:
-    """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), and the
-    share of them that ask a calculator."""
+    """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), the share
+    of them that ask a calculator, and which half of a chain is taught."""
 
     skill: str
     share: float
     num_examples: int | None = None
     with_tool: float = 0.0
+    part: str | None = None
 
 
 class WarmStartStream:
@@ -170,6 +203,8 @@ class WarmStartStream:
 
 def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:
     pool = training_examples(part.skill)
+    if part.part is not None:
+        pool = tuple(chain(*map(int, re.findall("[0-9]+", example.prompt)), part.part) for example in pool)
     if part.num_examples is None:
         return pool
     assert part.num_examples <= len(pool), (part, len(pool))

@@ -261,7 +261,7 @@ def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, in
 def _from_row(row: tuple, token_ids: np.ndarray, text: str, *beside: np.ndarray | None) -> Trajectory:
     reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict, turns = row
     conversation = wire.conversation_of(text) if turns else None
-    text = text if conversation is None else conversation.last_own.content
+    text = text if conversation is None else conversation.answer.content
     rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *beside, conversation)
     return Trajectory(agent, rollout, Verdict(verdict), reward, mean_logprob, num_scored, engine_weight)
 

@@ -293,7 +293,8 @@ def _conversation(
     """Tokens after the prompt, int32, and the places of the trained ones. ValueError for what has no token."""
     ids: list[int] = []
     turns, rest = [], iter(own)
-    for is_own, group in itertools.groupby(conversation.turns, key=operator.attrgetter("is_own")):
+    read = (turn for turn in conversation.turns if turn.is_own or turn.stop is None)
+    for is_own, group in itertools.groupby(read, key=operator.attrgetter("is_own")):
         for turn in group if is_own else ():
             found = next(rest).tolist()
             ids += found

@@ -155,9 +155,10 @@ class RolloutJudge:
 
 
 def _is_settled(rollout: Rollout) -> bool:
-    """True if the environment has judged a conversation, or failed in it, so that the judge is not asked."""
+    """True if the judge is not asked: the environment has judged a conversation, or failed in it, or the agent was not
+    reached."""
     played = rollout.conversation
-    return played is not None and (played.reward is not None or "failed" in played.counts)
+    return played is not None and (played.reward is not None or bool({"failed", "silent"} & played.counts.keys()))
 
 
 def _key(rollout: Rollout) -> AnswerKey:

@@ -65,7 +65,7 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
 
 def batch_problems(config: Config) -> list[str]:
     """Problems that no file, model or device decides: names, the method, the sizes of step, update and cell."""
-    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers, _conversations)
+    rules = (_names, _method, _scoring, apart_problems, _one_step_off, _batches, _answers, _conversations, _roles)
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -218,10 +218,13 @@ def _generator(config: Config) -> Iterator[str]:
     for agent in config.agents:
         warm_start = agent.init.warm_start if agent.init is not None else None
         for skill, share in warm_start.skills.items() if warm_start is not None else ():
+            key = f"agents.{agent.name}.init.warm_start.skills.{skill}"
+            if share.part is not None and (skill != "chain" or config.conversation.environment is None):
+                yield f"{key}.part: halves are of the skill chain, in a conversation (conversation.environment)"
             if (share.num_examples or 0) > SKILLS[skill].num_training:
                 yield (
-                    f"agents.{agent.name}.init.warm_start.skills.{skill}.num_examples ({share.num_examples}) is more "
-                    f"than there are. Nearest: {SKILLS[skill].num_training}"
+                    f"{key}.num_examples ({share.num_examples}) is more than there are. Nearest: "
+                    f"{SKILLS[skill].num_training}"
                 )
 
 
@@ -339,6 +342,27 @@ def _conversations(config: Config) -> Iterator[str]:
     for agent in config.agents:
         if agent.router_replay:
             yield f"agents.{agent.name}: router_replay has no routing of a conversation's earlier turns. {WITHOUT}"
+
+
+def _roles(config: Config) -> Iterator[str]:
+    """Checks that every agent plays one role, at the same time as the others."""
+    if not config.roles:
+        return
+    players, agents = [role.agent for role in config.roles], [agent.name for agent in config.agents]
+    names = [role.name for role in config.roles]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"roles: the name {name!r} occurs {names.count(name)} times; every role needs its own"
+    for name in sorted(set(players) - set(agents)):
+        yield f"roles: there is no agent {name!r}; there are: {', '.join(agents)}"
+    for name in sorted(set(agents)):
+        if players.count(name) != 1:
+            yield f"roles: the agent {name!r} plays {players.count(name)} roles; every agent plays one"
+    if len(players) == 1:
+        yield "roles: a conversation of one role is an agent's own. Nearest: leave [[roles]] out"
+    if config.conversation.environment is None:
+        yield "roles: nothing plays them without conversation.environment. Nearest: conversation.environment = 'relay'"
+    if config.mode.takes_turns:
+        yield "roles: agents that take turns on a device cannot answer each other. Nearest: placement = 'split'"
 
 
 def _longest_words(config: Config) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 
 TRACKERS = ("wandb", "trackio", "swanlab", "mlflow", "comet_ml")
 
-Skill = Literal["add", "sub", "mul", "srt", "sum"]
+Skill = Literal["add", "sub", "mul", "srt", "sum", "chain"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ SKILLS: Mapping[Skill, SkillSize] = {
     "mul": SkillSize(570, 150),
     "srt": SkillSize(8010, 1990),
     "sum": SkillSize(7925, 2075),
+    "chain": SkillSize(7603, 1952),
 }
 
 # Words of other trainers (verl, TRL, NeMo-RL, OpenRLHF, slime) by the key that means the same here.

@@ -186,7 +186,7 @@ class ConversationConfig(Section):
 
     environment: str | None = None
     """Class that plays the other side, as FILE.py:CLASS or module:CLASS, or a built-in one: calculator, repair,
-    number_game (docs/guide/environments.md). Not given: no conversation."""
+    number_game, relay (docs/guide/environments.md). Not given: no conversation."""
     max_turns: Count = 8
     """Most turns of an agent in a conversation; each has at most rollout.max_answer_tokens tokens."""
     max_total_tokens: Count | None = None
@@ -194,6 +194,15 @@ class ConversationConfig(Section):
     rollout.max_answer_tokens."""
     turn_timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=86400.0)] = 60.0
     """Seconds that the environment may take over one turn. A slower one is answered with an error."""
+
+
+class RoleConfig(Section):
+    """A role in every conversation, in the order in which they speak."""
+
+    name: PartName
+    """Name of the role, for the environment's messages and rewards and in logs."""
+    agent: str
+    """Name of the agent that plays it; every agent plays one role."""
 
 
 class TrainingConfig(Section):
@@ -342,6 +351,9 @@ class Config(Section):
     """Sampling of answers."""
     conversation: ConversationConfig = ConversationConfig()
     """Environment that answers the agents."""
+    roles: tuple[RoleConfig, ...] = ()
+    """Roles of the conversations where the agents play one conversation together, one [[roles]] table each; without
+    them every agent plays its own."""
     training: TrainingConfig = TrainingConfig()
     """Numbers of prompts and tokens that are trained at once."""
     evaluation: EvaluationConfig = EvaluationConfig()

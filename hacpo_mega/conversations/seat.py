@@ -1,0 +1,184 @@
+"""One agent's side of a conversation: what it has read and said, in its own tokens.
+
+Whoever drives the conversation (player.py) passes texts to a seat and gets texts back; tokens stay here. Own tokens are
+kept as sampled. The tokens between them are rendered once, as the template's continuation.
+
+Not here: who speaks next (player.py), seats in other processes (partners.py), tokens of other turns (turn_format.py).
+"""
+
+import asyncio
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from hacpo_mega.conversations.turn_format import Message, TurnFormat
+from hacpo_mega.records import Completion, Conversation, Prompt, Stop, Turn
+from hacpo_mega.rollout.engine_loop import TurnRequest
+from hacpo_mega.samples.tokenizers import TextCodec
+
+Trouble = Literal["", "too_long", "unencodable", "full"]
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Sampling seed of an agent's own turn, in [0, 2^63); that of the first is the answer's own."""
+    if turn == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(struct.pack("<2q", seed, turn), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """An own turn as the driver hears of it.
+
+    text         all of it, without its end token
+    content      its words, without thinking and calls: what other agents read
+    tool_calls   (name, arguments) of each
+    stop         reason why it ended
+    trouble      the reason why nothing was said: the prompt is too long, a text has no tokens, the conversation is full
+    """
+
+    text: str = ""
+    content: str = ""
+    tool_calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    stop: Stop = Stop.ABORT
+    trouble: Trouble = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a conversation, as every seat is told.
+
+    stop       of its last turn; LENGTH where a limit ended it
+    reward     of the environment for this seat's agent; None: the judge grades the last turn
+    counts     EVENTS of the whole conversation
+    answer     (role, text) of the last turn where another agent said it, else None
+    """
+
+    stop: Stop
+    reward: float | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    answer: tuple[str, str] | None = None
+
+
+class AnySeat(Protocol):
+    """A seat in this process or in another one."""
+
+    async def speak(self, heard: Sequence[Message], opening: str) -> Spoken:
+        """The next turn, behind what others said since the last one; `opening` follows the task in the prompt."""
+
+    async def end(self, ending: Ending) -> None:
+        """Ends the conversation for this agent."""
+
+
+class _Unreadable(Exception):
+    """The agent has no token for what others said."""
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How an agent's seats read and speak: its tokenizer, its limits, its engine.
+
+    ask    the completion of a request
+    how    max_tokens of one turn, temperature, return_logprobs
+    """
+
+    codec: TextCodec
+    format: TurnFormat
+    max_prompt: int
+    max_total: int
+    ask: Callable[[TurnRequest], Awaitable[Completion]]
+    how: Mapping[str, Any]
+
+
+class Seat:
+    """An agent in one conversation.
+
+    completion   the finished conversation, as the completion of an answer with its turns
+    """
+
+    def __init__(self, key: str, prompt: Prompt, seed: int, voice: Voice) -> None:
+        """`key` is unique among the conversations under way; `seed` is the answer's. Made on an event loop."""
+        self.prompt, self.seed = prompt, seed
+        self._key, self._voice = key, voice
+        self._head: list[int] = []  # ids of the prompt
+        self._ids: list[int] = []  # ids after it
+        self._logprobs: list[float] = []  # float32 nats, 0 for those that were not sampled
+        self._turns: list[Turn] = []
+        self._opening = ""
+        self._num_own = 0
+        self._counts: Counter[str] = Counter()
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    async def speak(self, heard: Sequence[Message], opening: str) -> Spoken:
+        """The agent's next turn; with `trouble` where it can take none."""
+        try:
+            trouble = self._continue(heard) if self._turns else self._open(opening + self._voice.format.heard(heard))
+        except _Unreadable:
+            trouble = "unencodable"
+        return Spoken(trouble=trouble) if trouble else await self._own_turn()
+
+    async def end(self, ending: Ending) -> None:
+        """Makes the completion. An agent that has said nothing has an empty turn and no reward."""
+        self._counts.update(ending.counts)
+        reward = ending.reward
+        if not self._turns:  # it ended before the agent's first turn, for which there may be no prompt
+            self._opening, reward = "", None
+            self._counts["failed" if ending.answer is None else "silent"] = 1
+            self._turns.append(Turn("assistant", "", 0, Stop.ABORT))
+        if ending.answer is not None:
+            role, text = ending.answer
+            self._turns.append(Turn("user", text, 0, ending.stop, role))
+        conversation = Conversation(tuple(self._turns), self._opening, reward, dict(+self._counts))
+        logprobs = np.array(self._logprobs, dtype=np.float32) if self._voice.how["return_logprobs"] else None
+        ids = np.array(self._ids, dtype=np.int32)
+        if not self.completion.done():
+            self.completion.set_result(Completion(ids, ending.stop, logprobs, None, conversation))
+
+    def _open(self, opening: str) -> Trouble:
+        """Sets the prompt, if it is short enough."""
+        try:
+            head = list(self._voice.codec.encode_prompt(self.prompt.text, opening))
+        except ValueError as error:  # a character without a token, or a control token
+            raise _Unreadable from error
+        if len(head) > self._voice.max_prompt:
+            return "too_long"
+        self._head, self._opening = head, opening
+        return ""
+
+    def _continue(self, others: Sequence[Message]) -> Trouble:
+        """Adds others' turns, if the limit of the conversation leaves room for them and one own token."""
+        try:
+            ids = self._voice.format.continuation([*self._head, *self._ids], others, ended=True)
+        except ValueError as error:  # a character without a token
+            raise _Unreadable from error
+        if len(self._ids) + len(ids) >= self._voice.max_total:
+            return "full"
+        self._ids += ids
+        self._logprobs += [0.0] * len(ids)
+        for n, message in enumerate(others):  # the first message has the tokens of all
+            size, name = (0 if n else len(ids)), message.get("name", "")
+            self._turns.append(Turn(message["role"], message["content"], size, name=name))
+        return ""
+
+    async def _own_turn(self) -> Spoken:
+        voice, before = self._voice, [*self._head, *self._ids]
+        room = min(voice.how["max_tokens"], voice.max_total - len(self._ids))
+        seed, how = turn_seed(self.seed, self._num_own), (voice.how["temperature"], voice.how["return_logprobs"])
+        completion = await voice.ask(TurnRequest(f"{self._key}.{self._num_own}", before, seed, room, *how))
+        self._num_own += 1
+        ids, ended = completion.token_ids.tolist(), completion.stop is Stop.EOS
+        text = voice.codec.decode_answer(ids[:-1] if ended else ids)
+        self._ids += ids
+        self._logprobs += [0.0] * len(ids) if completion.logprobs is None else completion.logprobs.tolist()
+        self._turns.append(Turn("assistant", text, len(ids), completion.stop))
+        if not ended:
+            return Spoken(text, stop=completion.stop)
+        parsed = voice.format.parse(ids, before)
+        self._counts["unreadable_calls"] += parsed.error is not None
+        self._counts["calls"] += len(parsed.tool_calls)
+        return Spoken(text, parsed.content, parsed.tool_calls, completion.stop)
