@@ -249,6 +249,7 @@ class Player:
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
         if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = None
@@ -311,6 +312,14 @@ def environment_of(config: Config) -> EnvironmentClass | None:
 @functools.cache
 def _loaded(name: str, call_s: float) -> EnvironmentClass:
     return EnvironmentClass.load(name, call_s=call_s)
+
+
+async def _cancel_all() -> None:
+    """Ends everything else on this event loop: connections of other processes, and what was dropped."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _writable(text: str) -> str:

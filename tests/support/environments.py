@@ -131,6 +131,22 @@ class Chatter(Responder):
         return len(self.said) / 6 + sum(map(text.count, "01234")) / max(1, len(text)) / 2
 
 
+class Debate(Responder):
+    """Two roles in turn, told how many turns there were; each is rewarded for its own low digits, thrice a turn."""
+
+    def reset(self, **row) -> str:
+        self.said = []
+        return "7"
+
+    def respond(self, messages):
+        self.said.append((messages[-1]["name"], messages[-1]["content"]))
+        return [{"role": "user", "content": str(len(self.said))}] if len(self.said) < 4 else None
+
+    def get_reward(self) -> dict:
+        texts = {role: "".join(text for who, text in self.said if who == role) for role in ("left", "right")}
+        return {role: sum(map(text.count, "01234")) / max(1, len(text)) for role, text in texts.items()}
+
+
 class Silent(Responder):
     """Says nothing: a task with it is the task without."""
 
@@ -152,3 +168,13 @@ class Moody(Responder):
 
     def get_reward(self) -> float:
         return 0.5
+
+
+class OtherRoles:
+    """Rewards a role that nobody plays."""
+
+    def reset(self, **row) -> None:
+        """Nothing."""
+
+    def get_reward(self) -> dict:
+        return {"left": 1.0, "middle": 0.0}

@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -67,6 +68,26 @@ def test_shares_deal_every_item_to_one_cell(rank_map, num_items):
         for lane in range(rank_map.lanes):
             dealt = [item for place in cells if place.lane == lane for item in items[rank_map.share_of_lane(place)]]
             assert sorted(dealt) == items
+
+
+@given(rank_maps(), st.integers(1, 3), st.booleans(), st.integers(0, 2))
+def test_the_engine_with_an_answer_is_the_one_that_is_asked_for_it(rank_map, per_prompt, in_lane, apart):
+    """Against the lists themselves: every engine's answers by key, for one lane's prompts or for all; `apart`: engines
+    on ranks of their own."""
+    agents = (replace(shape, rollout=apart * shape.engine_tp) for shape in rank_map.agents)
+    rank_map = RankMap(rank_map.lanes, tuple(agents))
+    prompts, holder = range(24), {}
+    firsts = [c for c in map(rank_map.coordinate, range(rank_map.world_size)) if c.speaks_for_engine]
+    for who in firsts:
+        mine = prompts[rank_map.share_of_lane(who) if in_lane else rank_map.share_of_agent(who)]
+        answers = [(prompt, g) for prompt in mine for g in range(per_prompt)]
+        for number, key in enumerate(answers[who.engine :: rank_map.agents[who.agent].engines_per_cell]):
+            holder[who.agent, who.lane if in_lane else 0, key] = who.global_rank, number
+    for (agent, lane, key), (rank, number) in holder.items():
+        who = rank_map.coordinate(rank)
+        for other in range(len(rank_map.agents)):
+            found = rank_map.engine_with(other, who, number, per_prompt, in_lane=in_lane)
+            assert found == holder[other, lane, key][0], (agent, other, key)
 
 
 @given(rank_maps())

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from repository import ROOT
+from written_engine import SIGNS, Written
 
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player, turn_seed
-from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.conversations.player import Player
+from hacpo_mega.conversations.seat import turn_seed
+from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
-SIGNS = tuple("0123456789+-*=,;s?")
 FATES = {"raise": "1", "exit": "2", "bytes": "3"}
 ENVIRONMENTS = ROOT / "tests/support/environments.py"
 
@@ -26,26 +27,6 @@ def codec(tmp_path_factory):
 def calculator():
     with EnvironmentClass.load("calculator") as found:
         yield found
-
-
-class Written:
-    """An engine that gives turns by what they read: `script(text read) -> (text, stop)`. It notes the requests."""
-
-    def __init__(self, codec, script):
-        self.codec, self.script, self.asked, self.error = codec, script, [], None
-
-    def serve(self, source):
-        while not source.is_done:
-            requests, _ = source.take(True)
-            for request in requests:
-                self.asked.append(request)
-                if self.error is not None:
-                    source.fail(self.error)
-                    raise self.error
-                text, stop = self.script(self.codec.decode_answer(request.prompt_ids))
-                ids = np.array(self.codec.encode_answer(text, stop is Stop.EOS), dtype=np.int32)[: request.max_tokens]
-                logprobs = np.linspace(-1, -2, len(ids), dtype=np.float32)
-                source.give(request.key, Completion(ids, stop, logprobs))
 
 
 @pytest.fixture
