@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from hacpo_mega.models.files.stacked_experts import expert_tensor
 from hacpo_mega.models.files.weight_files import CORRECTION, StoredTensor, stored_tensors
 from hacpo_mega.models.sharding.segments import Source
 
@@ -39,6 +40,12 @@ class FolderReader:
 
     def _slice(self, source: Source) -> Any:
         stored = self.stored[source.name]
+        return self._opened(stored) if stored.expert is None else expert_tensor(stored, self._of_expert)
+
+    def _of_expert(self, stack: StoredTensor) -> torch.Tensor:
+        return self._opened(stack)[stack.expert]
+
+    def _opened(self, stored: StoredTensor) -> Any:
         if stored.file not in self.open_files:
             opened = safe_open(self.folder / stored.file, framework="pt")
             self.open_files[stored.file] = self.stack.enter_context(opened)

@@ -13,7 +13,7 @@ from typing import Any
 from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families.families import FAMILIES, Family
-from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope
+from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
 from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import MOST, Fields
@@ -36,6 +36,7 @@ class Architecture:
     routed_scale        what its shares are multiplied with at the end
     shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
     dense_layers        how many layers, the first ones, have a feed-forward and no experts
+    unturned            the layers whose queries and keys do not turn with the position
     delta_net           what some layers have in the place of attention; delta_layers: whether each has it
     Raises ValueError for sizes that no such decoder has.
     """
@@ -69,6 +70,7 @@ class Architecture:
     routed_scale: float = 1.0
     shared_ffn: int = 0
     dense_layers: int = 0
+    unturned: tuple[int, ...] = ()
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
 
@@ -257,6 +259,7 @@ class Architecture:
                 rotary_share=angles.share,
                 windows=read_windows(path, fields, family, num_layers),
                 window_theta=angles.window_theta,
+                unturned=read_unturned(path, fields, family, num_layers),
                 delta_net=delta_net,
                 delta_layers=delta_layers,
                 query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
@@ -304,6 +307,11 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
             asked = f"{path}: {key} = {short(found)} is not supported"
             raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
                              else f"{asked}, only {only!r}")  # fmt: skip
+    packed = given.get("quantization_config") or {"quant_method": "mxfp4"}
+    if not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4":
+        raise ValueError(
+            f"{path}: quantization_config = {short(packed)} is not supported with {family.model_type}, only mxfp4"
+        )
     if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "

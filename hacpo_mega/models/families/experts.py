@@ -21,8 +21,13 @@ class Experts:
     may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
                     are
     counts          the fields that may say how many experts there are: transformers 5 writes the second for all
-    shared          as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, a bias takes part in the choice, which may
-                    be limited to groups; all tokens go to shared experts, by this name; first layers may be dense
+    correction      as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, and a bias by this name takes part in the
+                    choice; None: a softmax
+    shared          the choice may be limited to groups; all tokens go to shared experts, by this name; first layers
+                    may be dense
+    router          what folders call the matrix that makes the scores
+    biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
+                    interleaved (weight_files.py)
     """
 
     block: str
@@ -32,7 +37,10 @@ class Experts:
     width: str
     may_normalise: bool
     counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    correction: str | None = None
     shared: str | None = None
+    router: str = "gate"
+    biased: bool = False
 
     @property
     def fields(self) -> frozenset[str]:

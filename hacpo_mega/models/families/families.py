@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
 from hacpo_mega.models.files.folder import PREDICTS, read_config
+from hacpo_mega.models.files.weight_files import CORRECTION
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
@@ -72,7 +73,7 @@ DELTA_FIELDS = {
 }
 DELTA_INTERVAL = "full_attention_interval"
 # Which layers may see a window alone -> the fields that say so.
-WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
+WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 
 
@@ -89,10 +90,11 @@ class Family:
     qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
     whole_qk_norm   whether that is over all heads together, before they are split
     interleaved     whether neighbours turn together, not the halves of what turns
-    windows         which layers may see a window alone: none, all, some (windows.py)
+    windows         which layers may see a window alone: none, all, some, or those of the family's pattern (windows.py)
     two_ropes       whether layers with a window have angles of their own
     offset_norms    whether its folders hold what a norm's scale is beyond 1
-    activation      of the feed-forward's gate, by transformers' name
+    sinks           whether each query head has a number that joins its scores and has no value
+    activation      of the feed-forward's gate, by transformers' name or vLLM's
     scaled_embedding    whether the embedding is multiplied with the root of the hidden size
     query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
     experts         what it has in the place of its feed-forwards; None: feed-forwards
@@ -103,6 +105,8 @@ class Family:
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
+    packs_mxfp4     whether its folders may hold experts in MXFP4, which are read as bfloat16
+    skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
     gated_attention whether queries come with a gate on attention's output
     delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
                     and the rest apart, or by heads of keys; None: it has no delta nets
@@ -124,9 +128,10 @@ class Family:
     qk_norm: bool | None = False
     whole_qk_norm: bool = False
     interleaved: bool = False
-    windows: Literal["none", "all", "some"] = "none"
+    windows: Literal["none", "all", "some", "pattern"] = "none"
     two_ropes: bool = False
     offset_norms: bool = False
+    sinks: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
     query_scalar: bool = False
@@ -138,6 +143,8 @@ class Family:
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
     image_class: str | None = None
+    packs_mxfp4: bool = False
+    skips_rope: bool = False
     gated_attention: bool = False
     delta_net: Literal["apart", "by heads"] | None = None
     scales_queries: bool = False
@@ -151,18 +158,22 @@ class Family:
     def values(self) -> Mapping[str, Any]:
         """Fields that a config.json may have with one value alone."""
         free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
+        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs_mxfp4}
+        free["attention_bias"] = self.may_have_bias and "attention_bias" not in self.only
         return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
     @property
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
+        lacks = lacks or self.skips_rope or self.sinks
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
         """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
+        scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
         scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
         own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
@@ -194,6 +205,30 @@ QWEN3 = Family(
         "attention_bias": "vLLM leaves out the bias of its output projection, so it would sample from another model "
         "than the one that is trained"
     },
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    "SmolLM3",
+    may_have_bias=True,
+    skips_rope=True,
+    defaults={
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+        "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+    },
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+)  # fmt: skip
+# Its dropouts are of pre-training: an answer that is scored twice has one score.
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    "Seed-OSS",
+    may_have_bias=True,
+    output_bias=False,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    only={"attention_out_bias": False},
+    ignores=frozenset({"attention_dropout", "residual_dropout"}),
 )
 # The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
 # a loss that answers do not earn would enter every update.
@@ -296,6 +331,33 @@ GLM4 = Family(
     may_turn_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
 )
+# What vLLM's class decides by itself whatever config.json says is refused where it says something else.
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    "gpt-oss 20B, 120B",
+    may_have_bias=True,
+    windows="pattern",
+    sinks=True,
+    activation="swigluoai",
+    packs_mxfp4=True,
+    rope_kinds=("yarn",),
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
+        biased=True,
+    ),
+    defaults={
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts": 128,
+        "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "attention_bias": True, "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    ignores=_BALANCE | {"experts_per_token", "initial_context_length"},
+)  # fmt: skip
 # Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
     "glm4_moe",
@@ -306,7 +368,7 @@ GLM4_MOE = Family(
     qk_norm=None,
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True,
-        counts=("n_routed_experts",), shared="shared_experts",
+        counts=("n_routed_experts",), correction=f"gate.{CORRECTION}", shared="shared_experts",
     ),
     rotary_share=0.5,
     may_turn_a_part=True,
@@ -372,8 +434,8 @@ QWEN3_5 = Family(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE,
-        QWEN3_5,
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
+        MIXTRAL, GLM4_MOE, GPT_OSS, QWEN3_5,
     )
 }  # fmt: skip
 

@@ -118,6 +118,17 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     return Angles(theta, rope, share, window_theta)
 
 
+def read_unturned(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """The layers whose queries and keys do not turn: a 0 in `no_rope_layers` or, without it, every so many."""
+    if not family.skips_rope:
+        return ()
+    every = fields.count("no_rope_layer_interval", default=family.defaults["no_rope_layer_interval"])
+    turns = fields.given.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
+        raise ValueError(f"{path}: no_rope_layers must be a list of {num_layers} times 0 or 1, found {short(turns)}")
+    return tuple(layer for layer, turn in enumerate(turns) if not turn)
+
+
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
     """The base of layers with a window: in a table of their own or, in older folders, in a field."""
     own = table.table(WINDOWED)

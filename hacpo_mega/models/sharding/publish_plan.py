@@ -246,8 +246,12 @@ def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: in
     named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
-        whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))
-        yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
+        sizes = architecture.num_experts, *source.shape
+        whole, is_down = Shard(stack_name(source.name), (0,) * len(sizes), sizes), f".{named.down}." in source.name
+        if len(sizes) == 3 or not is_down:
+            yield whole.part(2 if is_down else 1, size * rank, size)
+        elif rank == 0:  # the bias of a sum over ranks is added once
+            yield whole
 
 
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
@@ -255,7 +259,7 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
     rows = slot.sources[0].shape[slot.dim]
     if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
         yield rows, 0, rows
-    elif slot.cut is Cut.COLUMNS:
+    elif slot.cut in (Cut.COLUMNS, Cut.HEADS):
         yield rows, rows // tp * rank, rows // tp * (rank + 1)
     elif slot.cut is Cut.GATE_UP:
         ffn = gate_rows(slot)

@@ -43,6 +43,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     if family.may_turn_a_part:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])
+    turns = {"no_rope_layers": [rng.randint(0, 1) for _ in range(num_layers)]} if family.skips_rope else None
     return {
         "num_layers": num_layers,
         "num_heads": num_heads,
@@ -53,8 +54,9 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "ffn_size": rng.choice([40, 96, 160]),
         "vocab_size": rng.choice([97, 128, 131, 259]),
         "tied": rng.random() < 0.5,
-        "attention_bias": family.may_have_bias and rng.random() < 0.5,
+        "attention_bias": family.may_have_bias and (rng.random() < 0.5 or "attention_bias" in family.only),
         "rope_scaling": rope,
+        "said": turns,
         **random_experts(family, num_layers, rng),
         **random_delta_net(family, rng),
         "window": rng.choice([None, 1, 7, 30]) if family.windows != "none" else None,

@@ -13,6 +13,7 @@ from memory_cases import (
     EXPERTS,
     GEMMA3,
     GLM4,
+    GPT_OSS,
     LLAMA,
     OLMO2,
     QWEN2,
@@ -66,6 +67,7 @@ OTHER_CHOICES = [
     plan_of(EXPERTS),
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),
+    plan_of(GPT_OSS, tp=2, ep=2),
     plan_of(SHARED, tp=2, ep=2, device=CPU),
 ]
 
