@@ -329,7 +329,9 @@ class Engine:
             fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
             parts = held_parts(model, fused, self._has_tied_embeddings)
             mapper = getattr(model, "hf_to_vllm_mapper", None)
-            theirs = {} if mapper is None else {mapper._map_name(name): name for name in self._names}
+            # vLLM's Hy3 has a router without a layer around it.
+            vllms_name = (lambda name: name.replace(".router.gate.", ".gate.")) if mapper is None else mapper._map_name
+            theirs = {vllms_name(name): name for name in self._names}
             known = {stack_name(name) for name in self._names}
             ours = {stack_name(vllms): stack_name(name) for vllms, name in theirs.items() if vllms is not None}
             yield [part if part.name in known else replace(part, name=ours.get(part.name, part.name)) for part in parts]

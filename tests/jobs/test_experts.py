@@ -14,13 +14,13 @@ import torch.distributed as dist
 from actor_cases import DESCENT, LOGPROB_ERROR, Oracle, gradient_by_descent, make_actor, norm, objective, random_samples
 from job import run_group
 from safetensors.torch import load_file
-from tiny_models import WHOLE_ROPE, make_model
+from tiny_models import GPT_OSS_ROPE, make_model
 
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model.router import Router
 from hacpo_mega.models.files.stacked_experts import stack_shapes, stacked_experts
-from hacpo_mega.models.files.weight_files import CORRECTION, stacks_experts
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, stacks_experts
 from hacpo_mega.records import Sample
 from hacpo_mega.samples.packing import input_length
 
@@ -35,7 +35,12 @@ MODELS = {
                  "said": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True}},
     # Sinks, windows, biases on everything, limits at which some numbers stop.
     "gpt_oss": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4, "attention_bias": True,
-                "window": 9, "rope_scaling": WHOLE_ROPE},
+                "window": 9, "rope_scaling": GPT_OSS_ROPE},
+    # A norm over the heads of all ranks, half of a head turns, a bias for the choice of experts.
+    "minimax_m2": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4,
+                   "rope_scaling": {"partial_rotary_factor": 0.5}},
+    # The first layer dense, a shared expert.
+    "hy_v3": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4},
 }  # fmt: skip
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
@@ -44,6 +49,9 @@ LAYOUTS = [
 RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2)), ("mixtral", (1, 1, 2, 2))]
 RUNS += [("glm4_moe", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (2, 1, 2, 2))]
 RUNS += [("gpt_oss", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 4), (2, 1, 2, 1))]
+RUNS += [(name, layout) for name in ("minimax_m2", "hy_v3") for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2))]
+# Biases for the choice of experts, one a layer that has experts.
+BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1}
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
@@ -124,7 +132,10 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
         oracle = Oracle(folder)
         logprobs = [oracle.token_logprobs(sample).detach().numpy() for sample in SAMPLES]
         gradients = oracle.stored_gradient(oracle.policy_loss(SAMPLES), tmp_path_factory.mktemp(name))
-        answers[name] = logprobs, {name: its for name, its in gradients.items() if not name.endswith(CORRECTION)}
+        answers[name] = (
+            logprobs,
+            {name: its for name, its in gradients.items() if not name.endswith((CORRECTION, EXPERT_BIAS))},
+        )
     return answers
 
 
@@ -142,8 +153,8 @@ def test_scores_are_hugging_faces(seen, expected, name, layout):
 def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected, name, layout):
     """A router's bias has none, and stays as it was loaded."""
     for found in seen[name, layout]:
-        biases = {name for name in found["gradient"] if name.endswith(CORRECTION)}
-        assert len(biases) == (name == "glm4_moe") and not any(found["gradient"].pop(bias).any() for bias in biases)
+        biases = {name for name in found["gradient"] if name.endswith((CORRECTION, EXPERT_BIAS))}
+        assert len(biases) == BIASES.get(name, 0) and not any(found["gradient"].pop(bias).any() for bias in biases)
         assert worst(found["gradient"], expected[name][1])[0] < AGREED
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from job import run_script
-from tiny_models import SCALED_ROPE, WHOLE_ROPE, YARN_ROPE, make_model, pack_experts
+from tiny_models import GPT_OSS_ROPE, SCALED_ROPE, YARN_ROPE, make_model, pack_experts
 
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.alarms import EngineAlarm
@@ -39,8 +39,10 @@ MODELS = {
         "window": 11,
         "ffn_size": 128,
         "attention_bias": True,
-        "rope_scaling": WHOLE_ROPE,
+        "rope_scaling": GPT_OSS_ROPE,
     },
+    "minimax-m2": {"family": "minimax_m2", "tied": False, "rope_scaling": {"partial_rotary_factor": 0.5}},
+    "hy3": {"family": "hy_v3", "tied": False},
     "qwen3.5": {"family": "qwen3_5_text", "tied": True, "said": {"rms_norm_eps": 1e-2}},
     "qwen3.5-images": {"family": "qwen3_5_text", "tied": False, "images": True, "said": {"rms_norm_eps": 1e-2}},
 }

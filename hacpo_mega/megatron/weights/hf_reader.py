@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 
 from hacpo_mega.models.files.stacked_experts import expert_tensor
-from hacpo_mega.models.files.weight_files import CORRECTION, StoredTensor, stored_tensors
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, StoredTensor, stored_tensors
 from hacpo_mega.models.sharding.segments import Source
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
-    return torch.float32 if name.endswith(CORRECTION) else dtype
+    return torch.float32 if name.endswith((CORRECTION, EXPERT_BIAS)) else dtype
 
 
 class FolderReader:

@@ -123,10 +123,19 @@ class Architecture:
     def served_as(self) -> dict[str, Any]:
         """Fields of config.json by which vLLM runs the text model alone, and with the scale of its queries."""
         fields = {"architectures": [self.traits.architecture], "tie_word_embeddings": self.tied}
+        if self.traits.asked:
+            fields |= self.traits.only
+            fields |= {name: getattr(self, own) for name, own in self.traits.asked.items()}
         if isinstance(self.rope, YarnRope) and self.rope.query_beta:
             original = self.rope.original_positions
             fields[SCALING] = {"original_max_position_embeddings": original, "beta": self.rope.query_beta}
         return fields
+
+    @property
+    def rope_table(self) -> dict[str, Any]:
+        """What vLLM's gpt-oss asks of a table that may leave it out."""
+        assert isinstance(self.rope, YarnRope), self.family
+        return {"beta_fast": self.rope.beta_fast, "beta_slow": self.rope.beta_slow}
 
     @property
     def gated(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
 from hacpo_mega.models.files.folder import PREDICTS, read_config
-from hacpo_mega.models.files.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
@@ -104,6 +104,7 @@ class Family:
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
+    counts_turning  whether it may do so by `rotary_dim`, a number of a head's dimensions
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
     packs_mxfp4     whether its folders may hold experts in MXFP4, which are read as bfloat16
     skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
@@ -117,6 +118,9 @@ class Family:
     only            fields of the family, with the one value that is supported
     why             of an `only` field, what is wrong with another value; no entry: it computes something else
     made_with       what a new config.json has to say, where transformers' default is another model
+    asked           fields that vLLM's class asks for and folders may leave out -> the Architecture's; it gets those of
+                    `only`, too
+    engine_cuts_norms   whether vLLM cuts norms over all heads by ranks
     """
 
     model_type: str
@@ -142,6 +146,7 @@ class Family:
     rope_ignores: frozenset[str] = frozenset()
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
+    counts_turning: bool = False
     image_class: str | None = None
     packs_mxfp4: bool = False
     skips_rope: bool = False
@@ -153,6 +158,8 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
+    engine_cuts_norms: bool = False
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -173,6 +180,7 @@ class Family:
         """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
+        scalar |= {"rotary_dim"} if self.counts_turning else set()
         scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
         scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
@@ -357,6 +365,7 @@ GPT_OSS = Family(
     },
     only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
     ignores=_BALANCE | {"experts_per_token", "initial_context_length"},
+    asked={"rope_parameters": "rope_table"},
 )  # fmt: skip
 # Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
@@ -378,6 +387,59 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
+)  # fmt: skip
+# Published in fp8, which is not read: a copy in bfloat16 is. Its fields of windows, shared experts and further
+# prediction describe what it does not have.
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    "MiniMax-M2",
+    qk_norm=True,
+    whole_qk_norm=True,
+    engine_cuts_norms=True,
+    experts=Experts(
+        "block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False, correction=CORRECTION,
+    ),
+    may_turn_a_part=True,
+    counts_turning=True,
+    defaults={
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256,
+        "num_experts_per_tok": 8, "intermediate_size": 1536, "vocab_size": 200064, "max_position_embeddings": 196608,
+        "rope_theta": 5e6,
+    },
+    only={
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "sliding_window": None, "router_jitter_noise": 0.0,
+    },
+    ignores=_BALANCE | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta", "use_mtp"}
+    | {"mtp_transformer_layers", "num_mtp_modules"},
+    why={"router_jitter_noise": MIXTRAL.why["router_jitter_noise"]},
+    asked={"rotary_dim": "rotary_dim"},
+)  # fmt: skip
+HY_V3 = Family(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    "Hy3",
+    qk_norm=True,
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
+        router="router.gate", correction=EXPERT_BIAS, shared="shared_mlp", dense_kinds=True,
+        says={
+            "routed_scale": "router_scaling_factor", "shared_ffn": "num_shared_experts",
+            "dense_layers": "first_k_dense_replace",
+        },
+    ),
+    defaults={
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1,
+        "router_scaling_factor": 2.826, "first_k_dense_replace": 1, "vocab_size": 120832,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0,
+    },
+    only={"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True},
+    # In which type parts of it are added, by which kernel its experts are multiplied; the width of an expert again.
+    ignores=_BALANCE | frozenset(PREDICTS) | {"expert_hidden_dim", "use_grouped_mm", "enable_moe_fp32_combine"}
+    | {"enable_attention_fp32_softmax", "enable_lm_head_fp32"},
+    asked={"first_k_dense_replace": "dense_layers", "expert_hidden_dim": "expert_ffn"},
 )  # fmt: skip
 # The text models: 1B, and those of larger ones, which are image checkpoints.
 _TANH = "gelu_pytorch_tanh"
@@ -435,7 +497,7 @@ QWEN3_5 = Family(
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
-        MIXTRAL, GLM4_MOE, GPT_OSS, QWEN3_5,
+        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5,
     )
 }  # fmt: skip
 

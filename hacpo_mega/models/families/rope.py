@@ -94,9 +94,10 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
         table = table.table(FULL)
     usual = family.defaults.get("rope_theta", 10_000.0)
     theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
-    share = _holder(table, fields, "partial_rotary_factor").positive(
-        "partial_rotary_factor", default=family.rotary_share
-    )
+    own_share = family.rotary_share
+    if family.counts_turning and fields.given.get("rotary_dim") is not None:
+        own_share = fields.count("rotary_dim") / fields.count("head_dim", default=family.defaults["head_dim"])
+    share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
     if share != family.rotary_share and not family.may_turn_a_part:
         raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
     kind = table.given.get("rope_type") or table.given.get("type") or "default"

@@ -48,8 +48,9 @@ TEXT_PREFIXES = {
     "language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type.
-CORRECTION = "e_score_correction_bias"
+# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type; by
+# the names of most families and of Hy3.
+CORRECTION, EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
 # Last names of stacks of experts (stacked_experts.py), and the matrices of an expert that are in them.
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}

@@ -257,9 +257,13 @@ def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: in
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
     """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
     rows = slot.sources[0].shape[slot.dim]
-    if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
+    if slot.cut is Cut.ROWS and architecture.traits.engine_cuts_norms:
+        shares = min(tp, rows // architecture.head_dim)
+        each, place = rows // shares, rank // (tp // shares)
+        yield rows, each * place, each * (place + 1)
+    elif slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are else whole in vLLM
         yield rows, 0, rows
-    elif slot.cut in (Cut.COLUMNS, Cut.HEADS):
+    elif slot.cut is Cut.COLUMNS:
         yield rows, rows // tp * rank, rows // tp * (rank + 1)
     elif slot.cut is Cut.GATE_UP:
         ffn = gate_rows(slot)

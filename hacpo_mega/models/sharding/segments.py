@@ -26,7 +26,6 @@ class Cut(enum.Enum):
     WHOLE = "replicated on every rank"
     COLUMNS = "split along the input dimension"
     ROWS = "split along the output dimension"
-    HEADS = "a number of each query head, split by heads"
     GATE_UP = "gate and up fused, each split along the output dimension"
     QKV = "query, key and value fused by key/value group, split along the output dimension"
     VOCAB = "rows of the vocabulary, padded"
@@ -166,7 +165,11 @@ def _attention_slots(architecture: Architecture, attention: str, self_attn: str)
             slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
     if traits.sinks:
         sinks = Source(f"{self_attn}sinks", (architecture.num_heads,))
-        slots.append(Slot(f"{attention}core_attention.sinks", Cut.HEADS, (sinks,)))
+        parts = _below(architecture.num_heads, 0, 1)
+        by_heads = Slot(
+            f"{attention}core_attention.sinks", Cut.HEADS, (sinks,), parts=parts, groups=architecture.num_heads
+        )
+        slots.append(by_heads)
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))

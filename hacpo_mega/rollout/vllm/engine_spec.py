@@ -84,8 +84,9 @@ class EngineSpec:
 
     def _text_model(self) -> dict[str, Any]:
         """Argument that makes vLLM read config.json as training does, where it would not."""
-        scales = self._family is not None and self._family.scales_queries
-        if not self.loads_itself and not scales:
+        family = self._family
+        lacks = family is not None and (family.scales_queries or family.asked)
+        if not self.loads_itself and not lacks:
             return {}  # also where training does not know the folder, as an export for vLLM that is quantized
         fields = Architecture.from_folder(self.model).served_as
 
@@ -93,7 +94,8 @@ class EngineSpec:
             """The text model's configuration; vLLM also asks with an empty one, for its model_type."""
             text = config.get_text_config()
             for name, value in fields.items():
-                setattr(text, name, value)
+                held = getattr(text, name, None)
+                setattr(text, name, {**held, **value} if isinstance(held, dict) else value)
             if hasattr(text, "quantization_config"):
                 del text.quantization_config
             return text

@@ -138,6 +138,8 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
     """Cuts of the tensors that a layer's own is made of, from vLLM's attributes of the layer."""
     if kind == "sinks":  # of attention, whose projection knows its rank
         return [Cut(0, module.qkv_proj.tp_rank * len(parameter), len(parameter))]
+    if hasattr(module, "weight_shard_rank"):  # a norm over all heads that is cut
+        return [Cut(0, module.weight_shard_rank * len(parameter), len(parameter))]
     if hasattr(module, "shard_indices"):
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]

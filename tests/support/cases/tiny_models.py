@@ -33,8 +33,8 @@ LLAMA3_ROPE = {
 }
 # Three quarters of the positions of make_model's models are beyond the original ones.
 YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16}
-# As gpt-oss has it, with all that vLLM looks for.
-WHOLE_ROPE = {**YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+# As gpt-oss has it, less beta_fast and beta_slow, which vLLM's class looks for.
+GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
 # As Ministral 3 has it: both of the first cancel, and queries grow.
 SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 # Sizes of gated delta nets, none like another.
@@ -114,6 +114,8 @@ def make_model(
         config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
         config.update({traits.experts.width: ffn_size})
     config.update(said or {})
+    if hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         kinds = ("sliding_attention", "full_attention") if traits.windows == "pattern" else kinds

@@ -78,6 +78,9 @@ def random_delta_net(family: Family, rng: random.Random) -> dict:
 def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
     if family.experts is None or family.experts.shared is None:
         return {"experts_per_token": rng.choice([1, 2, 3])}
+    if family.experts.dense_kinds:
+        said = {"num_shared_experts": rng.choice([1, 2]), "router_scaling_factor": rng.choice([1.0, 2.5])}
+        return {"experts_per_token": rng.choice([1, 2, 3]), "said": said}
     groups = rng.choice([1, 2, 4])
     of_a_token = rng.randint(1, groups)
     num_experts = groups * rng.choice([2, 3])

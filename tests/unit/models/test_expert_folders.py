@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_families import GPT_OSS, MIXTRAL, QWEN3_MOE, read
-from tiny_models import WHOLE_ROPE, make_model, pack_experts
+from tiny_models import GPT_OSS_ROPE, make_model, pack_experts
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hacpo_mega.config.checks.notes import unused_fields
@@ -160,7 +160,7 @@ def packed(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     """A gpt-oss whose experts are random MXFP4, and the tensors that transformers would load of it."""
     folder = tmp_path_factory.mktemp("packed")
     sizes = {"tied": False, "attention_bias": True, "window": 9, "ffn_size": 96, "num_experts": 3}
-    make_model(folder, "gpt_oss", rope_scaling=WHOLE_ROPE, dtype=torch.bfloat16, **sizes)
+    make_model(folder, "gpt_oss", rope_scaling=GPT_OSS_ROPE, dtype=torch.bfloat16, **sizes)
     return folder, pack_experts(folder)
 
 

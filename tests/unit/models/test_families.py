@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.public import public_architecture
 
 # As published, less the sizes of the vocabulary's special tokens: what a user's folder says word for word.
 QWEN25 = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -128,11 +129,29 @@ GPT_OSS = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "a
   "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
   "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
   "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088}"""
+# Less its packing in fp8, as copies in bfloat16 are.
+MINIMAX_M2 = """{"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
+  "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+  "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+  "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+  "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": null, "tie_word_embeddings": false,
+  "use_mtp": true, "use_qk_norm": true, "use_routing_bias": true, "vocab_size": 200064}"""
+HY3 = """{"architectures": ["HYV3ForCausalLM"], "enable_attention_fp32_softmax": true, "enable_lm_head_fp32": true,
+  "enable_moe_fp32_combine": true, "expert_hidden_dim": 1536, "first_k_dense_replace": 1, "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13312, "max_position_embeddings": 262144,
+  "model_type": "hy_v3", "moe_intermediate_size": 1536, "moe_router_enable_expert_bias": true,
+  "moe_router_use_sigmoid": true, "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8,
+  "num_hidden_layers": 80, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1,
+  "qk_norm": true, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+  "route_norm": true, "router_scaling_factor": 2.826, "tie_word_embeddings": false, "use_cache": true,
+  "use_grouped_mm": true, "vocab_size": 120832}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
              "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4,
              "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4, "Olmo-3-7B-Instruct": OLMO3,
              "gemma-3-1b-it": GEMMA3, "Qwen3-30B-A3B": QWEN3_MOE, "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
-             "SmolLM3-3B": SMOLLM3, "Seed-OSS-36B-Instruct": SEED_OSS, "gpt-oss-20b": GPT_OSS}  # fmt: skip
+             "SmolLM3-3B": SMOLLM3, "Seed-OSS-36B-Instruct": SEED_OSS, "gpt-oss-20b": GPT_OSS,
+             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "n_shared_experts": 1, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -152,8 +171,12 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert found.tied == theirs.tie_word_embeddings
+    assert found.rotary_share == rope.get("partial_rotary_factor", 1.0)
+    if name in BY_NAME:
+        assert found == public_architecture(name)
 
 
+BY_NAME = ("SmolLM3-3B", "Seed-OSS-36B-Instruct", "gpt-oss-20b", "MiniMax-M2", "Hy3-preview")
 # The one family that knows it.
 KNOWN = {("SmolLM3-3B", "no_rope_layers")}
 
@@ -233,6 +256,30 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
     assert read(tmp_path, json.loads(GPT_OSS)).windows == (128, None) * 12
     with pytest.raises(ValueError, match=line):
         read(tmp_path, json.loads(GPT_OSS) | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("published", "change", "line"),
+    [
+        (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported"),
+        (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
+        (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias = False is not supported, only True"),
+        (HY3, {"route_norm": False}, "route_norm = False is not supported, only True"),
+        (HY3, {"first_k_dense_replace": 2}, "mlp_layer_types must be 2 times 'dense', as first_k_dense_replace says"),
+        (HY3, {"mlp_layer_types": ["sparse"] * 79 + ["dense"]}, "mlp_layer_types must be 1 times 'dense'"),
+    ],
+)  # fmt: skip
+def test_what_transformers_and_vllm_would_read_differently_is_refused(tmp_path, published, change, line):
+    with pytest.raises(ValueError, match=line):
+        read(tmp_path, json.loads(published) | change)
+
+
+def test_dense_layers_are_those_of_transformers(tmp_path):
+    config = json.loads(HY3)
+    assert read(tmp_path, config).dense_layers == AutoConfig.for_model(**config).mlp_layer_types.count("dense")
+    kinds = {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 77}
+    assert read(tmp_path, config | kinds | {"first_k_dense_replace": 3}).dense_layers == 3
+    assert read(tmp_path, config | kinds | {"first_k_dense_replace": None}).dense_layers == 3
 
 
 def test_no_other_file_knows_a_family_by_name():
