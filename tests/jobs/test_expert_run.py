@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
-from job import start_command
 import torch
+from job import start_command
 from run_cases import (
     CHARACTERS,
     GRADER,
@@ -79,9 +79,7 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(family, undis
     )
     assert start.keys() == end.keys()
     for name in start:
-        if any(
-            f".{part}" in name for part in ("experts.", "gate.", "router.", "sinks")
-        ):  # a router's bias stays as it was loaded
+        if re.search(r"\.(experts|gate|router|sinks)\b", name):  # a router's bias stays as it was loaded
             assert torch.equal(start[name], end[name]) == name.endswith("e_score_correction_bias"), name
     AutoModelForCausalLM.from_pretrained(undisturbed / "agents" / "sparse")
 
