@@ -33,8 +33,8 @@ from vllm.distributed import parallel_state
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import eos_token_ids
-from hacpo_mega.models.files.stacked_experts import expert_tensor, joined_experts
-from hacpo_mega.models.files.weight_files import published_names, stacks_experts, stored_tensors
+from hacpo_mega.models.files.stacked_experts import joined_experts, unpacked_tensor
+from hacpo_mega.models.files.weight_files import StoredTensor, published_names, stacks_experts, stored_tensors
 from hacpo_mega.models.sharding.shards import stack_name
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
@@ -90,11 +90,14 @@ def _folder_weights(folder: Path, names: Collection[str]) -> Iterator[tuple[str,
     stored = stored_tensors(folder)
     with ExitStack() as stack:
         opened = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt")))
+
+        def read(tensor: StoredTensor) -> torch.Tensor:
+            whole = opened(tensor.file).get_slice(tensor.name)
+            return whole[:] if tensor.expert is None else whole[tensor.expert]
+
         for name in sorted(names, key=lambda name: (stored[name].file, name)):
-            if stored[name].expert is None:
-                yield name, opened(stored[name].file).get_tensor(stored[name].name)
-            else:
-                yield name, expert_tensor(stored[name], lambda of: opened(of.file).get_slice(of.name)[of.expert])
+            tensor = stored[name]
+            yield name, unpacked_tensor(tensor, read) if tensor.is_packed else read(tensor)
 
 
 def require_options(options: Mapping[str, Any], owner: str = "") -> None:

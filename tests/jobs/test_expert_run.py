@@ -34,7 +34,10 @@ pytestmark = pytest.mark.nightly
 LORA = {"rank": 4, "alpha": 8.0}
 # What the agent beside it is, and what sizes it must have.
 BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3"}
-SIZES = {"gpt_oss": {"attention_bias": True, "window": 9, "rope_scaling": GPT_OSS_ROPE}}
+SIZES = {
+    "smollm3": {"said": {"no_rope_layers": [1, 0]}},
+    "gpt_oss": {"attention_bias": True, "window": 9, "rope_scaling": GPT_OSS_ROPE},
+}
 
 
 @pytest.fixture(scope="module", params=BESIDE)
@@ -50,7 +53,7 @@ def config(tmp_path_factory, family) -> Path:
     layout = {"cells_per_lane": 2, "ep": 2, **options}
     agents = [
         agent_table(folder, "sparse", family, CHARACTERS, SIZES.get(family), **layout),
-        agent_table(folder, "dense", BESIDE[family], CHARACTERS + PAIRS, lora=LORA),
+        agent_table(folder, "dense", BESIDE[family], CHARACTERS + PAIRS, SIZES.get(BESIDE[family]), lora=LORA),
     ]
     return write_watched_config(folder, agents)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hacpo_mega.models.files.stacked_experts import expert_tensor
+from hacpo_mega.models.files.stacked_experts import unpacked_tensor
 from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, StoredTensor, stored_tensors
 from hacpo_mega.models.sharding.segments import Source
 
@@ -40,10 +40,10 @@ class FolderReader:
 
     def _slice(self, source: Source) -> Any:
         stored = self.stored[source.name]
-        return self._opened(stored) if stored.expert is None else expert_tensor(stored, self._of_expert)
+        return unpacked_tensor(stored, self._read) if stored.is_packed else self._opened(stored)
 
-    def _of_expert(self, stack: StoredTensor) -> torch.Tensor:
-        return self._opened(stack)[stack.expert]
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        return self._opened(stored)[:] if stored.expert is None else self._opened(stored)[stored.expert]
 
     def _opened(self, stored: StoredTensor) -> Any:
         if stored.file not in self.open_files:

@@ -18,7 +18,13 @@ from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import MOST, Fields
 from hacpo_mega.models.files.folder import read_config
+from hacpo_mega.models.files.weight_files import FP8_BLOCK
 
+# What quantization_config must say of matrices that are read packed (Family.packs).
+PACKED: Mapping[str, Mapping[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+}
 # vLLM's field of config.json for the scale of queries, which transformers has in the rope table.
 SCALING = "llama_4_scaling"
 
@@ -316,10 +322,11 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
             asked = f"{path}: {key} = {short(found)} is not supported"
             raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
                              else f"{asked}, only {only!r}")  # fmt: skip
-    packed = given.get("quantization_config") or {"quant_method": "mxfp4"}
-    if not isinstance(packed, dict) or packed.get("quant_method") != "mxfp4":
+    packed, known = given.get("quantization_config"), PACKED.get(family.packs or "", {})
+    if packed and (not isinstance(packed, dict) or any(packed.get(key) != value for key, value in known.items())):
+        only = " and ".join(f"{key} {value}" for key, value in known.items())
         raise ValueError(
-            f"{path}: quantization_config = {short(packed)} is not supported with {family.model_type}, only mxfp4"
+            f"{path}: quantization_config = {short(packed)} is not supported with {family.model_type}, only {only}"
         )
     if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
         raise ValueError(

@@ -106,7 +106,7 @@ class Family:
     may_turn_a_part whether config.json may say another share
     counts_turning  whether it may do so by `rotary_dim`, a number of a head's dimensions
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
-    packs_mxfp4     whether its folders may hold experts in MXFP4, which are read as bfloat16
+    packs           how its folders may hold matrices that are read as bfloat16: experts in MXFP4, all of a layer in fp8
     skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
     gated_attention whether queries come with a gate on attention's output
     delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
@@ -148,7 +148,7 @@ class Family:
     may_turn_a_part: bool = False
     counts_turning: bool = False
     image_class: str | None = None
-    packs_mxfp4: bool = False
+    packs: Literal["mxfp4", "fp8"] | None = None
     skips_rope: bool = False
     gated_attention: bool = False
     delta_net: Literal["apart", "by heads"] | None = None
@@ -165,7 +165,7 @@ class Family:
     def values(self) -> Mapping[str, Any]:
         """Fields that a config.json may have with one value alone."""
         free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
-        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs_mxfp4}
+        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs is not None}
         free["attention_bias"] = self.may_have_bias and "attention_bias" not in self.only
         return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
@@ -348,7 +348,7 @@ GPT_OSS = Family(
     windows="pattern",
     sinks=True,
     activation="swigluoai",
-    packs_mxfp4=True,
+    packs="mxfp4",
     rope_kinds=("yarn",),
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
@@ -388,8 +388,7 @@ GLM4_MOE = Family(
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
 )  # fmt: skip
-# Published in fp8, which is not read: a copy in bfloat16 is. Its fields of windows, shared experts and further
-# prediction describe what it does not have.
+# Its fields of windows, shared experts and further prediction describe what it does not have.
 MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -397,6 +396,7 @@ MINIMAX_M2 = Family(
     qk_norm=True,
     whole_qk_norm=True,
     engine_cuts_norms=True,
+    packs="fp8",
     experts=Experts(
         "block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False, correction=CORRECTION,
     ),

@@ -3,6 +3,7 @@
 A folder has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
 MXFP4 (OCP Microscaling 1.0) blocks of 32 numbers [E, rows, blocks, 16], two a byte, and their scales [E, rows, blocks].
 Everywhere else experts have a gate_proj [F, H], an up_proj [F, H] and a down_proj [H, F] each, and the biases of these.
+And matrices that a folder has in fp8, with a scale for every block of them.
 Tensors are torch's, and nothing here imports it. Not here: names and shapes (weight_files.py).
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hacpo_mega.models.files.weight_files import DOWN, GATE_UP, StoredTensor, expert_place
+from hacpo_mega.models.files.weight_files import DOWN, FP8_BLOCK, GATE_UP, StoredTensor, expert_place
 
 Tensor = Any
 # The numbers of four bits: a sign, two bits of an exponent, one of a mantissa.
@@ -18,9 +19,13 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 EXPONENT_BIAS = 127
 
 
-def expert_tensor(stored: StoredTensor, read: Callable[[StoredTensor], Tensor]) -> Tensor:
-    """The matrix or bias of an expert, from the stack that `stored` names; `read` has what a stack holds of it."""
+def unpacked_tensor(stored: StoredTensor, read: Callable[[StoredTensor], Tensor]) -> Tensor:
+    """The matrix or bias of an expert, from the stack that `stored` names; `read` has what a stack holds of it. Or the
+    matrix that is stored in fp8."""
     whole = read(stored)
+    if stored.expert is None:
+        assert stored.scales is not None, stored.name
+        return unpacked_fp8(whole, read(stored.scales))
     if stored.scales is not None:
         whole = unpacked_mxfp4(whole, read(replace(stored.scales, expert=stored.expert)))
     elif whole.dim() == 2:
@@ -35,6 +40,13 @@ def unpacked_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     numbers = table.new_empty((*blocks.shape[:-1], 2 * blocks.shape[-1]))
     numbers[..., 0::2], numbers[..., 1::2] = table[(blocks & 15).long()], table[(blocks >> 4).long()]
     return numbers.ldexp_(scales.int()[..., None] - EXPONENT_BIAS).flatten(-2)
+
+
+def unpacked_fp8(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Numbers, float32 [rows, columns], of those in fp8 and a scale for every block of 128 rows and columns."""
+    rows, columns = numbers.shape
+    by_row = scales.float().repeat_interleave(FP8_BLOCK, dim=0)[:rows]
+    return numbers.float() * by_row.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns]
 
 
 def joined_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

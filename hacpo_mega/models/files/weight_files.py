@@ -57,6 +57,8 @@ _IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
 _STACK = re.compile(r"(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+# Rows and columns of a block of fp8 numbers that have one scale, and the ending of the names of these.
+FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
 
@@ -72,7 +74,7 @@ class StoredTensor:
 
     `name` is the one in the file. Its bytes are those from `start` to `stop` of the file.
     Of a stack of experts (stacked_experts.py), `shape` is that of a matrix of number `expert`, which with a `half` is
-    every second row, from 0 or 1 on; `scales` are those of a stack in MXFP4.
+    every second row, from 0 or 1 on. `scales` are those of a stack in MXFP4, or of a matrix in fp8.
     """
 
     file: str
@@ -85,6 +87,11 @@ class StoredTensor:
     half: int | None = None
     scales: "StoredTensor | None" = None
 
+    @property
+    def is_packed(self) -> bool:
+        """True if the file holds it in another form (stacked_experts.py)."""
+        return self.expert is not None or self.scales is not None
+
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder's text model by name; an image checkpoint has them under others, beside its tower's.
@@ -92,9 +99,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     ValueError as `all_tensors`.
     """
     tensors = _unstacked(all_tensors(folder))
+    if (read_config(folder).get("quantization_config") or {}).get("quant_method") == "fp8":
+        tensors = _with_scales(tensors)
     if not has_tower(folder):
         return tensors
     return {name: stored for stored in tensors.values() if (name := text_name(stored.name)) is not None}
+
+
+def _with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same with fp8 matrices as bfloat16, each with the scales of its blocks, which are no weights."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        scales = tensors.get(f"{name}{FP8_SCALES}")
+        blocks = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
+        if stored.dtype == "F8_E4M3" and scales is not None and scales.shape == blocks:
+            found[name] = replace(stored, dtype="BF16", scales=found.pop(scales.name))
+    return found
 
 
 def _unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -74,7 +74,7 @@ class EngineSpec:
         if self._family is None:
             return False
         packing = text_fields(self.model).get("quantization_config") or {}
-        return self._family.packs_mxfp4 and packing.get("quant_method") == "mxfp4"
+        return self._family.packs is not None and packing.get("quant_method") == self._family.packs
 
     @property
     def delta_net_model(self) -> str | None:

@@ -275,6 +275,12 @@ def test_a_pair_of_two_makers_is_planned_on_one_node(tmp_path):
     assert planned.models["llama-8b"] == public_architecture("mistralai/Ministral-3-8B-Base-2512")
 
 
+def test_experts_of_another_family_are_planned_on_as_many_devices(tmp_path):
+    """A node and a half for the state of 21 billion parameters; experts are cut by ranks of an engine."""
+    planned, work, machines = planned_on(EXPERTS, ON[EXPERTS], "agents.qwen-30b-a3b.model=openai/gpt-oss-20b")
+    assert planned.models["qwen-30b-a3b"].num_experts == 32 and fits(planned, work, machines)
+
+
 @pytest.mark.nightly
 def test_a_pair_that_needs_more_nodes_is_told_how_many(tmp_path):
     found = command(LARGE, "--cluster", of_kind(tmp_path, "h100", 1))

@@ -150,6 +150,29 @@ def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:
     return stored
 
 
+def pack_fp8(folder: Path) -> set[str]:
+    """Have a folder its projections in fp8, with a scale for each block of 128 x 128 numbers; returns their names."""
+    stored, plain = load_file(folder / SINGLE), {}
+    names = {name for name in stored if name.endswith("proj.weight") or ".experts." in name}
+    for name, tensor in stored.items():
+        plain[name] = tensor
+        if name in names:
+            grid = [-(-size // 128) for size in tensor.shape]
+            padded = torch.zeros(grid[0] * 128, grid[1] * 128)
+            padded[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
+            blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scales = blocks.abs().amax(dim=(1, 3)) / 448.0
+            packed = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+            plain[name] = packed[: tensor.shape[0], : tensor.shape[1]].to(torch.float8_e4m3fn).contiguous()
+            plain[f"{name}_scale_inv"] = scales
+    save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                                     "weight_block_size": [128, 128]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return names
+
+
 def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """Hugging Face's model of a folder, by its plainest implementations; its grouped experts refuse float64."""
     experts = {"experts_implementation": "eager"} if Architecture.from_folder(folder).has_experts else {}

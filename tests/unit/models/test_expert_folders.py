@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_families import GPT_OSS, MIXTRAL, QWEN3_MOE, read
-from tiny_models import GPT_OSS_ROPE, make_model, pack_experts
+from tiny_models import GPT_OSS_ROPE, make_model, pack_experts, pack_fp8
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from hacpo_mega.config.checks.notes import unused_fields
 from hacpo_mega.megatron.weights.hf_reader import FolderReader
@@ -183,6 +184,29 @@ def test_mxfp4_is_read_as_transformers_unpacks_it_and_written_as_bfloat16(packed
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     _, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
+
+
+def test_fp8_is_read_as_transformers_unpacks_it(tmp_path):
+    """Several blocks of rows or columns in every matrix; transformers wants them equal."""
+    sizes = {"tied": False, "hidden_size": 256, "ffn_size": 256, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32}
+    make_model(tmp_path, "minimax_m2", dtype=torch.bfloat16, num_experts=3, **sizes)
+    packed = pack_fp8(tmp_path)
+    assert len(packed) == 2 * (4 + 3 * 3)
+    sources = tuple(all_sources(Architecture.from_folder(tmp_path)))
+    assert weight_problems(tmp_path, {s.name: s.shape for s in sources}, family="minimax_m2", tied=False) == []
+    tensors, theirs = load_file(tmp_path / SINGLE), Fp8Dequantize(None)
+    with ExitStack() as stack:
+        reader = FolderReader(tmp_path, stack)
+        for source in sources:
+            found, stored = reader.read(source, 0, source.shape[0], dim=0), tensors[source.name]
+            if source.name in packed:
+                scales = tensors[f"{source.name}_scale_inv"]
+                stored = theirs.convert({"weight$": stored, "weight_scale_inv": scales})["weight"]
+            assert torch.equal(found, stored), source.name
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / SINGLE)
+    lines = weight_problems(tmp_path, {s.name: s.shape for s in sources}, family="minimax_m2", tied=False)
+    assert len(lines) == 1 and "q_proj.weight is stored as F8_E4M3; expected one of" in lines[0]
 
 
 @pytest.mark.parametrize(

@@ -129,12 +129,14 @@ GPT_OSS = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "a
   "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
   "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
   "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088}"""
-# Less its packing in fp8, as copies in bfloat16 are.
 MINIMAX_M2 = """{"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128,
   "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
   "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
   "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
-  "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+  "num_mtp_modules": 3, "qk_norm_type": "per_layer", "quantization_config": {"activation_scheme": "dynamic",
+  "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+  "quant_method": "fp8", "weight_block_size": [128, 128]}, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+  "rotary_dim": 64,
   "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": null, "tie_word_embeddings": false,
   "use_mtp": true, "use_qk_norm": true, "use_routing_bias": true, "vocab_size": 200064}"""
 HY3 = """{"architectures": ["HYV3ForCausalLM"], "enable_attention_fp32_softmax": true, "enable_lm_head_fp32": true,
@@ -245,7 +247,7 @@ def test_layers_that_do_not_turn_are_those_of_transformers(tmp_path):
     [
         ("sliding_window", None, "no sliding_window is not supported with gpt_oss: vLLM gives layers a window by"),
         ("layer_types", ["full_attention"] * 24, r"layer_types \[.* is not supported with gpt_oss: vLLM gives"),
-        ("quantization_config", {"quant_method": "fp8"}, "not supported with gpt_oss, only mxfp4"),
+        ("quantization_config", {"quant_method": "fp8"}, "not supported with gpt_oss, only quant_method mxfp4"),
         ("swiglu_limit", 5.0, "swiglu_limit = 5.0 is not supported, only 7.0"),
         ("attention_bias", False, "attention_bias = False is not supported, only True"),
         ("rms_norm_eps", 1e-6, "rms_norm_eps = 1e-06 is not supported, only 1e-05"),
@@ -261,7 +263,8 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
 @pytest.mark.parametrize(
     ("published", "change", "line"),
     [
-        (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported"),
+        (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "only quant_method fp8 and weight_block_size"),
+        (HY3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported, only None"),
         (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
         (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias = False is not supported, only True"),
         (HY3, {"route_norm": False}, "route_norm = False is not supported, only True"),
