@@ -109,7 +109,7 @@ def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
 def test_its_export_is_evaluated(family, undisturbed, tmp_path):
     if family != "gpt_oss":
         return
-    rows = [{"prompt": f"{index}+{index}", "answer": ""} for index in range(4)]
+    rows = [{"prompt": f"{index}+{index}", "answer": "1"} for index in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("num_answers=2", f"reward.kind={GRADER}:share_of_ones", "max_answer_tokens=12", "max_prompt_tokens=8")
     model = undisturbed / "agents" / "sparse"

@@ -15,6 +15,7 @@ from memory_cases import (
     GLM4,
     GPT_OSS,
     LLAMA,
+    MINIMAX,
     OLMO2,
     QWEN2,
     SHARED,
@@ -68,6 +69,7 @@ OTHER_CHOICES = [
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),
     plan_of(GPT_OSS, tp=2, ep=2),
+    plan_of(MINIMAX, tp=2, ep=2),
     plan_of(SHARED, tp=2, ep=2, device=CPU),
 ]
 
