@@ -242,16 +242,16 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """A slice of every expert's hidden dimension, between its two products."""
+    """A slice of every expert's hidden dimension, between its two products; all of experts that a folder stacks."""
     named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
         sizes = architecture.num_experts, *source.shape
-        whole, is_down = Shard(stack_name(source.name), (0,) * len(sizes), sizes), f".{named.down}." in source.name
-        if len(sizes) == 3 or not is_down:
-            yield whole.part(2 if is_down else 1, size * rank, size)
-        elif rank == 0:  # the bias of a sum over ranks is added once
+        whole = Shard(stack_name(source.name), (0,) * len(sizes), sizes)
+        if named.biased:  # vLLM's loader turns them, so every rank is sent all of them
             yield whole
+        else:
+            yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
 
 
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
