@@ -3,7 +3,7 @@
 A folder has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
 MXFP4 (OCP Microscaling 1.0) blocks of 32 numbers [E, rows, blocks, 16], two a byte, and their scales [E, rows, blocks].
 Everywhere else experts have a gate_proj [F, H], an up_proj [F, H] and a down_proj [H, F] each, and the biases of these.
-And matrices that a folder has in fp8, with a scale for every block of them.
+A folder in fp8 has a scale for every block of a matrix, of an expert or not.
 Tensors are torch's, and nothing here imports it. Not here: names and shapes (weight_files.py).
 """
 
@@ -20,8 +20,10 @@ EXPONENT_BIAS = 127
 
 
 def unpacked_tensor(stored: StoredTensor, read: Callable[[StoredTensor], Tensor]) -> Tensor:
-    """The matrix or bias of an expert, from the stack that `stored` names; `read` has what a stack holds of it. Or the
-    matrix that is stored in fp8."""
+    """The matrix or bias of an expert, from the stack that `stored` names, or the matrix that it has in fp8.
+
+    `read` has what a file holds of it.
+    """
     whole = read(stored)
     if stored.expert is None:
         assert stored.scales is not None, stored.name

@@ -98,8 +98,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     ValueError as `all_tensors`.
     """
-    tensors = _unstacked(all_tensors(folder))
-    if (read_config(folder).get("quantization_config") or {}).get("quant_method") == "fp8":
+    tensors, packing = _unstacked(all_tensors(folder)), read_json(folder / "config.json").get("quantization_config")
+    if isinstance(packing, dict) and packing.get("quant_method") == "fp8":
         tensors = _with_scales(tensors)
     if not has_tower(folder):
         return tensors
