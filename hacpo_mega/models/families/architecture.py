@@ -139,7 +139,7 @@ class Architecture:
 
     @property
     def rope_table(self) -> dict[str, Any]:
-        """What vLLM's gpt-oss asks of a table that may leave it out."""
+        """Fields of a YaRN table that it may leave out and vLLM's gpt-oss asks for."""
         assert isinstance(self.rope, YarnRope), self.family
         return {"beta_fast": self.rope.beta_fast, "beta_slow": self.rope.beta_slow}
 

@@ -94,7 +94,7 @@ def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping
 
 
 def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
-    """How many first layers are dense. vLLM reads their number; transformers the kind of every layer, where the family
+    """Number of dense layers, the first ones. vLLM reads it; transformers reads the kind of every layer, where the family
     has that."""
     key = experts.says["dense_layers"]
     number = fields.count(key, default=defaults[key], least=0)
