@@ -117,4 +117,4 @@ def test_its_export_is_evaluated(family, undisturbed, tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 0, errors[-4000:]
     (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["benchmarks"]
-    assert found["num_answers"] == 2 and 0.0 < found["headline"] < 1.0
+    assert found["num_answers"] == 4 * 2 and 0.0 < found["headline"] < 1.0

@@ -94,8 +94,8 @@ def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping
 
 
 def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
-    """Number of dense layers, the first ones. vLLM reads it; transformers reads the kind of every layer, where the family
-    has that."""
+    """Number of dense layers, the first ones. vLLM reads it; transformers reads each layer's kind where the family has
+    that."""
     key = experts.says["dense_layers"]
     number = fields.count(key, default=defaults[key], least=0)
     kinds, num_layers = fields.given.get(DENSE_KINDS), fields.count("num_hidden_layers")
