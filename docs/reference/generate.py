@@ -101,8 +101,9 @@ def _columns(family: Family) -> str:
 
 
 # By Family.windows.
-TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": ""}
-WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own"}
+TE = {"none": "`te`, ", "all": "`te` without a window, ", "some": "", "pattern": ""}
+WINDOWS = {"none": "refused", "all": "all layers or none", "some": "some layers, with angles of their own",
+           "pattern": "every second layer"}  # fmt: skip
 
 GRADING = "../packages/hacpo_grading/hacpo_grading"
 # What programs may import, by the file that has it; a name of a class brings its public methods.

@@ -16,7 +16,10 @@ from typing import Any
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import (
     GEMMA3,
+    GPT_OSS,
+    HY_V3,
     LLAMA,
+    MINIMAX_M2,
     MINISTRAL3,
     MISTRAL,
     MIXTRAL,
@@ -24,6 +27,8 @@ from hacpo_mega.models.families.families import (
     QWEN3,
     QWEN3_5,
     QWEN3_MOE,
+    SEED_OSS,
+    SMOLLM3,
     Family,
 )
 from hacpo_mega.models.families.rope import Llama3Rope
@@ -96,12 +101,12 @@ _ROWS = (
 
 
 def _text(names: Iterable[str], family: Family, *sizes: int, **more: Any) -> dict[str, dict[str, Any]]:
-    """The text model of an image checkpoint, by the names of its folders: fields that its text_config gives.
+    """A text model, by the names of its folders: fields of their config.json or, of image checkpoints, its text_config.
 
     `sizes` are layers, width, width of the feed-forward, heads and key/value heads.
     """
     counts = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    named = {"architectures": [family.image_class], "model_type": family.model_type}
+    named = {"architectures": [family.image_class or family.architecture], "model_type": family.model_type}
     fields = {**named, **dict(zip(counts, sizes, strict=True)), **more}
     return dict.fromkeys(names, fields)
 
@@ -121,6 +126,9 @@ _LONG = {**_TEKKEN, "max_position_embeddings": 262144}
 _SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
 _DELTA = {"linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144, "rope_theta": 1e7}
 _DELTA_NAMES = [f"Qwen/Qwen3.{generation}-27B" for generation in (5, 6, 8)]
+_SEED_OSS_NAMES = [f"ByteDance-Seed/Seed-OSS-36B-{kind}" for kind in ("Base", "Base-woSyn", "Instruct")]
+_SEED_OSS = {"vocab_size": 155136, "max_position_embeddings": 524288, "rope_theta": 1e7}
+_SMOLLM3 = {"vocab_size": 128256, "max_position_embeddings": 65536, "rope_theta": 5e6}
 _SMALL_NAMES = [f"mistralai/Mistral-Small-3.{kind}" for kind in
                 ("1-24B-Base-2503", "1-24B-Instruct-2503", "2-24B-Instruct-2506")]  # fmt: skip
 _TEXTS = {
@@ -132,6 +140,12 @@ _TEXTS = {
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
     **_text(_DELTA_NAMES, QWEN3_5, 64, 5120, 17408, 24, 4, **_DELTA),
     **_text(_SMALL_NAMES, MISTRAL, 40, 5120, 32768, 32, 8, **_SMALL),
+    **_text(["HuggingFaceTB/SmolLM3-3B"], SMOLLM3, 36, 2048, 11008, 16, 4, **_SMOLLM3),
+    **_text(_SEED_OSS_NAMES, SEED_OSS, 64, 5120, 27648, 80, 8, **_SEED_OSS),
+    **_text(["openai/gpt-oss-20b"], GPT_OSS, 24, 2880, 2880, 64, 8, num_local_experts=32),
+    **_text(["openai/gpt-oss-120b"], GPT_OSS, 36, 2880, 2880, 64, 8, num_local_experts=128),
+    **_text(["MiniMaxAI/MiniMax-M2"], MINIMAX_M2, 62, 3072, 1536, 48, 8, rotary_dim=64),
+    **_text(["tencent/Hy3-preview"], HY_V3, 80, 4096, 13312, 64, 8, max_position_embeddings=262144),
 }
 _BY_NAME = {name: row for row in _ROWS for name in row.names}
 PUBLIC_NAMES = (*_BY_NAME, *_TEXTS)

@@ -17,9 +17,9 @@ environment.py sets these variables before torch and vllm are imported:
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from vllm.distributed import parallel_state
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import eos_token_ids
-from hacpo_mega.models.files.weight_files import published_names, stored_tensors
+from hacpo_mega.models.files.stacked_experts import joined_experts, unpacked_tensor
+from hacpo_mega.models.files.weight_files import StoredTensor, published_names, stacks_experts, stored_tensors
+from hacpo_mega.models.sharding.shards import stack_name
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
 from hacpo_mega.rollout.cpu.delta_net import register_text_model
@@ -62,7 +64,9 @@ from hacpo_mega.rollout.weights.engine_weights import (
     EngineWeights,
     Receiver,
     noted,
+    noting_sinks,
     require_names,
+    take_sinks,
     without_reload_warnings,
 )
 from hacpo_mega.rollout.weights.expert_weights import converts_experts, pack_at_every_load
@@ -84,11 +88,16 @@ class Memory(enum.Enum):
 def _folder_weights(folder: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors `names` of a folder's text model, one at a time, file by file."""
     stored = stored_tensors(folder)
-    for file in sorted({stored[name].file for name in names}):
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in names:
-                if stored[name].file == file:
-                    yield name, opened.get_tensor(stored[name].name)
+    with ExitStack() as stack:
+        opened = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt")))
+
+        def read(tensor: StoredTensor) -> torch.Tensor:
+            whole = opened(tensor.file).get_slice(tensor.name)
+            return whole[:] if tensor.expert is None else whole[tensor.expert]
+
+        for name in sorted(names, key=lambda name: (stored[name].file, name)):
+            tensor = stored[name]
+            yield name, unpacked_tensor(tensor, read) if tensor.is_packed else read(tensor)
 
 
 def require_options(options: Mapping[str, Any], owner: str = "") -> None:
@@ -143,7 +152,7 @@ class Engine:
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
         self._has_tied_embeddings = bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False))
-        if spec.is_text_of_images and not spec.random_weights:
+        if spec.loads_itself and not spec.random_weights:
             self.load(_folder_weights(spec.model, self._names))
 
     def generate(
@@ -269,7 +278,7 @@ class Engine:
         given: set[str] = set()
         self._is_loaded = False  # until all of it is
         with self._guard.open() as llm:
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, given, packs_head=self._packs_head()))
+            self._load(llm, noted(weights, given, packs_head=self._packs_head()))
             _forget_prefixes(llm)
         require_names(given, self._names)
         self._is_loaded = True
@@ -299,7 +308,15 @@ class Engine:
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with without_reload_warnings():  # of all layers that are not among them
-            worker_of(llm).reload_weights(weights_iterator=noted(weights, set(), packs_head=self._packs_head()))
+            self._load(llm, noted(weights, set(), packs_head=self._packs_head()))
+
+    def _load(self, llm: LLM, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if not stacks_experts(self._names):
+            worker_of(llm).reload_weights(weights_iterator=weights)
+            return
+        sinks: dict[str, torch.Tensor] = {}
+        worker_of(llm).reload_weights(weights_iterator=joined_experts(noting_sinks(weights, sinks)))
+        take_sinks(worker_of(llm).get_model(), sinks)
 
     def _packs_head(self) -> bool:
         return self._has_tied_embeddings and not self._on_cuda
@@ -313,7 +330,14 @@ class Engine:
             # A matrix that the folder holds fused is published fused, whatever else vLLM could take.
             stored = {name.split(".")[-2] for name in self._names if name.count(".")}
             fused = {layer: parts for layer, parts in model.packed_modules_mapping.items() if layer not in stored}
-            yield list(held_parts(model, fused, self._has_tied_embeddings))
+            parts = held_parts(model, fused, self._has_tied_embeddings)
+            mapper = getattr(model, "hf_to_vllm_mapper", None)
+            # vLLM's Hy3 has a router without a layer around it.
+            vllms_name = (lambda name: name.replace(".router.gate.", ".gate.")) if mapper is None else mapper._map_name
+            theirs = {vllms_name(name): name for name in self._names}
+            known = {stack_name(name) for name in self._names}
+            ours = {stack_name(vllms): stack_name(name) for vllms, name in theirs.items() if vllms is not None}
+            yield [part if part.name in known else replace(part, name=ours.get(part.name, part.name)) for part in parts]
 
     def sleep(self) -> None:
         """Frees the device memory (weights and cache are dropped, not saved) and drops cached prefixes.

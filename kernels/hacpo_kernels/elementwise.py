@@ -11,12 +11,15 @@ import triton
 import triton.language as tl
 
 from hacpo_kernels.linear_logprob import INTERPRETED
+from hacpo_kernels.reference import LIMIT, SLOPE
 
 # The interpreter pays per program, a GPU per program too long.
 COLUMNS_PER_PROGRAM, PAIRS_PER_PROGRAM = (1 << 12, 1 << 14) if INTERPRETED else (1024, 1024)
 MERGED_ROWS, MERGED_COLUMNS = 32, 128
 # 2 sqrt(2 / pi) and the cubic factor of GELU's tanh form, g (1 + tanh u) / 2 = g sigmoid(2 u).
 GELU_SLOPE, GELU_CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+# Of gpt-oss's activation: reference.py has the formula.
+SWISH_SLOPE, SWISH_LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 @triton.jit
@@ -24,6 +27,8 @@ def _sigmoid(gate, activation: tl.constexpr):
     """sigmoid(k) with act(gate) = gate sigmoid(k), and the derivative of k; float32 [block]."""
     if activation == "silu":
         inner, slope = gate, tl.full(gate.shape, 1.0, tl.float32)
+    elif activation == "swigluoai":
+        inner, slope = gate * SWISH_SLOPE, tl.full(gate.shape, SWISH_SLOPE, tl.float32)
     else:
         tl.static_assert(activation == "gelu_pytorch_tanh", "an activation that the kernel does not have")
         square = gate * gate
@@ -36,15 +41,21 @@ def _sigmoid(gate, activation: tl.constexpr):
 def _gate_and_up(
     gate_up_ptr,  # *bf16 or *fp32 [R, 2 F]
     width,
+    activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Gate and up of a program's columns, float32 [block]; their offset in [R, 2 F], the column, and the mask."""
+    """Gate and up of a program's columns, float32 [block], with 0 or 1 for each by which its gradient is multiplied;
+    their offset in [R, 2 F], the column, and the mask."""
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     place = tl.program_id(0).to(tl.int64) * 2 * width + column
     gate = tl.load(gate_up_ptr + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + place + width, mask=inside, other=0.0).to(tl.float32)
-    return gate, up, place, column, inside
+    gate_moves, up_moves = tl.full(gate.shape, 1.0, tl.float32), tl.full(gate.shape, 1.0, tl.float32)
+    if activation == "swigluoai":
+        gate_moves, up_moves = (gate <= SWISH_LIMIT).to(tl.float32), (tl.abs(up) <= SWISH_LIMIT).to(tl.float32)
+        gate, up = tl.minimum(gate, SWISH_LIMIT), tl.minimum(tl.maximum(up, -SWISH_LIMIT), SWISH_LIMIT) + 1.0
+    return gate, up, gate_moves, up_moves, place, column, inside
 
 
 @triton.jit
@@ -55,7 +66,7 @@ def _gated_kernel(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    gate, up, _, column, inside = _gate_and_up(gate_up_ptr, width, block)
+    gate, up, _, _, _, column, inside = _gate_and_up(gate_up_ptr, width, activation, block)
     sigmoid, _ = _sigmoid(gate, activation)
     place = tl.program_id(0).to(tl.int64) * width + column
     tl.store(out_ptr + place, (gate * sigmoid * up).to(out_ptr.dtype.element_ty), mask=inside)
@@ -70,14 +81,14 @@ def _gated_gradient_kernel(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    gate, up, place, column, inside = _gate_and_up(gate_up_ptr, width, block)
+    gate, up, gate_moves, up_moves, place, column, inside = _gate_and_up(gate_up_ptr, width, activation, block)
     grad_place = tl.program_id(0).to(tl.int64) * width + column
     grad = tl.load(grad_ptr + grad_place, mask=inside, other=0.0).to(tl.float32)
     sigmoid, slope = _sigmoid(gate, activation)
     activated = gate * sigmoid
-    grad_gate = grad * up * (sigmoid + activated * (1.0 - sigmoid) * slope)
+    grad_gate = grad * up * (sigmoid + activated * (1.0 - sigmoid) * slope) * gate_moves
     tl.store(out_ptr + place, grad_gate.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + place + width, (grad * activated).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + place + width, (grad * activated * up_moves).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

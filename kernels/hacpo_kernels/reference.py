@@ -237,20 +237,34 @@ def packed_objective(
 
 # Elementwise functions of the gate, called (gate, out=), and their gradients, (grad, gate, grad_input=), by the names
 # of `hidden_act` in config.json.
+# swigluoai is gpt-oss's, g sigmoid(1.702 g), whose product has limits: `limited`.
+SWIGLUOAI, SLOPE, LIMIT = "swigluoai", 1.702, 7.0
+
+
+def _swish(gate: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    return torch.mul(gate, SLOPE, out=out).sigmoid_().mul_(gate)
+
+
+def _swish_gradient(grad: torch.Tensor, gate: torch.Tensor, *, grad_input: torch.Tensor) -> torch.Tensor:
+    open_ = torch.sigmoid(SLOPE * gate)
+    return torch.mul(grad, open_ * (1 + SLOPE * gate * (1 - open_)), out=grad_input)
+
+
 ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "silu": (torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
     "gelu_pytorch_tanh": (
         partial(torch.ops.aten.gelu.out, approximate="tanh"),
         partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
     ),
+    SWIGLUOAI: (_swish, _swish_gradient),
 }
 # Numbers in a block of rows, whose partial sums stay in a processor's cache.
 MERGED_AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up, [..., F], of gate and up [..., 2 F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    """act(gate) * up, [..., F], of gate and up [..., 2 F], as `limited`."""
+    gate, up = limited(gate_up, activation)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     return ACTIVATIONS[activation][0](gate, out=out).mul_(up)
 
@@ -258,13 +272,23 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 def gated_gradient(gate_up: torch.Tensor, grad: torch.Tensor, activation: str) -> torch.Tensor:
     """Gradient [..., 2 F] of gate and up; the activated gate is computed again, in forward's order."""
     function, backward = ACTIVATIONS[activation]
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = limited(gate_up, activation)
     grad_input = torch.empty_like(gate_up)
     grad_gate, grad_up = grad_input.chunk(2, dim=-1)
     function(gate, out=grad_up).mul_(grad)
     torch.mul(grad, up, out=grad_gate)
     backward(grad_gate, gate, grad_input=grad_gate)
+    if activation == SWIGLUOAI:  # nothing beyond a limit has a gradient
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate.masked_fill_(gate > LIMIT, 0.0)
+        grad_up.masked_fill_(up.abs() > LIMIT, 0.0)
     return grad_input
+
+
+def limited(gate_up: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up [..., F] as they enter the product: of gpt-oss min(gate, 7), and up within -7 and 7, plus 1."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1) if activation == SWIGLUOAI else (gate, up)
 
 
 def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:

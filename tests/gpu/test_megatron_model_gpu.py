@@ -10,7 +10,9 @@ from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.megatron.actor import initialize_parallel
+from hacpo_mega.megatron.model.layers import _attend_flash, _attend_in_groups
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
+from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
 
@@ -65,6 +67,24 @@ def test_logits_and_repeatability(tmp_path: Path, family: str, sizes: dict, dtyp
         assert error_TV.max() < 2 * usual_TV.max()
     hidden_TH.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_sinks_and_gradients_of_the_flash_kernel(window: int | None):
+    """In bfloat16 against the masked attention of equal numbers in float32, whose gradients autograd derives."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(sum(LENGTHS), heads, 64) for heads in (4, 2, 2)] + [(4,)]
+    tensors = [torch.randn(shape, generator=generator).bfloat16().cuda() for shape in shapes]
+    packed = packed_segments(torch.tensor([0, *LENGTHS]).cumsum(0).int(), None)
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = packed.cu_seqlens_q.cuda()
+    found = []
+    for attend, dtype in ((_attend_flash, torch.bfloat16), (_attend_in_groups, torch.float32)):
+        given = [tensor.to(dtype, copy=True).requires_grad_() for tensor in tensors]
+        output_TND = attend(*given[:3], packed, None, window, given[3])
+        output_TND.float().square().sum().backward()
+        found.append([output_TND.detach().float(), *(tensor.grad.float() for tensor in given)])
+    for flash, masked in zip(*found, strict=True):
+        assert (flash - masked).norm() < 0.02 * masked.norm()
 
 
 @torch.no_grad()

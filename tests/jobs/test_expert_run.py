@@ -4,12 +4,16 @@ It reduces gradients inside backward, gathers weights during forward, replays th
 gets half of the experts from the other cell, and has its optimizer away while these answer.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from job import start_command
 from run_cases import (
     CHARACTERS,
+    GRADER,
     OVERLAP,
     PAIRS,
     agent_table,
@@ -20,6 +24,7 @@ from run_cases import (
     write_watched_config,
 )
 from safetensors.torch import load_file
+from tiny_models import GPT_OSS_ROPE
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.logbook.files.metrics import read_metrics
@@ -27,9 +32,15 @@ from hacpo_mega.logbook.files.metrics import read_metrics
 pytestmark = pytest.mark.nightly
 
 LORA = {"rank": 4, "alpha": 8.0}
+# What the agent beside it is, and what sizes it must have.
+BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3"}
+SIZES = {
+    "smollm3": {"said": {"no_rope_layers": [1, 0]}},
+    "gpt_oss": {"attention_bias": True, "window": 9, "rope_scaling": GPT_OSS_ROPE},
+}
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "glm4_moe"])
+@pytest.fixture(scope="module", params=BESIDE)
 def family(request) -> str:
     return request.param
 
@@ -38,11 +49,11 @@ def family(request) -> str:
 def config(tmp_path_factory, family) -> Path:
     folder = tmp_path_factory.mktemp(family)
     # GLM-4.5, whose first layer has no experts, replays no routing.
-    options = {"data_parallel": OVERLAP, "offload": "optimizer", "router_replay": family == "qwen3_moe"}
+    options = {"data_parallel": OVERLAP, "offload": "optimizer", "router_replay": family != "glm4_moe"}
     layout = {"cells_per_lane": 2, "ep": 2, **options}
     agents = [
-        agent_table(folder, "sparse", family, CHARACTERS, **layout),
-        agent_table(folder, "dense", "llama", CHARACTERS + PAIRS, lora=LORA),
+        agent_table(folder, "sparse", family, CHARACTERS, SIZES.get(family), **layout),
+        agent_table(folder, "dense", BESIDE[family], CHARACTERS + PAIRS, SIZES.get(BESIDE[family]), lora=LORA),
     ]
     return write_watched_config(folder, agents)
 
@@ -62,7 +73,7 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(family, undis
         assert 0.0 < values["agent/sparse/engine_gap_max"] < 1e-4, "of weights that were published to both cells"
         assert 1 / 4 <= values["agent/sparse/fullest_expert_share"] < 1.0
         assert 0.0 < values["agent/sparse/expert_entropy"] <= 1.0
-        if family == "qwen3_moe":  # in float32 engine and actor choose alike but for ties
+        if family != "glm4_moe":  # in float32 engine and actor choose alike but for ties
             assert 0.0 <= values["agent/sparse/replay_changed"] < 0.01
         assert not {"agent/dense/expert_entropy", "agent/dense/replay_changed"} & values.keys()
     start, end = (
@@ -71,7 +82,7 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(family, undis
     )
     assert start.keys() == end.keys()
     for name in start:
-        if ".experts." in name or ".gate." in name:  # a router's bias stays as it was loaded
+        if re.search(r"\.(experts|gate|router|sinks)\b", name):  # a router's bias stays as it was loaded
             assert torch.equal(start[name], end[name]) == name.endswith("e_score_correction_bias"), name
     AutoModelForCausalLM.from_pretrained(undisturbed / "agents" / "sparse")
 
@@ -93,3 +104,18 @@ def test_engines_on_ranks_of_their_own_change_no_bit(config, undisturbed):
 
 def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
     require_exported_as_by_the_run(undisturbed, "sparse", tmp_path / "out")
+
+
+def test_its_export_is_evaluated(family, undisturbed, tmp_path):
+    if family != "gpt_oss":
+        return
+    rows = [{"prompt": f"{index}+{index}", "answer": "1"} for index in range(4)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("num_answers=2", f"reward.kind={GRADER}:share_of_ones", "max_answer_tokens=12", "max_prompt_tokens=8")
+    model = undisturbed / "agents" / "sparse"
+    process = start_command("eval", model, tmp_path / "sums.jsonl", "--out", tmp_path / "out", *options)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors[-4000:]
+    (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["benchmarks"]
+    assert (found["num_answers"], found["num_unjudged"], found["num_dropped"]) == (4 * 2, 0, 0)
+    assert 0.0 < found["scores"]["avg@2"]["value"] < 1.0

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from actor_cases import DESCENT, LOGPROB_ERROR, Oracle, gradient_by_descent, make_actor, norm, objective, random_samples
 from job import run_group
 from safetensors.torch import load_file
-from tiny_models import make_model
+from tiny_models import GPT_OSS_ROPE, make_model
 
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model.router import Router
-from hacpo_mega.models.files.weight_files import CORRECTION
+from hacpo_mega.models.files.stacked_experts import stack_shapes, stacked_experts
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, stacks_experts
 from hacpo_mega.records import Sample
 from hacpo_mega.samples.packing import input_length
 
@@ -32,6 +33,14 @@ MODELS = {
     # The first layer dense; of four groups of experts two are chosen from.
     "glm4_moe": {"tied": False, "num_experts": 8, "experts_per_token": 4, "num_kv_heads": 4, "attention_bias": True,
                  "said": {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "use_qk_norm": True}},
+    # Sinks, windows, biases on everything, limits at which some numbers stop.
+    "gpt_oss": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4, "attention_bias": True,
+                "window": 9, "rope_scaling": GPT_OSS_ROPE},
+    # A norm over the heads of all ranks, half of a head turns, a bias for the choice of experts.
+    "minimax_m2": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4,
+                   "rope_scaling": {"partial_rotary_factor": 0.5}},
+    # The first layer dense, a shared expert.
+    "hy_v3": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4},
 }  # fmt: skip
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
@@ -39,6 +48,10 @@ LAYOUTS = [
 ]
 RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2)), ("mixtral", (1, 1, 2, 2))]
 RUNS += [("glm4_moe", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (2, 1, 2, 2))]
+RUNS += [("gpt_oss", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 4), (2, 1, 2, 1))]
+RUNS += [(name, layout) for name in ("minimax_m2", "hy_v3") for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2))]
+# Biases for the choice of experts, one a layer that has experts.
+BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1}
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
@@ -47,6 +60,7 @@ STEEP = 100
 STEEPER = DESCENT.model_copy(update={"lr": DESCENT.lr * STEEP})
 # So large that neither loss is lost beside the other, nor beside the policy's.
 AUX, Z = 0.05, 0.002
+WITH_LOSSES = "qwen3_moe", "mixtral"
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +96,14 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
     gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
     gradient = {name: tensor / STEEP for name, tensor in gradient.items()}
+    if stacks_experts(gradient):  # as folders do, and so the oracle
+        gradient = dict(stacked_experts(gradient.items(), stack_shapes((n, t.shape) for n, t in gradient.items())))
     routers = [module for module in actor.model.modules() if isinstance(module, Router)]
     tokens = stats.num_tokens, sum(input_length(sample) for sample in mine if sample.num_trained)
     return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
             "norm": stats.grad_norm, "experts": stats.experts, "export": export, "tokens": tokens,
             "pairs": [int(router.load_E.sum()) for router in routers],
-            "auxiliary": auxiliary(folder, options, mine) if "glm4" not in str(folder) else None}  # fmt: skip
+            "auxiliary": auxiliary(folder, options, mine) if folder.name in WITH_LOSSES else None}  # fmt: skip
 
 
 def auxiliary(folder: Path, options: dict, mine: list[Sample]) -> dict:
@@ -116,7 +132,10 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
         oracle = Oracle(folder)
         logprobs = [oracle.token_logprobs(sample).detach().numpy() for sample in SAMPLES]
         gradients = oracle.stored_gradient(oracle.policy_loss(SAMPLES), tmp_path_factory.mktemp(name))
-        answers[name] = logprobs, {name: its for name, its in gradients.items() if not name.endswith(CORRECTION)}
+        answers[name] = (
+            logprobs,
+            {name: its for name, its in gradients.items() if not name.endswith((CORRECTION, EXPERT_BIAS))},
+        )
     return answers
 
 
@@ -134,12 +153,12 @@ def test_scores_are_hugging_faces(seen, expected, name, layout):
 def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected, name, layout):
     """A router's bias has none, and stays as it was loaded."""
     for found in seen[name, layout]:
-        biases = {name for name in found["gradient"] if name.endswith(CORRECTION)}
-        assert len(biases) == (name == "glm4_moe") and not any(found["gradient"].pop(bias).any() for bias in biases)
+        biases = {name for name in found["gradient"] if name.endswith((CORRECTION, EXPERT_BIAS))}
+        assert len(biases) == BIASES.get(name, 0) and not any(found["gradient"].pop(bias).any() for bias in biases)
         assert worst(found["gradient"], expected[name][1])[0] < AGREED
 
 
-@pytest.mark.parametrize("name, layout", [run for run in RUNS if run[0] != "glm4_moe"], ids=str)
+@pytest.mark.parametrize("name, layout", [run for run in RUNS if run[0] in WITH_LOSSES], ids=str)
 def test_auxiliary_losses_enter_the_gradient(seen, folders, expected, tmp_path, name, layout):
     """Beside the policy's loss, in float64, from what Hugging Face's routers say of the tokens of each micro-batch."""
     oracle, found = Oracle(folders[name]), seen[name, layout][0]["auxiliary"]

@@ -60,6 +60,9 @@ CASES = {
     },
     # norms around both blocks, neighbours of half a head turn, gate and up in one stored matrix
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
+    # every second layer without rotation; a bias on queries, keys and values alone
+    "smollm3": {"family": "smollm3", "tied": True, "num_layers": 4, "said": {"no_rope_layers": [1, 0, 1, 0]}},
+    "seed-oss": {"family": "seed_oss", "tied": False, "attention_bias": True},
 }
 LATER = (
     "qwen3.5",
@@ -72,6 +75,8 @@ LATER = (
     "olmo3",
     "glm4",
     "gemma3",
+    "smollm3",
+    "seed-oss",
 )
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}
 # (case, tp, pp) -> fields of Megatron's configuration; backward computes activations of this case again

@@ -100,8 +100,9 @@ class Experts(torch.nn.Module):
         super().__init__()
         hidden, width = architecture.hidden_size, architecture.expert_ffn
         self.activation = GatedActivation(architecture.traits.activation)
-        self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden)
-        self.down = ExpertMatrix(config, num_experts, hidden, width)
+        biased = architecture.traits.experts.biased
+        self.gate_up = ExpertMatrix(config, num_experts, 2 * width, hidden, biased=biased)
+        self.down = ExpertMatrix(config, num_experts, hidden, width, biased=biased)
 
     def forward(self, rows_RH: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
         """Rows [R, H] sorted by expert, and their number per expert [e] -> output rows [R, H]."""
@@ -109,15 +110,38 @@ class Experts(torch.nn.Module):
 
 
 class ExpertMatrix(torch.nn.Module):
-    """One matrix of every expert of this rank, stacked along the rows (segments.py, Cut.EXPERTS)."""
+    """One matrix of every expert of this rank, and its bias, stacked along the rows (segments.py, Cut.EXPERTS)."""
 
-    def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int) -> None:
+    def __init__(self, config: TransformerConfig, num_experts: int, rows: int, columns: int, *, biased: bool) -> None:
         super().__init__()
         self.weight = as_experts(random_weight(config, num_experts * rows, columns))
+        self.bias = as_experts(torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))) if biased else None
 
     def forward(self, rows_RK: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
         """Every row [R, K] times the matrix of its expert, [R, N]; rows are sorted by expert, counts [e]."""
-        return expert_product(rows_RK, self.weight, counts_e)
+        product_RN = expert_product(rows_RK, self.weight, counts_e)
+        return product_RN if self.bias is None else _AddBias.apply(product_RN, self.bias, counts_e)
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds to every row the bias of its expert, in place; the gradient is a sum over an expert's rows in float32."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows_RN: torch.Tensor, bias_M: torch.Tensor, counts_e: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts_e)
+        ctx.mark_dirty(rows_RN)
+        bias_eN = bias_M.unflatten(0, (len(counts_e), -1))
+        return rows_RN.add_(bias_eN.repeat_interleave(counts_e, dim=0, output_size=len(rows_RN)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return grad_RN, None, None
+        (counts_e,) = ctx.saved_tensors
+        numbers_RN = grad_RN.to(torch.promote_types(grad_RN.dtype, torch.float32))
+        sums_eN = torch.segment_reduce(numbers_RN, "sum", lengths=counts_e, unsafe=True, initial=0)
+        return grad_RN, sums_eN.flatten().type_as(grad_RN), None
 
 
 def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -13,6 +13,7 @@ import math
 import torch
 from hacpo_kernels import rotate_heads
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.rope import LinearRope, Llama3Rope, YarnRope
@@ -100,3 +101,39 @@ def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Te
     width = high - low if high != low else 0.001
     divide_P = ((torch.arange(num_pairs, dtype=torch.float32, device="cpu") - low) / width).clamp(0.0, 1.0)
     return frequencies_P / rope.factor * divide_P + frequencies_P * (1.0 - divide_P)
+
+
+class TwoRopes(SelfAttention):
+    """Megatron's self-attention for models whose layers with a window have rotary angles of their own."""
+
+    def __init__(self, *place: object, has_window: bool, **options: object) -> None:
+        super().__init__(*place, **options)
+        self.place = 1 if has_window else 0
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Same as Megatron's, from cosines and sines of both kinds [T, 1, 1, 8P], those for windows last."""
+        mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
+
+
+class WithoutRope(SelfAttention):
+    """Megatron's self-attention for layers whose queries and keys do not turn."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Same as Megatron's, without the angles [T, 1, 1, 4P] of other layers."""
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=None, **options)
+
+
+class ScaledQueries(SelfAttention):
+    """Megatron's self-attention for models whose queries grow with their position: a rotation scales them, too."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Same as Megatron's, from cosines and sines of keys, then of queries [T, 1, 1, 8P]."""
+        of_keys, of_queries = rotary_pos_emb.chunk(2, dim=-1)
+        return super().forward(hidden_states, attention_mask, rotary_pos_emb=(of_queries, of_keys), **options)

@@ -42,9 +42,13 @@ class Router(torch.nn.Module):
         # Each tensor rank sees a part of the tokens: the parts of the gradient are added up, as a norm's (layers.py).
         self.weight.sequence_parallel = config.sequence_parallel
         self.bias: torch.nn.Parameter | None = None
-        if architecture.traits.experts.shared is not None:
+        if architecture.traits.experts.correction is not None:
             zeros_E = torch.zeros(architecture.num_experts, device=self.weight.device)
             self.bias = torch.nn.Parameter(zeros_E, requires_grad=False)
+        self.logit_bias: torch.nn.Parameter | None = None
+        if architecture.traits.experts.biased:
+            self.logit_bias = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
+            self.logit_bias.sequence_parallel = config.sequence_parallel
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
         # Counts of replayed pairs: those that this router had not chosen, and all.
@@ -64,6 +68,8 @@ class Router(torch.nn.Module):
         router's shares, through which it learns (samples/routing.py).
         """
         logits_nE = _Logits.apply(hidden_nH, self.weight)
+        if self.logit_bias is not None:
+            logits_nE = logits_nE + self.logit_bias.float()
         scores_nE = logits_nE.softmax(dim=-1) if self.bias is None else logits_nE.sigmoid()
         experts_nk = chosen_nk = self._largest(scores_nE.detach())
         if replayed_nk is not None:

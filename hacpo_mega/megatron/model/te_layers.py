@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
 from hacpo_mega.megatron.model.gated import GatedActivation
-from hacpo_mega.megatron.model.layers import ScaledQueries, WithBias
+from hacpo_mega.megatron.model.layers import WithBias
 from hacpo_mega.megatron.model.moe import expert_layer
+from hacpo_mega.megatron.model.rope import ScaledQueries
 from hacpo_mega.models.families.architecture import Architecture
 
 

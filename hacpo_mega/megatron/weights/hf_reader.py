@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hacpo_mega.models.files.weight_files import CORRECTION, StoredTensor, stored_tensors
+from hacpo_mega.models.files.stacked_experts import unpacked_tensor
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, StoredTensor, stored_tensors
 from hacpo_mega.models.sharding.segments import Source
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Type of a tensor in a model, a folder and an engine of `dtype`: a router's bias is float32 in all of them."""
-    return torch.float32 if name.endswith(CORRECTION) else dtype
+    return torch.float32 if name.endswith((CORRECTION, EXPERT_BIAS)) else dtype
 
 
 class FolderReader:
@@ -39,6 +40,12 @@ class FolderReader:
 
     def _slice(self, source: Source) -> Any:
         stored = self.stored[source.name]
+        return unpacked_tensor(stored, self._read) if stored.is_packed else self._opened(stored)
+
+    def _read(self, stored: StoredTensor) -> torch.Tensor:
+        return self._opened(stored)[:] if stored.expert is None else self._opened(stored)[stored.expert]
+
+    def _opened(self, stored: StoredTensor) -> Any:
         if stored.file not in self.open_files:
             opened = safe_open(self.folder / stored.file, framework="pt")
             self.open_files[stored.file] = self.stack.enter_context(opened)

@@ -18,11 +18,13 @@ from hacpo_mega.megatron.weights.hf_reader import dtype_of
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import copied_files, has_tower, named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.files.hub import HubModel
+from hacpo_mega.models.files.stacked_experts import stack_shapes, stacked_experts
 from hacpo_mega.models.files.tokenizer_files import ID_KEYS
 from hacpo_mega.models.files.weight_files import (
     INDEX,
     SINGLE,
     StoredTensor,
+    stacks_experts,
     stored_tensors,
     tower_tensors,
     without_extra_layers,
@@ -65,10 +67,14 @@ def write_weights(
 ) -> None:
     """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    They get the names that they have in `base`, if that is an image checkpoint, and its tower follows in a file of its
-    own, byte by byte. Files are about `file_bytes` each. A process that does not write only iterates, since making the
-    tensors is collective.
+    Experts of a family that stacks them are stacked. All get the names that they have in `base`, if that is an image
+    checkpoint, and its tower follows in a file of its own, byte by byte. Files are about `file_bytes` each. A process
+    that does not write only iterates, since making the tensors is collective.
     """
+    shapes = {source.name: source.shape for source in sources}
+    if stacks_experts(shapes):
+        shapes = stack_shapes(shapes.items())
+        tensors, sources = stacked_experts(tensors, shapes), [Source(*one) for one in shapes.items()]
     tower = tower_tensors(base) if writes and base is not None else {}
     names = {name: stored.name for name, stored in stored_tensors(base).items()} if tower else {}
     files = _plan_files(sources, dtype, file_bytes, has_more=bool(tower))
@@ -169,6 +175,7 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype, *, text_onl
     elif has_tower(source):
         config = read_json(source / "config.json")
     config = without_extra_layers(with_dtype(config, str(dtype).removeprefix("torch.")))
+    config.pop("quantization_config", None)  # what was read packed is written plain
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

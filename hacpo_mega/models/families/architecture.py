@@ -13,12 +13,18 @@ from typing import Any
 from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families.families import FAMILIES, Family
-from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope
+from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
 from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import MOST, Fields
 from hacpo_mega.models.files.folder import read_config
+from hacpo_mega.models.files.weight_files import FP8_BLOCK
 
+# What quantization_config must say of matrices that are read packed (Family.packs).
+PACKED: Mapping[str, Mapping[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+}
 # vLLM's field of config.json for the scale of queries, which transformers has in the rope table.
 SCALING = "llama_4_scaling"
 
@@ -36,6 +42,7 @@ class Architecture:
     routed_scale        what its shares are multiplied with at the end
     shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
     dense_layers        how many layers, the first ones, have a feed-forward and no experts
+    unturned            the layers whose queries and keys do not turn with the position
     delta_net           what some layers have in the place of attention; delta_layers: whether each has it
     Raises ValueError for sizes that no such decoder has.
     """
@@ -69,6 +76,7 @@ class Architecture:
     routed_scale: float = 1.0
     shared_ffn: int = 0
     dense_layers: int = 0
+    unturned: tuple[int, ...] = ()
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
 
@@ -121,10 +129,19 @@ class Architecture:
     def served_as(self) -> dict[str, Any]:
         """Fields of config.json by which vLLM runs the text model alone, and with the scale of its queries."""
         fields = {"architectures": [self.traits.architecture], "tie_word_embeddings": self.tied}
+        if self.traits.asked:
+            fields |= self.traits.only
+            fields |= {name: getattr(self, own) for name, own in self.traits.asked.items()}
         if isinstance(self.rope, YarnRope) and self.rope.query_beta:
             original = self.rope.original_positions
             fields[SCALING] = {"original_max_position_embeddings": original, "beta": self.rope.query_beta}
         return fields
+
+    @property
+    def rope_table(self) -> dict[str, Any]:
+        """Fields of a YaRN table that it may leave out and vLLM's gpt-oss asks for."""
+        assert isinstance(self.rope, YarnRope), self.family
+        return {"beta_fast": self.rope.beta_fast, "beta_slow": self.rope.beta_slow}
 
     @property
     def gated(self) -> bool:
@@ -257,6 +274,7 @@ class Architecture:
                 rotary_share=angles.share,
                 windows=read_windows(path, fields, family, num_layers),
                 window_theta=angles.window_theta,
+                unturned=read_unturned(path, fields, family, num_layers),
                 delta_net=delta_net,
                 delta_layers=delta_layers,
                 query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
@@ -304,6 +322,12 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
             asked = f"{path}: {key} = {short(found)} is not supported"
             raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
                              else f"{asked}, only {only!r}")  # fmt: skip
+    packed, known = given.get("quantization_config"), PACKED.get(family.packs or "", {})
+    if packed and (not isinstance(packed, dict) or any(packed.get(key) != value for key, value in known.items())):
+        only = " and ".join(f"{key} {value}" for key, value in known.items())
+        raise ValueError(
+            f"{path}: quantization_config = {short(packed)} is not supported with {family.model_type}, only {only}"
+        )
     if unknown := sorted(key for key, value in given.items() if value is not None and not family.knows(key)):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(given[unknown[0]])} is no field of {family.model_type} that is "

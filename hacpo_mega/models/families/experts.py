@@ -5,10 +5,20 @@ and how experts are shared by ranks (layout.py, segments.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.fields import MOST, Fields
+
+SHARED_FIELDS = {
+    "num_groups": "n_group",
+    "groups_per_token": "topk_group",
+    "routed_scale": "routed_scaling_factor",
+    "shared_ffn": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+}
+DENSE_KINDS = "mlp_layer_types"
 
 
 @dataclass(frozen=True)
@@ -21,8 +31,15 @@ class Experts:
     may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
                     are
     counts          the fields that may say how many experts there are: transformers 5 writes the second for all
-    shared          as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, a bias takes part in the choice, which may
-                    be limited to groups; all tokens go to shared experts, by this name; first layers may be dense
+    correction      as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, and a bias by this name takes part in the
+                    choice; None: a softmax
+    shared          the choice may be limited to groups; all tokens go to shared experts, by this name; first layers
+                    may be dense
+    says            the fields about these: those of an Architecture -> names in config.json; shared_ffn: in experts
+    dense_kinds     whether `mlp_layer_types` names the layers that are dense; without it the first one is
+    router          what folders call the matrix that makes the scores
+    biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
+                    interleaved (weight_files.py)
     """
 
     block: str
@@ -32,17 +49,20 @@ class Experts:
     width: str
     may_normalise: bool
     counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    correction: str | None = None
     shared: str | None = None
+    says: Mapping[str, str] = field(default_factory=lambda: SHARED_FIELDS)
+    dense_kinds: bool = False
+    router: str = "gate"
+    biased: bool = False
 
     @property
     def fields(self) -> frozenset[str]:
         """Fields of config.json about experts."""
         named = {*self.counts, "num_experts_per_tok", self.width}
         named |= {"norm_topk_prob"} if self.may_normalise else set()
-        return frozenset(named | SHARED_FIELDS if self.shared is not None else named)
-
-
-SHARED_FIELDS = {"n_group", "topk_group", "routed_scaling_factor", "n_shared_experts", "first_k_dense_replace"}
+        named |= {DENSE_KINDS} if self.dense_kinds else set()
+        return frozenset(named | {*self.says.values()} if self.shared is not None else named)
 
 
 def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,16 +80,37 @@ def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping
     }
     if experts.shared is None:
         return found
-    counts = {"num_groups": "n_group", "groups_per_token": "topk_group"}
-    dense_layers = fields.count("first_k_dense_replace", default=defaults["first_k_dense_replace"], least=0)
+    says = experts.says
+    counts = {name: says[name] for name in ("num_groups", "groups_per_token") if name in says}
+    dense_layers = _dense_layers(fields, experts, defaults)
     return {
         **found,
         **{name: fields.count(key, default=defaults[key]) for name, key in counts.items()},
-        "routed_scale": fields.positive("routed_scaling_factor", default=defaults["routed_scaling_factor"]),
-        "shared_ffn": width * fields.count("n_shared_experts", default=defaults["n_shared_experts"]),
+        "routed_scale": fields.positive(says["routed_scale"], default=defaults[says["routed_scale"]]),
+        "shared_ffn": width * fields.count(says["shared_ffn"], default=defaults[says["shared_ffn"]]),
         "dense_layers": dense_layers,
         "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
     }
+
+
+def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
+    """Number of dense layers, the first ones. vLLM reads it; transformers reads each layer's kind where the family has
+    that."""
+    key = experts.says["dense_layers"]
+    number = fields.count(key, default=defaults[key], least=0)
+    kinds, num_layers = fields.given.get(DENSE_KINDS), fields.count("num_hidden_layers")
+    if not experts.dense_kinds:
+        return number
+    if kinds is None and number == defaults[key]:
+        return number
+    if fields.given.get(key) is None and isinstance(kinds, list):
+        number = kinds.count("dense")
+    if kinds != ["dense"] * number + ["sparse"] * (num_layers - number):
+        raise ValueError(
+            f"{fields.path}: {DENSE_KINDS} must be {number} times 'dense', as {key} says, then 'sparse', "
+            f"{num_layers} in all, found {short(kinds)}"
+        )
+    return number
 
 
 def expert_number_bytes(num_experts: int) -> int:

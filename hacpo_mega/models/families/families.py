@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
 from hacpo_mega.models.files.folder import PREDICTS, read_config
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS
 
 # What Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
@@ -72,7 +73,7 @@ DELTA_FIELDS = {
 }
 DELTA_INTERVAL = "full_attention_interval"
 # Which layers may see a window alone -> the fields that say so.
-WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}),
+WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 
 
@@ -89,10 +90,11 @@ class Family:
     qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
     whole_qk_norm   whether that is over all heads together, before they are split
     interleaved     whether neighbours turn together, not the halves of what turns
-    windows         which layers may see a window alone: none, all, some (windows.py)
+    windows         which layers may see a window alone: none, all, some, or those of the family's pattern (windows.py)
     two_ropes       whether layers with a window have angles of their own
     offset_norms    whether its folders hold what a norm's scale is beyond 1
-    activation      of the feed-forward's gate, by transformers' name
+    sinks           whether each query head has a number that joins its scores and has no value
+    activation      of the feed-forward's gate, by transformers' name or vLLM's
     scaled_embedding    whether the embedding is multiplied with the root of the hidden size
     query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
     experts         what it has in the place of its feed-forwards; None: feed-forwards
@@ -102,7 +104,10 @@ class Family:
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
+    counts_turning  whether it may do so by `rotary_dim`, a number of a head's dimensions
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
+    packs           how its folders may hold matrices that are read as bfloat16: experts in MXFP4, all of a layer in fp8
+    skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
     gated_attention whether queries come with a gate on attention's output
     delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
                     and the rest apart, or by heads of keys; None: it has no delta nets
@@ -113,6 +118,9 @@ class Family:
     only            fields of the family, with the one value that is supported
     why             of an `only` field, what is wrong with another value; no entry: it computes something else
     made_with       what a new config.json has to say, where transformers' default is another model
+    asked           fields that vLLM's class asks for and folders may leave out -> the Architecture's; it gets those of
+                    `only`, too
+    engine_cuts_norms   whether vLLM cuts norms over all heads by ranks
     """
 
     model_type: str
@@ -124,9 +132,10 @@ class Family:
     qk_norm: bool | None = False
     whole_qk_norm: bool = False
     interleaved: bool = False
-    windows: Literal["none", "all", "some"] = "none"
+    windows: Literal["none", "all", "some", "pattern"] = "none"
     two_ropes: bool = False
     offset_norms: bool = False
+    sinks: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
     query_scalar: bool = False
@@ -137,7 +146,10 @@ class Family:
     rope_ignores: frozenset[str] = frozenset()
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
+    counts_turning: bool = False
     image_class: str | None = None
+    packs: Literal["mxfp4", "fp8"] | None = None
+    skips_rope: bool = False
     gated_attention: bool = False
     delta_net: Literal["apart", "by heads"] | None = None
     scales_queries: bool = False
@@ -146,23 +158,30 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
     made_with: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
+    engine_cuts_norms: bool = False
 
     @property
     def values(self) -> Mapping[str, Any]:
         """Fields that a config.json may have with one value alone."""
         free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
+        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs is not None}
+        free["attention_bias"] = self.may_have_bias and "attention_bias" not in self.only
         return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
     @property
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
+        lacks = lacks or self.skips_rope or self.sinks
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
         """True if a config.json of the family may have this field."""
         scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
+        scalar |= {"rotary_dim"} if self.counts_turning else set()
+        scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
         scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
         own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
@@ -194,6 +213,30 @@ QWEN3 = Family(
         "attention_bias": "vLLM leaves out the bias of its output projection, so it would sample from another model "
         "than the one that is trained"
     },
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    "SmolLM3",
+    may_have_bias=True,
+    skips_rope=True,
+    defaults={
+        "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6,
+        "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+    },
+    only=_WINDOW,
+    ignores=_NO_WINDOW,
+)  # fmt: skip
+# Its dropouts are of pre-training: an answer that is scored twice has one score.
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    "Seed-OSS",
+    may_have_bias=True,
+    output_bias=False,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    only={"attention_out_bias": False},
+    ignores=frozenset({"attention_dropout", "residual_dropout"}),
 )
 # The loss by which pre-training evened the load of experts, and whether a forward returns what it needs, are not used:
 # a loss that answers do not earn would enter every update.
@@ -296,6 +339,34 @@ GLM4 = Family(
     may_turn_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
 )
+# What vLLM's class decides by itself whatever config.json says is refused where it says something else.
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    "gpt-oss 20B, 120B",
+    may_have_bias=True,
+    windows="pattern",
+    sinks=True,
+    activation="swigluoai",
+    packs="mxfp4",
+    rope_kinds=("yarn",),
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
+        biased=True,
+    ),
+    defaults={
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts": 128,
+        "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "attention_bias": True, "rope_theta": 150000.0, "sliding_window": 128, "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    ignores=_BALANCE | {"experts_per_token", "initial_context_length"},
+    asked={"rope_parameters": "rope_table"},
+)  # fmt: skip
 # Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
     "glm4_moe",
@@ -306,7 +377,7 @@ GLM4_MOE = Family(
     qk_norm=None,
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=True,
-        counts=("n_routed_experts",), shared="shared_experts",
+        counts=("n_routed_experts",), correction=f"gate.{CORRECTION}", shared="shared_experts",
     ),
     rotary_share=0.5,
     may_turn_a_part=True,
@@ -316,6 +387,59 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
+)  # fmt: skip
+# Its fields of windows, shared experts and further prediction describe what it does not have.
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    "MiniMax-M2",
+    qk_norm=True,
+    whole_qk_norm=True,
+    engine_cuts_norms=True,
+    packs="fp8",
+    experts=Experts(
+        "block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False, correction=CORRECTION,
+    ),
+    may_turn_a_part=True,
+    counts_turning=True,
+    defaults={
+        "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256,
+        "num_experts_per_tok": 8, "intermediate_size": 1536, "vocab_size": 200064, "max_position_embeddings": 196608,
+        "rope_theta": 5e6,
+    },
+    only={
+        "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "sliding_window": None, "router_jitter_noise": 0.0,
+    },
+    ignores=_BALANCE | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta", "use_mtp"}
+    | {"mtp_transformer_layers", "num_mtp_modules"},
+    why={"router_jitter_noise": MIXTRAL.why["router_jitter_noise"]},
+    asked={"rotary_dim": "rotary_dim"},
+)  # fmt: skip
+HY_V3 = Family(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    "Hy3",
+    qk_norm=True,
+    experts=Experts(
+        "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
+        router="router.gate", correction=EXPERT_BIAS, shared="shared_mlp", dense_kinds=True,
+        says={
+            "routed_scale": "router_scaling_factor", "shared_ffn": "num_shared_experts",
+            "dense_layers": "first_k_dense_replace",
+        },
+    ),
+    defaults={
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "num_shared_experts": 1,
+        "router_scaling_factor": 2.826, "first_k_dense_replace": 1, "vocab_size": 120832,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0,
+    },
+    only={"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True},
+    # In which type parts of it are added, by which kernel its experts are multiplied; the width of an expert again.
+    ignores=_BALANCE | frozenset(PREDICTS) | {"expert_hidden_dim", "use_grouped_mm", "enable_moe_fp32_combine"}
+    | {"enable_attention_fp32_softmax", "enable_lm_head_fp32"},
+    asked={"first_k_dense_replace": "dense_layers", "expert_hidden_dim": "expert_ffn"},
 )  # fmt: skip
 # The text models: 1B, and those of larger ones, which are image checkpoints.
 _TANH = "gelu_pytorch_tanh"
@@ -372,8 +496,8 @@ QWEN3_5 = Family(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, QWEN3_MOE, MIXTRAL, GLM4_MOE,
-        QWEN3_5,
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
+        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5,
     )
 }  # fmt: skip
 

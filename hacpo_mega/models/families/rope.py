@@ -94,9 +94,10 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
         table = table.table(FULL)
     usual = family.defaults.get("rope_theta", 10_000.0)
     theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
-    share = _holder(table, fields, "partial_rotary_factor").positive(
-        "partial_rotary_factor", default=family.rotary_share
-    )
+    own_share = family.rotary_share
+    if family.counts_turning and fields.given.get("rotary_dim") is not None:
+        own_share = fields.count("rotary_dim") / fields.count("head_dim", default=family.defaults["head_dim"])
+    share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
     if share != family.rotary_share and not family.may_turn_a_part:
         raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
     kind = table.given.get("rope_type") or table.given.get("type") or "default"
@@ -116,6 +117,17 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     if family.scales_queries and isinstance(rope, YarnRope):
         rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta"))
     return Angles(theta, rope, share, window_theta)
+
+
+def read_unturned(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """The layers whose queries and keys do not turn: a 0 in `no_rope_layers` or, without it, every so many."""
+    if not family.skips_rope:
+        return ()
+    every = fields.count("no_rope_layer_interval", default=family.defaults["no_rope_layer_interval"])
+    turns = fields.given.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(num_layers)]
+    if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
+        raise ValueError(f"{path}: no_rope_layers must be a list of {num_layers} times 0 or 1, found {short(turns)}")
+    return tuple(layer for layer, turn in enumerate(turns) if not turn)
 
 
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:

@@ -19,7 +19,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     kinds = fields.given.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"{path}: layer_types must be a list, found {short(kinds)}")
-    known = (FULL, WINDOWED) if family.windows == "some" else (FULL,)
+    known = (FULL, WINDOWED) if family.windows in ("some", "pattern") else (FULL,)
     known += () if family.delta_net is None else (LINEAR,)
     if other := [kind for kind in kinds if kind not in known]:
         only = " and ".join(map(repr, known))
@@ -28,6 +28,16 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
         return ()
     # An explicit null is no window; no word is the family's own.
     window = fields.given.get("sliding_window", family.defaults.get("sliding_window"))
+    if family.windows == "pattern":
+        period = family.defaults["sliding_window_pattern"]
+        pattern = [WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)]
+        if window is None or kinds not in ([], pattern):
+            found = "no sliding_window" if window is None else f"layer_types {short(kinds)}"
+            raise ValueError(
+                f"{path}: {found} is not supported with {family.model_type}: vLLM gives layers a window by number, "
+                f"all but each {period}nd"
+            )
+        kinds = pattern
     if window is None and (family.windows == "all" or WINDOWED not in kinds):
         return ()
     if type(window) is not int or window < 1:

@@ -136,9 +136,11 @@ def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dtype_name(folder: Path) -> str:
-    """The floating-point type that config.json names, such as "bfloat16". ValueError when it is none of DTYPES."""
+    """The floating-point type that config.json names, such as "bfloat16", that of packed weights where it names none.
+    ValueError when it is none of DTYPES."""
     config = read_config(folder)
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    usual = "bfloat16" if config.get("quantization_config") else "float32"
+    name = config.get("dtype") or config.get("torch_dtype") or usual
     if not isinstance(name, str) or name not in DTYPES:
         raise ValueError(f"{folder / 'config.json'}: dtype {short(name)} is unknown; expected {', '.join(DTYPES)}")
     return name

@@ -17,7 +17,7 @@ Not here: which tensors a model has (segments.py).
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,17 @@ TEXT_PREFIXES = {
     "language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type.
-CORRECTION = "e_score_correction_bias"
+# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type; by
+# the names of most families and of Hy3.
+CORRECTION, EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
+# Last names of stacks of experts (stacked_experts.py), and the matrices of an expert that are in them.
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
+_STACK = re.compile(r"(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+_DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+# Rows and columns of a block of fp8 numbers that have one scale, and the ending of the names of these.
+FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
 
@@ -64,6 +73,8 @@ class StoredTensor:
     """A tensor's place and header; `file` is a name in the folder, `dtype` the format's, as "BF16".
 
     `name` is the one in the file. Its bytes are those from `start` to `stop` of the file.
+    Of a stack of experts (stacked_experts.py), `shape` is that of a matrix of number `expert`, which with a `half` is
+    every second row, from 0 or 1 on. `scales` are those of a stack in MXFP4, or of a matrix in fp8.
     """
 
     file: str
@@ -72,6 +83,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+    expert: int | None = None
+    half: int | None = None
+    scales: "StoredTensor | None" = None
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the file holds it in another form (stacked_experts.py)."""
+        return self.expert is not None or self.scales is not None
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -79,10 +98,65 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     ValueError as `all_tensors`.
     """
-    tensors = all_tensors(folder)
+    tensors, packing = _unstacked(all_tensors(folder)), read_json(folder / "config.json").get("quantization_config")
+    if isinstance(packing, dict) and packing.get("quant_method") == "fp8":
+        tensors = _with_scales(tensors)
     if not has_tower(folder):
         return tensors
     return {name: stored for stored in tensors.values() if (name := text_name(stored.name)) is not None}
+
+
+def _with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same with fp8 matrices as bfloat16, each with the scales of its blocks, which are no weights."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        scales = tensors.get(f"{name}{FP8_SCALES}")
+        blocks = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
+        if stored.dtype == "F8_E4M3" and scales is not None and scales.shape == blocks:
+            found[name] = replace(stored, dtype="BF16", scales=found.pop(scales.name))
+    return found
+
+
+def _unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The same with the matrices and biases of every expert in the place of stacks, which of gpt-oss alone have biases;
+    what has not the dimensions of a stack stays what it is."""
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        block, _, last = name.rpartition(".")
+        match = _STACK.fullmatch(last) if f"{block}.{GATE_UP}_bias" in tensors else None
+        base, kind = match.groups(default="") if match is not None else ("", "")
+        scales = tensors.get(f"{block}.{base}_scales") if kind == "_blocks" else None
+        fits = scales is None if kind != "_blocks" else scales is not None and scales.shape == stored.shape[:-1]
+        if match is None or len(stored.shape) != _DIMENSIONS[kind] or not fits:
+            found[name] = stored
+        elif kind != "_scales":
+            found |= _members(block, base, stored, scales)
+    return found
+
+
+def _members(block: str, base: str, stack: StoredTensor, scales: StoredTensor | None) -> dict[str, StoredTensor]:
+    """The matrices or biases of the experts of a stack."""
+    count, *sizes = stack.shape
+    rows, *columns = reversed(sizes) if scales is None else (sizes[0], 32 * sizes[1])
+    parts, kind = _IN_STACK[base], "weight" if columns else "bias"
+    dtype = stack.dtype if scales is None else "BF16"
+    whole = replace(stack, dtype=dtype, shape=(rows // len(parts), *columns), scales=scales)
+    return {
+        f"{block}.{expert}.{part}.{kind}": replace(whole, expert=expert, half=half if len(parts) > 1 else None)
+        for expert in range(count)
+        for half, part in enumerate(parts)
+    }
+
+
+def stacks_experts(names: Iterable[str]) -> bool:
+    """True if tensors by these names are those of a model whose folders stack experts, which have biases."""
+    return any((place := expert_place(name)) is not None and place[3] for name in names)
+
+
+def expert_place(name: str) -> tuple[str, str, str, str] | None:
+    """(block, number, matrix, ending of a stack's name) of an expert's tensor; None for another name."""
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (*match.groups()[:3], "_bias" if match[4] == "bias" else "")
 
 
 def tower_tensors(folder: Path) -> dict[str, StoredTensor]:

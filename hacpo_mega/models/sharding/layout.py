@@ -219,6 +219,18 @@ def _engine_problems(
             f"hidden_size {architecture.hidden_size}: vLLM's experts on CPU take multiples of {CPU_EXPERTS}. "
             f"Nearest: {near}"
         )
+    width = architecture.expert_ffn // engine_tp
+    if (
+        head_sizes is not None
+        and architecture.has_experts
+        and architecture.traits.experts.biased
+        and width % CPU_EXPERTS
+    ):
+        near = max(1, round(width / CPU_EXPERTS)) * CPU_EXPERTS * engine_tp
+        problems.append(
+            f"intermediate_size {architecture.expert_ffn}: of a rank's share (engine_tp {engine_tp}) vLLM's experts "
+            f"on CPU with gate and up in turn take multiples of {CPU_EXPERTS}. Nearest: {near}"
+        )
     return problems
 
 

@@ -61,7 +61,12 @@ def last_layer(architecture: Architecture) -> Architecture:
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
     """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
     layer = stage_slots(last_layer(architecture), (1,), 0)
-    names = (_last(source) for slot in layer if _layer_of(slot) for source in slot.sources)
+    experts = architecture.traits.experts
+    # Of experts that a folder stacks, peft knows no layer.
+    has_layer = Cut.EXPERTS if experts is not None and experts.biased else None
+    names = (
+        _last(source) for slot in layer if _layer_of(slot) and slot.cut is not has_layer for source in slot.sources
+    )
     there = tuple(dict.fromkeys(names))  # those of an expert are those of every other
     if asked == ALL_LINEAR:
         return there

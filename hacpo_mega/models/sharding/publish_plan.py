@@ -242,18 +242,26 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """A slice of every expert's hidden dimension, between its two products."""
+    """A slice of every expert's hidden dimension, between its two products; all of experts that a folder stacks."""
     named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
-        whole = Shard(stack_name(source.name), (0,) * 3, (architecture.num_experts, *source.shape))
-        yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
+        sizes = architecture.num_experts, *source.shape
+        whole = Shard(stack_name(source.name), (0,) * len(sizes), sizes)
+        if named.biased:  # vLLM's loader turns them, so every rank is sent all of them
+            yield whole
+        else:
+            yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
 
 
 def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
     """Rows (or columns) of every matrix of a parameter, and from where to where a rank of the engine has them."""
     rows = slot.sources[0].shape[slot.dim]
-    if slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are whole in vLLM
+    if slot.cut is Cut.ROWS and architecture.traits.engine_cuts_norms:
+        shares = min(tp, rows // architecture.head_dim)
+        each, place = rows // shares, rank // (tp // shares)
+        yield rows, each * place, each * (place + 1)
+    elif slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are else whole in vLLM
         yield rows, 0, rows
     elif slot.cut is Cut.COLUMNS:
         yield rows, rows // tp * rank, rows // tp * (rank + 1)

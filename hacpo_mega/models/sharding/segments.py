@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.files.weight_files import CORRECTION, EMBEDDING, HEAD
+from hacpo_mega.models.files.weight_files import EMBEDDING, HEAD
 
 # vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
 VOCAB_MULTIPLE = 64
@@ -163,6 +163,13 @@ def _attention_slots(architecture: Architecture, attention: str, self_attn: str)
         for name, rows in (("q", query_rows), ("k", kv_rows)):
             source = Source(f"{self_attn}{name}_norm.weight", (rows if cut is Cut.ROWS else architecture.head_dim,))
             slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
+    if traits.sinks:
+        sinks = Source(f"{self_attn}sinks", (architecture.num_heads,))
+        parts = _below(architecture.num_heads, 0, 1)
+        by_heads = Slot(
+            f"{attention}core_attention.sinks", Cut.HEADS, (sinks,), parts=parts, groups=architecture.num_heads
+        )
+        slots.append(by_heads)
     slots.append(_columns(f"{attention}linear_proj.weight", f"{self_attn}o_proj.weight", hidden, query_rows))
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
@@ -227,22 +234,30 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
     assert named is not None, architecture.family
     block = f"{hugging}{named.block}."
 
-    def matrices(*parts: str, shape: tuple[int, int]) -> tuple[Source, ...]:
+    def of_all(*parts: str, kind: str = "weight", shape: tuple[int, ...]) -> tuple[Source, ...]:
         pairs = itertools.product(range(architecture.num_experts), parts)
-        return tuple(Source(f"{block}experts.{expert}.{part}.weight", shape) for expert, part in pairs)
+        return tuple(Source(f"{block}experts.{expert}.{part}.{kind}", shape) for expert, part in pairs)
 
-    router = Source(f"{block}gate.weight", (architecture.num_experts, hidden))
-    gate_up = matrices(named.gate, named.up, shape=(width, hidden))
+    experts, halves = f"{megatron}mlp.experts.", (named.gate, named.up)
+    router = Source(f"{block}{named.router}.weight", (architecture.num_experts, hidden))
     slots = [
         Slot(f"{megatron}mlp.router.weight", Cut.WHOLE, (router,)),
-        Slot(f"{megatron}mlp.experts.gate_up.weight", Cut.EXPERTS, gate_up),
-        Slot(f"{megatron}mlp.experts.down.weight", Cut.EXPERTS, matrices(named.down, shape=(hidden, width))),
+        Slot(f"{experts}gate_up.weight", Cut.EXPERTS, of_all(*halves, shape=(width, hidden))),
+        Slot(f"{experts}down.weight", Cut.EXPERTS, of_all(named.down, shape=(hidden, width))),
     ]
-    if named.shared is None:
-        return slots
-    bias = _whole(f"{megatron}mlp.router.bias", f"{block}gate.{CORRECTION}", architecture.num_experts)
-    shared = f"{megatron}mlp.shared.", f"{block}{named.shared}.", architecture.shared_ffn
-    return [*slots, bias, *_feed_forward_slots(architecture, *shared)]
+    if named.biased:
+        logits = f"{megatron}mlp.router.logit_bias", f"{block}{named.router}.bias", architecture.num_experts
+        slots += [
+            _whole(*logits),
+            Slot(f"{experts}gate_up.bias", Cut.EXPERTS, of_all(*halves, kind="bias", shape=(width,))),
+            Slot(f"{experts}down.bias", Cut.EXPERTS, of_all(named.down, kind="bias", shape=(hidden,))),
+        ]
+    if named.correction is not None:
+        slots.append(_whole(f"{megatron}mlp.router.bias", f"{block}{named.correction}", architecture.num_experts))
+    if named.shared is not None:
+        shared = f"{megatron}mlp.shared.", f"{block}{named.shared}.", architecture.shared_ffn
+        slots += _feed_forward_slots(architecture, *shared)
+    return slots
 
 
 def _fused(

@@ -17,7 +17,7 @@ from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES, Family
-from hacpo_mega.models.files.folder import has_tower, head_size, read_config
+from hacpo_mega.models.files.folder import has_tower, head_size, text_fields
 from hacpo_mega.models.sharding.layout import head_size_problem
 
 BLOCK = 16  # tokens of the key-value cache, on the CPU
@@ -58,28 +58,35 @@ class EngineSpec:
         return self.options.get(RETURNS_ROUTING, False)
 
     @property
-    def is_text_of_images(self) -> bool:
-        """True if the folder is an image checkpoint, of which the engine runs the text model alone.
+    def loads_itself(self) -> bool:
+        """True if the engine loads the folder's weights itself: vLLM would look for those of an image checkpoint's text
+        model, which runs alone, under other names, and would run packed ones packed."""
+        return has_tower(self.model) or self._is_packed
 
-        vLLM would look for that model's tensors under other names: the engine loads them itself.
-        """
-        return has_tower(self.model)
+    @property
+    def _family(self) -> Family | None:
+        if not (self.model / "config.json").is_file():
+            return None
+        return FAMILIES.get(str(text_fields(self.model).get("model_type")))
+
+    @property
+    def _is_packed(self) -> bool:
+        if self._family is None:
+            return False
+        packing = text_fields(self.model).get("quantization_config") or {}
+        return self._family.packs is not None and packing.get("quant_method") == self._family.packs
 
     @property
     def delta_net_model(self) -> str | None:
         """vLLM's class of a text model with gated delta nets; None for others."""
-        family = self._family()
+        family = self._family
         return None if family is None or family.delta_net is None else family.architecture
-
-    def _family(self) -> Family | None:
-        if not (self.model / "config.json").is_file():
-            return None
-        return FAMILIES.get(str(read_config(self.model).get("model_type")))
 
     def _text_model(self) -> dict[str, Any]:
         """Argument that makes vLLM read config.json as training does, where it would not."""
-        family = self._family()
-        if not self.is_text_of_images and not (family is not None and family.scales_queries):
+        family = self._family
+        lacks = family is not None and (family.scales_queries or family.asked)
+        if not self.loads_itself and not lacks:
             return {}  # also where training does not know the folder, as an export for vLLM that is quantized
         fields = Architecture.from_folder(self.model).served_as
 
@@ -87,7 +94,10 @@ class EngineSpec:
             """The text model's configuration; vLLM also asks with an empty one, for its model_type."""
             text = config.get_text_config()
             for name, value in fields.items():
-                setattr(text, name, value)
+                held = getattr(text, name, None)
+                setattr(text, name, {**held, **value} if isinstance(held, dict) else value)
+            if hasattr(text, "quantization_config"):
+                del text.quantization_config
             return text
 
         return {"hf_overrides": text_config}
@@ -127,7 +137,7 @@ class EngineSpec:
             "generation_config": "vllm",  # a folder's own top_p or temperature must not reach the sampler
             "logprobs_mode": "processed_logprobs",  # after temperature, as the actor's are
             # "auto" would prefer consolidated.safetensors.
-            "load_format": "dummy" if self.random_weights or self.is_text_of_images else "safetensors",
+            "load_format": "dummy" if self.random_weights or self.loads_itself else "safetensors",
             "enable_sleep_mode": on_cuda and self.can_sleep,
         }
 

@@ -4,13 +4,16 @@ Not here: replacements while an engine starts (host_process.py).
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import jit_monitor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -77,6 +80,31 @@ def inside_a_block(allocate: Allocate) -> Allocate:
     return allocate_slots
 
 
+def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor], Callable[..., Any]]:
+    """Replacement of a reload's `_get_weight_loader`, by whose name it knows its own: a partial function gets one."""
+
+    @wraps(get)
+    def weight_loader(tensor: Tensor) -> Callable[..., Any]:
+        found = get(tensor)
+        if isinstance(found, partial):
+            found.__name__ = found.func.__name__
+        return found
+
+    return weight_loader
+
+
+def of_one_group(init: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of the `__init__` of the CPU's router, which knows sigmoids of groups of experts alone."""
+
+    @wraps(init)
+    def start(router: CPURouter, *given: Any, **named: Any) -> None:
+        init(router, *given, **named)
+        if router.scoring_func == "sigmoid" and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    return start
+
+
 class MergedRecords:
     """Replacement of a live output processor's `process_outputs`: an answer's tokens are one record when it ends.
 
@@ -128,6 +156,8 @@ _EXPERTS = "every rank of an engine keeps the experts that its tokens went to"
 _MONITOR = "it watches the whole process: it warns of the trainer's own kernels, or fails them"
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
 _SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
+_LOADERS = "loaders of norms over all heads that ranks share are partial functions, which have no name"
+_ROUTER = "on the CPU it has sigmoids with a bias for groups of experts alone, which MiniMax-M2 has none of"
 _DELTA = "on the CPU it takes bfloat16 alone, and quickstarts and tests are in float32"
 
 VLLM = (
@@ -137,5 +167,7 @@ VLLM = (
     Patch(jit_monitor, "activate", lambda **_how: None, _MONITOR),
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
+    Patch(CPURouter, "__init__", of_one_group, _ROUTER, wraps=True),
+    Patch(layerwise, "_get_weight_loader", with_a_name, _LOADERS, wraps=True),
     Patch(gdn_attention, "cpu_gdn_attention_core", in_any_type, _DELTA, wraps=True),
 )

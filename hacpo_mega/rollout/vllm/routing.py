@@ -16,6 +16,7 @@ import torch
 from vllm import LLM, RequestOutput
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
@@ -45,7 +46,10 @@ class SlotRouting:
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self._runner, self._none = worker_of(llm).model_runner, no_rows(architecture)
         cache = self._runner.kv_cache_config
-        (group,) = cache.kv_cache_groups
+        # Layers with a window have blocks of their own, which are freed as it moves on.
+        self._group = [isinstance(each.kv_cache_spec, FullAttentionSpec) for each in cache.kv_cache_groups].index(True)
+        group = cache.kv_cache_groups[self._group]
+        self._layer = group.layer_names[0]
         self._block_size = group.kv_cache_spec.block_size
         shape = cache.num_blocks * self._block_size, *self._none.shape[1:]
         self._slots = np.full(shape, unknown(self._none.dtype), self._none.dtype)
@@ -54,7 +58,7 @@ class SlotRouting:
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
         """Called by the router of a layer in every forward, with the experts of its tokens [n, k]."""
         if mapping := get_forward_context().slot_mapping:  # there is none in a warm-up
-            slots = next(iter(mapping.values()))[: len(topk_ids)].numpy()
+            slots = mapping[self._layer][: len(topk_ids)].numpy()
             is_token = slots >= 0
             self._slots[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
 
@@ -66,7 +70,7 @@ class SlotRouting:
         known, request = num_read(output), self._scheduler.requests.get(name)
         if request is not None:  # which may have been preempted
             known = min(known, request.num_computed_tokens)
-        blocks = np.array(self._runner.requests[name].block_ids[0], np.int64)
+        blocks = np.array(self._runner.requests[name].block_ids[self._group], np.int64)
         slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
         return fitted(self._slots[slots[:known]], num_read(output))
 

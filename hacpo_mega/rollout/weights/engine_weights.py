@@ -25,11 +25,12 @@ from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
 
-from hacpo_mega.models.files.weight_files import HEAD
+from hacpo_mega.models.files.stacked_experts import joined_experts
+from hacpo_mega.models.files.weight_files import HEAD, stacks_experts
 from hacpo_mega.models.sharding.shards import Shard
 from hacpo_mega.rollout.vllm.host_process import replaced
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
-from hacpo_mega.rollout.weights.held_weights import EMBEDDING
+from hacpo_mega.rollout.weights.held_weights import EMBEDDING, is_embedding
 from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_parts
 
 # Methods of layers that hold weights as they load them, but for the CPU's packing.
@@ -49,10 +50,14 @@ class EngineWeights:
         cls, model: nn.Module, published: Mapping[str, tuple[int, ...]], config: ModelConfig
     ) -> "EngineWeights":
         """Records what vLLM's loaders do with the `published` tensors (name -> shape); `config` is the model's."""
+
+        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            model.load_weights(joined_experts(tensors) if stacks_experts(published) else tensors)
+
         with without_reload_warnings():
             initialize_layerwise_reload(model)
             try:
-                recording = record(model, published, config.dtype, model.load_weights)
+                recording = record(model, published, config.dtype, load)
             finally:
                 finalize_layerwise_reload(model, config)
         return cls(model, recording, config)
@@ -239,7 +244,8 @@ def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
     found: dict[int, list[nn.Module]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)
-        if hasattr(module, "cpu_linear") and path != EMBEDDING and weight.numel() and module not in found[id(weight)]:
+        is_packed = hasattr(module, "cpu_linear") and not is_embedding(module, path)
+        if is_packed and weight.numel() and module not in found[id(weight)]:
             found[id(weight)].append(module)
     return found
 
@@ -247,13 +253,31 @@ def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
 def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head: bool) -> Iterator[tuple[str, Tensor]]:
     """Passes on full tensors for vLLM's loaders, and adds their names to `given`.
 
-    With `packs_head` the output layer has a packed copy of the embedding, which gets the embedding too.
+    With `packs_head` the output layer has a packed copy of the embedding, which gets the embedding too. Experts of a
+    family that stacks them have gate and up as one there (stacked_experts.py).
     """
     for name, tensor in weights:
         given.add(name)
         yield name, tensor
         if packs_head and name == f"{EMBEDDING}.weight":
             yield HEAD, tensor
+
+
+def noting_sinks(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Passes on tensors, and keeps a copy of attention sinks in `sinks`."""
+    for name, tensor in weights:
+        if name.endswith(".sinks"):
+            sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
+        yield name, tensor
+
+
+def take_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> None:
+    """Writes the sinks (vLLM's name -> of all heads), which else would stay the same: gpt-oss's loader copies them
+    into a parameter that a reload has put aside."""
+    for name, sinks_N in sinks.items():
+        module = model.get_submodule(name.rpartition(".")[0])
+        own = module.sinks.data
+        own.copy_(sinks_N[module.qkv_proj.tp_rank * len(own) :][: len(own)])
 
 
 def require_names(given: Set[str], expected: Set[str]) -> None:

@@ -73,8 +73,15 @@ def expert_halves(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     gate_up, down, ffn = getattr(module, GATE_UP), getattr(module, DOWN), module.intermediate_size_per_partition
     if packs_experts(module):
         gate_up, down = (_unpacked(packed.detach(), _kernel(module).isa) for packed in (gate_up, down))
+    if in_turn(module):
+        return gate_up[:, 0 : 2 * ffn : 2], gate_up[:, 1 : 2 * ffn : 2], down[..., :ffn]
     half = gate_up.shape[1] // 2
     return gate_up[:, :ffn], gate_up[:, half : half + ffn], down[..., :ffn]
+
+
+def in_turn(module: nn.Module) -> bool:
+    """True if rows of gate and up lie in turn (gpt-oss), else gate before up."""
+    return module.moe_config.activation.value == "swigluoai"
 
 
 def _kernel(module: nn.Module) -> object:

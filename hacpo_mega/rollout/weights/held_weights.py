@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hacpo_mega.models.sharding.shards import STAR, Shard
-from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts
+from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts, in_turn
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
@@ -83,12 +83,17 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
         if tied and path == HEAD_LAYER:
             names = [EMBEDDING]
         for kind, parameter in module.named_parameters(recurse=False):
-            is_packed = kind == "weight" and hasattr(module, "cpu_linear") and path != EMBEDDING
+            is_packed = kind == "weight" and hasattr(module, "cpu_linear") and not is_embedding(module, path)
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
             cuts = _cuts(module, len(names), kind, parameter)
             # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
             for name, cut in zip(names[:1] * (len(cuts) - len(names)) + names, cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+
+
+def is_embedding(module: nn.Module, path: str) -> bool:
+    """True for the layer of the embedding: of those cut by the vocabulary, the one that is no head."""
+    return hasattr(module, "shard_indices") and path != HEAD_LAYER
 
 
 def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
@@ -102,6 +107,14 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
         cut = Cut(2 if place == 2 else 1, module.moe_config.tp_rank * size, size)
         own = partial(_one_of, halves, place)
         yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, own, is_packed=False)
+    if not getattr(module.moe_config, "has_bias", False):
+        return
+    assert in_turn(module), parent
+    rank = module.moe_config.tp_rank
+    hidden = 0 if rank else module.w2_bias.shape[1]  # that of down is added once
+    own = (lambda: module.w13_bias[:, 0::2]), (lambda: module.w13_bias[:, 1::2]), (lambda: module.w2_bias)
+    for name, cut, bias in zip(names, [Cut(1, rank * size, size)] * 2 + [Cut(1, 0, hidden)], own, strict=True):
+        yield HeldPart(f"{parent}.{STAR}.{name}.bias", cut, bias, is_packed=False)
 
 
 def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:
@@ -123,6 +136,10 @@ def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
     """Cuts of the tensors that a layer's own is made of, from vLLM's attributes of the layer."""
+    if kind == "sinks":  # of attention, whose projection knows its rank
+        return [Cut(0, module.qkv_proj.tp_rank * len(parameter), len(parameter))]
+    if hasattr(module, "weight_shard_rank"):  # a norm over all heads that is cut
+        return [Cut(0, module.weight_shard_rank * len(parameter), len(parameter))]
     if hasattr(module, "shard_indices"):
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]

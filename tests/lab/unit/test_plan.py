@@ -35,7 +35,8 @@ ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE, ADAPTED: SM
 # What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
 # the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
 WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.64, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
-# Parameters that the Hub shows for the weights of each; of image checkpoints those of transformers' text model.
+# Parameters that the Hub shows for the weights of each; of image checkpoints those of transformers' text model, of
+# packed ones and those with layers of multi-token prediction those of transformers' model.
 PARAMETERS = {
     "google/gemma-3-4b-it": 3_880_263_168,
     "google/gemma-3-12b-it": 11_766_034_176,
@@ -45,6 +46,12 @@ PARAMETERS = {
     "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23_572_403_200,
     "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "MiniMaxAI/MiniMax-M2": 228_689_764_864,
+    "tencent/Hy3-preview": 295_033_543_488,
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-4B-Base": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
@@ -266,6 +273,12 @@ def test_a_pair_of_two_makers_is_planned_on_one_node(tmp_path):
     planned, work, machines = planned_on(PAIR, of_kind(tmp_path, "h100", 1), *models, "lanes=2")
     assert fits(planned, work, machines)
     assert planned.models["llama-8b"] == public_architecture("mistralai/Ministral-3-8B-Base-2512")
+
+
+def test_experts_of_another_family_are_planned_on_as_many_devices(tmp_path):
+    """A node and a half for the state of 21 billion parameters; experts are cut by ranks of an engine."""
+    planned, work, machines = planned_on(EXPERTS, ON[EXPERTS], "agents.qwen-30b-a3b.model=openai/gpt-oss-20b")
+    assert planned.models["qwen-30b-a3b"].num_experts == 32 and fits(planned, work, machines)
 
 
 @pytest.mark.nightly

@@ -37,6 +37,10 @@ EXPERTS = replace(SMALL, family="qwen3_moe", ffn_size=0, num_experts=16, experts
 SHARED = replace(EXPERTS, family="glm4_moe", ffn_size=1536, shared_ffn=384, dense_layers=1, num_groups=4,
                  groups_per_token=2, routed_scale=2.5, rotary_share=0.5)  # fmt: skip
 
+# A norm over all heads beside experts.
+MINIMAX = replace(EXPERTS, family="minimax_m2", rotary_share=0.5)
+GPT_OSS = replace(EXPERTS, family="gpt_oss", qk_norm=False, qkv_bias=True, output_bias=True, windows=(128, None) * 2)
+
 
 def plan_of(architecture=SMALL, tp=1, pp=1, recompute="none", device=TRACEABLE, cp=1, ep=1) -> ActorPlan:
     layout = Layout(tp, pp, cp=cp, ep=ep)

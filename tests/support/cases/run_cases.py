@@ -22,10 +22,13 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_si
 TRAINING = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
 
 
-def agent_table(folder: Path, name: str, family: str, vocabulary: tuple[str, ...], **layout) -> dict:
+def agent_table(
+    folder: Path, name: str, family: str, vocabulary: tuple[str, ...], sizes: dict | None = None, **layout
+) -> dict:
     """A random model with four heads (so that it splits) and its tokenizer on disk, as an [[agents]] entry."""
     size = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn_size": 64}
-    make_model(folder / name, family, vocab_size=len(vocabulary) + 2, tied=family == "qwen3", seed=len(name), **size)
+    size |= {"vocab_size": len(vocabulary) + 2, "tied": family == "qwen3", **(sizes or {})}
+    make_model(folder / name, family, seed=len(name), **size)
     make_tokenizer(folder / name, vocabulary)
     return {"name": name, "model": str(folder / name), "optimizer": {"lr": 2e-2}, **layout}
 

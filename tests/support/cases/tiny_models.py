@@ -3,10 +3,12 @@
 Every parameter is random, norms and biases too: a norm left at one or a bias left at zero would hide a wrong mapping.
 """
 
+import json
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,11 +16,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.folder import has_tower
-from hacpo_mega.models.files.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION, SINGLE
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
 LLAMA3_ROPE = {
@@ -30,6 +33,8 @@ LLAMA3_ROPE = {
 }
 # Three quarters of the positions of make_model's models are beyond the original ones.
 YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16}
+# As gpt-oss has it, less beta_fast and beta_slow, which vLLM's class looks for.
+GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
 # As Ministral 3 has it: both of the first cancel, and queries grow.
 SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 # Sizes of gated delta nets, none like another.
@@ -87,7 +92,7 @@ def make_model(
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
     traits = FAMILIES[family]
     if traits.windows != "none":
-        config.sliding_window = window or (1024 if traits.windows == "some" else None)
+        config.sliding_window = window or (1024 if traits.windows in ("some", "pattern") else None)
     config.update(
         {
             "num_hidden_layers": num_layers,
@@ -109,8 +114,11 @@ def make_model(
         config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
         config.update({traits.experts.width: ffn_size})
     config.update(said or {})
+    if hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
+        kinds = ("sliding_attention", "full_attention") if traits.windows == "pattern" else kinds
         kinds = kinds if traits.delta_net is None else ("linear_attention", "full_attention")
         config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
     if images:
@@ -121,6 +129,48 @@ def make_model(
     _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return Path(folder)
+
+
+def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:
+    """Give a gpt-oss folder other experts, random ones in MXFP4; returns the tensors that transformers loads of it."""
+    stored, plain, generator = load_file(folder / SINGLE), {}, torch.Generator().manual_seed(seed)
+    for name, tensor in stored.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            plain[name] = tensor
+            continue
+        shape = (len(tensor), tensor.shape[2], tensor.shape[1] // 32)
+        plain[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        plain[f"{name}_scales"] = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+        stored[name] = convert_moe_packed_tensors(plain[f"{name}_blocks"], plain[f"{name}_scales"])
+    save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]  # as published
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return stored
+
+
+def pack_fp8(folder: Path) -> set[str]:
+    """Have a folder its projections in fp8, with a scale for each block of 128 x 128 numbers; returns their names."""
+    stored, plain = load_file(folder / SINGLE), {}
+    names = {name for name in stored if name.endswith("proj.weight") or ".experts." in name}
+    for name, tensor in stored.items():
+        plain[name] = tensor
+        if name in names:
+            grid = [-(-size // 128) for size in tensor.shape]
+            padded = torch.zeros(grid[0] * 128, grid[1] * 128)
+            padded[: tensor.shape[0], : tensor.shape[1]] = tensor.float()
+            blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scales = blocks.abs().amax(dim=(1, 3)) / 448.0
+            packed = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+            plain[name] = packed[: tensor.shape[0], : tensor.shape[1]].to(torch.float8_e4m3fn).contiguous()
+            plain[f"{name}_scale_inv"] = scales
+    save_file(plain, folder / SINGLE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+                                     "weight_block_size": [128, 128]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return names
 
 
 def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
@@ -158,7 +208,7 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
             draw = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 value = (1.0 if "linear_attn" in name else of_norms) + 0.3 * draw
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias", ".sinks")):
                 value = 0.3 * draw
             else:
                 value = draw * parameter.shape[-1] ** -0.5

@@ -43,6 +43,16 @@ SIGNATURES = {
         "(mixed_qkv: 'torch.Tensor', b: 'torch.Tensor', a: 'torch.Tensor', core_attn_out: 'torch.Tensor', "
         "layer_name: 'LayerNameType') -> 'None'"
     ),
+    "CPURouter.__init__": (
+        "(self, top_k: int, global_num_experts: int, use_grouped_topk: bool = False, "
+        "num_expert_group: int | None = None, topk_group: int | None = None, renormalize: bool = True, "
+        "scoring_func: str = 'softmax', routed_scaling_factor: float = 1.0, "
+        "e_score_correction_bias: torch.Tensor | None = None, "
+        "custom_routing_function: collections.abc.Callable | None = None, "
+        "hash_indices_table: torch.Tensor | None = None, "
+        "eplb_state: vllm.distributed.eplb.eplb_state.EplbLayerState | None = None)"
+    ),
+    "vllm.model_executor.model_loader.reload.layerwise._get_weight_loader": "(tensor: torch.Tensor)",
     "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",
     "KVCacheManager.allocate_slots": (
         "(self, request: vllm.v1.request.Request, num_new_tokens: int, num_new_computed_tokens: int = 0, "

@@ -62,6 +62,22 @@ def test_gated_activation_and_its_gradient(shape, name, dtype, backend):
         assert_within(gate_up.grad, exact.grad, bound + 1e-30)
 
 
+@each_dtype
+def test_gpt_oss_activation_in_triton_is_the_references(dtype):
+    """The reference is the one that unit/megatron/test_gated.py compares with transformers."""
+    gate_up, grad = drawn(7, 600, seed=1, scale=4.0, dtype=dtype), drawn(7, 300, seed=2, dtype=dtype)
+    found = []
+    for backend, kind in (("triton", dtype), ("reference", torch.float64)):
+        given = gate_up.to(kind, copy=True).requires_grad_()
+        product = gated_activation(given, "swigluoai", backend=backend)
+        product.backward(grad.to(kind))
+        found.append((product.detach().cpu().double(), given.grad.cpu().double()))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6}[dtype]
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    assert (found[0][1] == 0).any()
+
+
 @pytest.mark.parametrize("name", EXACT)
 def test_gates_far_from_zero_are_finite(name):
     """Where the exponential overflows, the gate is shut and has no gradient, or open and has that of up."""

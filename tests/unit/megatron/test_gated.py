@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
 from hacpo_mega.megatron.model.gated import GatedActivation
 
@@ -37,3 +38,20 @@ def test_value_and_gradient_have_the_bits_of_torchs_operations(name, dtype, colu
 def test_the_gradient_is_that_of_finite_differences(name):
     gate_up, _ = inputs(name, 5, torch.float64)
     assert torch.autograd.gradcheck(GatedActivation(name), gate_up)
+
+
+def test_gpt_oss_has_limits_and_transformers_numbers():
+    """Numbers beyond the limits count as these, and have no gradient; at them they have."""
+    experts = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=300, num_local_experts=1))
+    gate_up, grad = inputs("swigluoai", 300, torch.float64)
+    gate_up = gate_up.detach()
+    gate_up[0, 0, [0, 300]] = torch.tensor([7.0, -7.0], dtype=torch.float64)
+    gate_up.requires_grad_()
+    assert (gate_up > 7).any() and (gate_up[..., 300:] < -7).any()
+    expected = experts._apply_gate(torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2))
+    (expected_grad,) = torch.autograd.grad(expected, gate_up, grad)
+    found = GatedActivation("swigluoai")(gate_up)
+    (found_grad,) = torch.autograd.grad(found, gate_up, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-13, atol=1e-13)
+    assert 0 < (found_grad == 0).sum() < gate_up.numel() // 5

@@ -17,24 +17,30 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 ROUNDING = 4 * (8 + 12 + 12) ** 0.5 * 2.0**-24
 
 
-def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window):
+def attention_by_hand(query_TND, key_TKD, value_TKD, lengths, scale, window, sinks_N=None):
     parts = []
     for query_LND, key_LKD, value_LKD in zip(*(t.split(lengths) for t in (query_TND, key_TKD, value_TKD)), strict=True):
         key_LND, value_LND = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key_LKD, value_LKD))
         scores_NLL = torch.einsum("qnd,knd->nqk", query_LND, key_LND) * scale
         all_LL = torch.ones(scores_NLL.shape[1:], dtype=torch.bool)
         hidden_LL = all_LL.triu(1) | (all_LL.tril(-window) if window else ~all_LL)
-        weights_NLL = scores_NLL.masked_fill(hidden_LL, -torch.inf).softmax(dim=-1)
+        scores_NLL = scores_NLL.masked_fill(hidden_LL, -torch.inf)
+        if sinks_N is not None:
+            scores_NLL = torch.cat([scores_NLL, sinks_N[:, None, None].expand(*scores_NLL.shape[:2], 1)], dim=-1)
+        weights_NLL = scores_NLL.softmax(dim=-1)[..., : len(query_LND)]
         parts.append(torch.einsum("nqk,knd->qnd", weights_NLL, value_LND))
     return torch.cat(parts)
 
 
-def attended(inputs, starts, prefixes, window):
+def attended(inputs, starts, prefixes, window, sinks_N=None):
     """This project's attention of queries, keys and values in segments."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=HEADS, attention_dropout=0.0)
     packed = packed_segments(starts, prefixes)
     alone = ProcessGroupCollection(cp=FakeProcessGroup._create_internal(0, 1))
     attention = PackedAttention(config, alone, softmax_scale=0.3, window=window)
+    if sinks_N is not None:
+        del attention.sinks
+        attention.sinks = sinks_N
     return attention(*inputs, None, packed_seq_params=packed)
 
 
@@ -52,17 +58,21 @@ SHARED = [([5, 3], [(0, 4), (0, 4), (1, 4), (1, 3), (0, 1)]), ([7], [(0, 5), (0,
 
 @pytest.mark.parametrize("window", [None, 2, 4])
 @pytest.mark.parametrize("prompts, answers", SHARED)
-def test_answers_attend_to_the_prompt_they_share(prompts, answers, window):
-    """As if each had read it by itself, whose gradients add up at the prompt."""
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_answers_attend_to_the_prompt_they_share(prompts, answers, window, has_sinks):
+    """As if each had read it by itself, whose gradients add up at the prompt; so do those of sinks."""
     lengths = [*prompts, *(length for _, length in answers)]
     generator = torch.Generator().manual_seed(sum(lengths))
     shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    inputs += [torch.randn(HEADS, generator=generator, dtype=torch.float64)] if has_sinks else []
     expected_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
     segments = torch.arange(sum(lengths)).split(lengths)
     wholes = [torch.cat([segments[prompt], own]) for (prompt, _), own in zip(answers, segments[len(prompts) :])]
     places, sizes = torch.cat([*segments[: len(prompts)], *wholes]), [*prompts, *map(len, wholes)]
-    read = attention_by_hand(*(tensor[places] for tensor in expected_inputs), sizes, scale=0.3, window=window)
+    read = attention_by_hand(
+        *(tensor[places] for tensor in expected_inputs[:3]), sizes, 0.3, window, *expected_inputs[3:]
+    )
     parts = [part[-length:] for part, length in zip(read.split(sizes), lengths)]
     expected_TND = torch.cat(parts)
     (expected_TND * direction_TND).sum().backward()
@@ -70,7 +80,7 @@ def test_answers_attend_to_the_prompt_they_share(prompts, answers, window):
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     seen = [(0, 0) for _ in prompts] + [(int(starts[prompt]), prompts[prompt]) for prompt, _ in answers]
-    found_TND = attended(inputs, starts, torch.tensor(seen, dtype=torch.int32), window)
+    found_TND = attended(inputs[:3], starts, torch.tensor(seen, dtype=torch.int32), window, *inputs[3:])
     (found_TND * direction_TND).sum().backward()
     require_close(found_TND, expected_TND, inputs, expected_inputs)
 
@@ -124,6 +134,35 @@ def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths,
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     found_TND = attended(inputs, starts, None, window)
+    (found_TND * direction_TND).sum().backward()
+    require_close(found_TND, expected_TND, inputs, expected_inputs)
+
+
+class DenseKernel:
+    """A twin of the flash kernel for one sequence: torch's for the CPU, with its log-sum-exp."""
+
+    def forward(self, *tensors):
+        whole = [tensor.transpose(0, 1)[None] for tensor in tensors]
+        found, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*whole, 0.0, True, scale=0.3)
+        return found[0].transpose(0, 1), lse[0]
+
+    def backward(self, grad, query, key, value, output, lse):
+        whole = [tensor.transpose(0, 1)[None] for tensor in (grad, query, key, value, output)]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(found[0].transpose(0, 1) for found in backward(*whole, lse[None], 0.0, True, scale=0.3))
+
+    as_output = staticmethod(layers._Varlen.as_output)
+
+
+def test_the_gradient_of_sinks_beside_a_kernel_is_a_softmaxs():
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(19, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)] + [(HEADS,), (19, HEADS, HEAD_DIM)]
+    *inputs, direction_TND = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    expected_inputs = [tensor.clone().requires_grad_() for tensor in inputs]
+    expected_TND = attention_by_hand(*expected_inputs[:3], [19], 0.3, None, expected_inputs[3])
+    (expected_TND * direction_TND).sum().backward()
+    inputs = [tensor.float().requires_grad_() for tensor in inputs]
+    found_TND = layers.WithSinks.apply(*inputs, DenseKernel())
     (found_TND * direction_TND).sum().backward()
     require_close(found_TND, expected_TND, inputs, expected_inputs)
 

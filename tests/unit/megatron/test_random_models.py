@@ -43,6 +43,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     if family.may_turn_a_part:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])
+    turns = {"no_rope_layers": [rng.randint(0, 1) for _ in range(num_layers)]} if family.skips_rope else None
     return {
         "num_layers": num_layers,
         "num_heads": num_heads,
@@ -53,8 +54,9 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "ffn_size": rng.choice([40, 96, 160]),
         "vocab_size": rng.choice([97, 128, 131, 259]),
         "tied": rng.random() < 0.5,
-        "attention_bias": family.may_have_bias and rng.random() < 0.5,
+        "attention_bias": family.may_have_bias and (rng.random() < 0.5 or "attention_bias" in family.only),
         "rope_scaling": rope,
+        "said": turns,
         **random_experts(family, num_layers, rng),
         **random_delta_net(family, rng),
         "window": rng.choice([None, 1, 7, 30]) if family.windows != "none" else None,
@@ -76,6 +78,9 @@ def random_delta_net(family: Family, rng: random.Random) -> dict:
 def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
     if family.experts is None or family.experts.shared is None:
         return {"experts_per_token": rng.choice([1, 2, 3])}
+    if family.experts.dense_kinds:
+        said = {"num_shared_experts": rng.choice([1, 2]), "router_scaling_factor": rng.choice([1.0, 2.5])}
+        return {"experts_per_token": rng.choice([1, 2, 3]), "said": said}
     groups = rng.choice([1, 2, 4])
     of_a_token = rng.randint(1, groups)
     num_experts = groups * rng.choice([2, 3])

@@ -13,7 +13,9 @@ from memory_cases import (
     EXPERTS,
     GEMMA3,
     GLM4,
+    GPT_OSS,
     LLAMA,
+    MINIMAX,
     OLMO2,
     QWEN2,
     SHARED,
@@ -66,6 +68,8 @@ OTHER_CHOICES = [
     plan_of(EXPERTS),
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),
+    plan_of(GPT_OSS, tp=2, ep=2),
+    plan_of(MINIMAX, tp=2, ep=2),
     plan_of(SHARED, tp=2, ep=2, device=CPU),
 ]
 

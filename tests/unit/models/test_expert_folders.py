@@ -2,24 +2,31 @@
 
 import json
 import math
+import re
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_families import MIXTRAL, QWEN3_MOE, read
-from tiny_models import make_model
-from transformers import AutoConfig
+from test_families import GPT_OSS, MIXTRAL, QWEN3_MOE, read
+from tiny_models import GPT_OSS_ROPE, make_model, pack_experts, pack_fp8
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from hacpo_mega.config.checks.notes import unused_fields
+from hacpo_mega.megatron.weights.hf_reader import FolderReader
+from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import is_tied
-from hacpo_mega.models.files.weight_files import published_names, weight_problems
+from hacpo_mega.models.files.folder import dtype_name
+from hacpo_mega.models.files.weight_files import SINGLE, published_names, weight_problems
 from hacpo_mega.models.sharding.layout import Layout, layout_problems
 from hacpo_mega.models.sharding.segments import all_sources, rectangles, segments, shard_shape, stage_slots
 
 
-@pytest.mark.parametrize("published", [QWEN3_MOE, MIXTRAL])
+@pytest.mark.parametrize("published", [QWEN3_MOE, MIXTRAL, GPT_OSS])
 def test_experts_are_read_as_transformers_reads_them(tmp_path, published):
     config = json.loads(published)
     found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
@@ -27,9 +34,9 @@ def test_experts_are_read_as_transformers_reads_them(tmp_path, published):
     assert found.expert_ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
     assert found.normalises_experts == getattr(theirs, "norm_topk_prob", True)
     assert found.has_experts and found.ffn_size == 0
-    # As the Hub counts them: 30.5 and 46.7 billion.
+    # As the Hub counts them, and the paper of gpt-oss: 30.5, 46.7 and 20.9 billion.
     size = sum(math.prod(source.shape) for source in all_sources(found))
-    assert round(size / 1e9, 1) == {"qwen3_moe": 30.5, "mixtral": 46.7}[found.family]
+    assert round(size / 1e9, 1) == {"qwen3_moe": 30.5, "mixtral": 46.7, "gpt_oss": 20.9}[found.family]
 
 
 @pytest.mark.parametrize("said", ["num_experts", "num_local_experts"])
@@ -147,3 +154,78 @@ def test_a_model_without_experts_has_no_ep(tmp_path):
     assert layout_problems(architecture, Layout(tp=2, ep=2)) == [
         "ep (2): a qwen3 model has no experts to share. Nearest: ep = 1"
     ]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A gpt-oss whose experts are random MXFP4, and the tensors that transformers would load of it."""
+    folder = tmp_path_factory.mktemp("packed")
+    sizes = {"tied": False, "attention_bias": True, "window": 9, "ffn_size": 96, "num_experts": 3}
+    make_model(folder, "gpt_oss", rope_scaling=GPT_OSS_ROPE, dtype=torch.bfloat16, **sizes)
+    return folder, pack_experts(folder)
+
+
+def test_mxfp4_is_read_as_transformers_unpacks_it_and_written_as_bfloat16(packed, tmp_path):
+    """Every tensor of every expert, with a name of its own; what is written is what transformers would have."""
+    folder, expected = packed
+    sources = tuple(all_sources(Architecture.from_folder(folder)))
+    assert weight_problems(folder, {s.name: s.shape for s in sources}, family="gpt_oss", tied=False) == []
+    assert published_names(folder, tied=False) == {source.name for source in sources}
+    assert dtype_name(folder) == "bfloat16"
+    with ExitStack() as stack:
+        reader = FolderReader(folder, stack)
+        read_all = ((s.name, reader.read(s, 0, s.shape[0], dim=0).bfloat16()) for s in sources)
+        copy_beside_weights(folder, tmp_path, torch.bfloat16)
+        write_weights(read_all, sources, tmp_path, torch.bfloat16, base=folder)
+    written = load_file(tmp_path / SINGLE)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    _, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+
+
+def test_fp8_is_read_as_transformers_unpacks_it(tmp_path):
+    """Several blocks of rows or columns in every matrix; transformers wants them equal."""
+    sizes = {"tied": False, "hidden_size": 256, "ffn_size": 256, "num_heads": 8, "num_kv_heads": 8, "head_dim": 32}
+    make_model(tmp_path, "minimax_m2", dtype=torch.bfloat16, num_experts=3, **sizes)
+    packed = pack_fp8(tmp_path)
+    assert len(packed) == 2 * (4 + 3 * 3)
+    sources = tuple(all_sources(Architecture.from_folder(tmp_path)))
+    assert weight_problems(tmp_path, {s.name: s.shape for s in sources}, family="minimax_m2", tied=False) == []
+    tensors, theirs = load_file(tmp_path / SINGLE), Fp8Dequantize(None)
+    with ExitStack() as stack:
+        reader = FolderReader(tmp_path, stack)
+        for source in sources:
+            found, stored = reader.read(source, 0, source.shape[0], dim=0), tensors[source.name]
+            if source.name in packed:
+                scales = tensors[f"{source.name}_scale_inv"]
+                stored = theirs.convert({"weight$": stored, "weight_scale_inv": scales})["weight"]
+            assert torch.equal(found, stored), source.name
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / SINGLE)
+    lines = weight_problems(tmp_path, {s.name: s.shape for s in sources}, family="minimax_m2", tied=False)
+    assert len(lines) == 1 and "q_proj.weight is stored as F8_E4M3; expected one of" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), "lacks 3 tensors of this gpt_oss model"),
+        (lambda t: t.pop("model.layers.0.mlp.experts.gate_up_proj_bias"), "lacks 18 tensors of this gpt_oss model"),
+        (lambda t: t.update({"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(3, 64, 5).byte()}),
+         r"has 1 tensors unknown to gpt_oss: model.layers.0.mlp.experts.down_proj_blocks"),
+        (lambda t: t.update({"model.layers.0.mlp.experts.down_proj_bias": torch.zeros(3, 60)}),
+         r"down_proj.bias has shape \(60,\); config.json says \(64,\)"),
+        (lambda t: t.update({"model.layers.0.self_attn.sinks": torch.zeros(3)}), r"sinks has shape \(3,\)"),
+    ],
+)  # fmt: skip
+def test_stacks_that_are_not_whole_are_named(packed, tmp_path, change, line):
+    folder, _ = packed
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    wanted = {source.name: source.shape for source in all_sources(Architecture.from_folder(tmp_path))}
+    assert re.search(line, "\n".join(weight_problems(tmp_path, wanted, family="gpt_oss", tied=False)))

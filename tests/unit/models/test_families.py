@@ -1,5 +1,6 @@
 """The config.json of each family: transformers' own, published ones, and what asks for another model."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from transformers import AutoConfig
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.public import public_architecture
 
 # As published, less the sizes of the vocabulary's special tokens: what a user's folder says word for word.
 QWEN25 = """{"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
@@ -98,10 +100,60 @@ MIXTRAL = """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0,
   "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
   "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": true,
   "vocab_size": 32000}"""
+SMOLLM3 = """{"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": null, "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+  "intermediate_size": 11008, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false,
+  "model_type": "smollm3", "no_rope_layer_interval": 4, "num_attention_heads": 16, "num_hidden_layers": 36,
+  "num_key_value_heads": 4, "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0",
+  "use_cache": false, "use_sliding_window": false, "vocab_size": 128256}"""
+SEED_OSS = """{"architectures": ["SeedOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.1,
+  "attention_out_bias": false, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "hidden_act": "silu",
+  "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 27648, "max_position_embeddings": 524288,
+  "mlp_bias": false, "model_type": "seed_oss", "num_attention_heads": 80, "num_hidden_layers": 64,
+  "num_key_value_heads": 8, "pad_token_id": 1, "residual_dropout": 0.1, "rms_norm_eps": 1e-06,
+  "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.55.0", "use_cache": true, "vocab_size": 155136}"""
+GPT_OSS = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
+  "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+  "initial_context_length": 4096, "initializer_range": 0.02, "intermediate_size": 2880,
+  "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+  "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+  "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+  "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention",
+  "full_attention"], "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+  "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+  "output_router_logits": false, "pad_token_id": 199999, "quantization_config": {"modules_to_not_convert":
+  ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+  "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0,
+  "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+  "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+  "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088}"""
+MINIMAX_M2 = """{"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
+  "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+  "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+  "num_mtp_modules": 3, "qk_norm_type": "per_layer", "quantization_config": {"activation_scheme": "dynamic",
+  "fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+  "quant_method": "fp8", "weight_block_size": [128, 128]}, "rms_norm_eps": 1e-06, "rope_theta": 5000000,
+  "rotary_dim": 64,
+  "scoring_func": "sigmoid", "shared_intermediate_size": 0, "sliding_window": null, "tie_word_embeddings": false,
+  "use_mtp": true, "use_qk_norm": true, "use_routing_bias": true, "vocab_size": 200064}"""
+HY3 = """{"architectures": ["HYV3ForCausalLM"], "enable_attention_fp32_softmax": true, "enable_lm_head_fp32": true,
+  "enable_moe_fp32_combine": true, "expert_hidden_dim": 1536, "first_k_dense_replace": 1, "head_dim": 128,
+  "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13312, "max_position_embeddings": 262144,
+  "model_type": "hy_v3", "moe_intermediate_size": 1536, "moe_router_enable_expert_bias": true,
+  "moe_router_use_sigmoid": true, "num_attention_heads": 64, "num_experts": 192, "num_experts_per_tok": 8,
+  "num_hidden_layers": 80, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "num_shared_experts": 1,
+  "qk_norm": true, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
+  "route_norm": true, "router_scaling_factor": 2.826, "tie_word_embeddings": false, "use_cache": true,
+  "use_grouped_mm": true, "vocab_size": 120832}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
              "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4,
              "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4, "Olmo-3-7B-Instruct": OLMO3,
-             "gemma-3-1b-it": GEMMA3, "Qwen3-30B-A3B": QWEN3_MOE, "Mixtral-8x7B-Instruct-v0.1": MIXTRAL}  # fmt: skip
+             "gemma-3-1b-it": GEMMA3, "Qwen3-30B-A3B": QWEN3_MOE, "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
+             "SmolLM3-3B": SMOLLM3, "Seed-OSS-36B-Instruct": SEED_OSS, "gpt-oss-20b": GPT_OSS,
+             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "n_shared_experts": 1, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -121,10 +173,17 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert found.tied == theirs.tie_word_embeddings
+    assert found.rotary_share == rope.get("partial_rotary_factor", 1.0)
+    if name in BY_NAME:
+        assert found == public_architecture(name)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("field", FOREIGN)
+BY_NAME = ("SmolLM3-3B", "Seed-OSS-36B-Instruct", "gpt-oss-20b", "MiniMax-M2", "Hy3-preview")
+# The one family that knows it.
+KNOWN = {("SmolLM3-3B", "no_rope_layers")}
+
+
+@pytest.mark.parametrize("name, field", sorted({*itertools.product(PUBLISHED, FOREIGN)} - KNOWN))
 def test_a_field_that_a_family_does_not_know_is_a_refusal(tmp_path, name, field):
     config = json.loads(PUBLISHED[name]) | {field: FOREIGN[field]}
     with pytest.raises(
@@ -150,7 +209,8 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     if whole.window_theta is not None:
         assert whole.window_theta == config.rope_parameters["sliding_attention"]["rope_theta"]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * 2
-    assert whole.windows == (() if "sliding_attention" not in kinds else (config.sliding_window,) * 2)
+    windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+    assert whole.windows == (windows if any(windows) else ())
     assert whole.tied == config.tie_word_embeddings
     assert whole.rotary_share == rope.get("partial_rotary_factor", 1.0)
     assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
@@ -171,6 +231,58 @@ def test_layers_with_a_window_are_those_of_transformers(tmp_path):
     assert set(found.windows) == {None, 512}
     with pytest.raises(ValueError, match=r"layer_types has 1 entries; num_hidden_layers is 26"):
         read(tmp_path, config | {"layer_types": ["full_attention"]})
+
+
+def test_layers_that_do_not_turn_are_those_of_transformers(tmp_path):
+    config = json.loads(SMOLLM3)
+    theirs = AutoConfig.for_model(**config)
+    assert read(tmp_path, config).unturned == tuple(n for n, turns in enumerate(theirs.no_rope_layers) if not turns)
+    assert read(tmp_path, config | {"no_rope_layers": [0, 1] * 18}).unturned == tuple(range(0, 36, 2))
+    with pytest.raises(ValueError, match=r"no_rope_layers must be a list of 36 times 0 or 1, found \[1, 0\]"):
+        read(tmp_path, config | {"no_rope_layers": [1, 0]})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("sliding_window", None, "no sliding_window is not supported with gpt_oss: vLLM gives layers a window by"),
+        ("layer_types", ["full_attention"] * 24, r"layer_types \[.* is not supported with gpt_oss: vLLM gives"),
+        ("quantization_config", {"quant_method": "fp8"}, "not supported with gpt_oss, only quant_method mxfp4"),
+        ("swiglu_limit", 5.0, "swiglu_limit = 5.0 is not supported, only 7.0"),
+        ("attention_bias", False, "attention_bias = False is not supported, only True"),
+        ("rms_norm_eps", 1e-6, "rms_norm_eps = 1e-06 is not supported, only 1e-05"),
+        ("rope_scaling", {"rope_type": "default"}, "rope type 'default' is not supported with gpt_oss"),
+    ],
+)  # fmt: skip
+def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, line):
+    assert read(tmp_path, json.loads(GPT_OSS)).windows == (128, None) * 12
+    with pytest.raises(ValueError, match=line):
+        read(tmp_path, json.loads(GPT_OSS) | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("published", "change", "line"),
+    [
+        (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "only quant_method fp8 and weight_block_size"),
+        (HY3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported, only None"),
+        (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
+        (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias = False is not supported, only True"),
+        (HY3, {"route_norm": False}, "route_norm = False is not supported, only True"),
+        (HY3, {"first_k_dense_replace": 2}, "mlp_layer_types must be 2 times 'dense', as first_k_dense_replace says"),
+        (HY3, {"mlp_layer_types": ["sparse"] * 79 + ["dense"]}, "mlp_layer_types must be 1 times 'dense'"),
+    ],
+)  # fmt: skip
+def test_what_transformers_and_vllm_would_read_differently_is_refused(tmp_path, published, change, line):
+    with pytest.raises(ValueError, match=line):
+        read(tmp_path, json.loads(published) | change)
+
+
+def test_dense_layers_are_those_of_transformers(tmp_path):
+    config = json.loads(HY3)
+    assert read(tmp_path, config).dense_layers == AutoConfig.for_model(**config).mlp_layer_types.count("dense")
+    kinds = {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 77}
+    assert read(tmp_path, config | kinds | {"first_k_dense_replace": 3}).dense_layers == 3
+    assert read(tmp_path, config | kinds | {"first_k_dense_replace": None}).dense_layers == 3
 
 
 def test_no_other_file_knows_a_family_by_name():

@@ -150,3 +150,13 @@ def test_the_key_says_what_peft_says():
     assert agent.adapters(model("llama")) == Lora(8, 16.0, ("q_proj", "v_proj"))
     assert agent.adapters(model("llama")).scale == 2.0
     assert AgentConfig(name="a", model="a").adapters(model("llama")) is None
+
+
+def test_experts_that_a_folder_stacks_have_no_adapters():
+    """As in peft, for which they are no layers."""
+    sizes = replace(EXPERTS, family="gpt_oss", qk_norm=False)
+    assert chosen_targets(sizes, ALL_LINEAR) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    with pytest.raises(
+        ValueError, match=r"'gate_proj' matches nothing in this gpt_oss model, whose matrices are q_proj"
+    ):
+        chosen_targets(sizes, ["gate_proj"])
