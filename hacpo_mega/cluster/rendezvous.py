@@ -218,7 +218,7 @@ def listening_address() -> str:
 
 
 def published(port: int) -> str:
-    """How other processes of the job reach a port of this one: "address hostname port"."""
+    """The way of other processes of the job to a port of this one: "address hostname port"."""
     return f"{own_address()} {socket.gethostname()} {port}"
 
 
@@ -246,6 +246,7 @@ def connect_published(address_of: str, secret: Secret, purpose: str, timeout_s: 
 
 
 def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel notice within half a minute that the other host is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, seconds in KEEPALIVE:

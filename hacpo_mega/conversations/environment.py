@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol, Self
 
 from hacpo_grading.texts.chat_messages import messages_of
@@ -401,6 +402,16 @@ def with_observation(messages: Sequence[Mapping[str, Any]], text: str | None) ->
     if text and last is not None:
         last["content"] += text
     return found
+
+
+def of_one_user(others: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages of the user that follow one another as one: several agents may have spoken, and many templates want
+    roles to alternate."""
+    made: list[Mapping[str, Any]] = []
+    for is_user, group in groupby(others, key=lambda message: message["role"] == "user"):
+        said = list(group)
+        made += [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}] if is_user else said
+    return made
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class _Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Voice:
-    """How an agent's seats read and speak: its tokenizer, its limits, its engine.
+    """Reading and speaking of an agent's seats: its tokenizer, its limits, its engine.
 
     ask    the completion of a request
     how    max_tokens of one turn, temperature, return_logprobs

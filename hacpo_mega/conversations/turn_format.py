@@ -30,6 +30,7 @@ from typing import Any, Self
 from renderers import Renderer, RendererConfig, create_renderer
 
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
+from hacpo_mega.conversations.environment import of_one_user
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
 from hacpo_mega.samples.tokenizers import TextCodec
@@ -80,6 +81,7 @@ class TurnFormat(abc.ABC):
     kind         "renderer qwen3", "template" or "plain"
     stop_ids     tokens that end an own turn
     rewrites     the first place where the template writes an earlier own turn otherwise; None where it never does
+    around_heard  text before and behind what others said before the agent's first turn
     num_control  control tokens that texts of others have spelled, and that were encoded as ordinary text
     num_lost     texts of others that the vocabulary cannot write, read as empty: a plain format's alone
     """
@@ -87,6 +89,7 @@ class TurnFormat(abc.ABC):
     kind: str
     stop_ids: tuple[int, ...]
     rewrites: str | None = None
+    around_heard: tuple[str, str] = ("\n\n", "")
     num_control: int = 0
     num_lost: int = 0
 
@@ -102,9 +105,10 @@ class TurnFormat(abc.ABC):
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Ids of the first prompt: messages as of `Prompting.messages`, the tools shown, the agent's turn opened."""
 
-    @abc.abstractmethod
     def heard(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
+        before, behind = self.around_heard
+        return "".join(f"{before}{message['content']}{behind}" for message in messages)
 
     @abc.abstractmethod
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
@@ -145,7 +149,7 @@ class PlainFormat(TurnFormat):
                 f"the vocabulary of {codec.tokenizer.name_or_path} has none of {', '.join(map(repr, SEPARATORS))}, "
                 "and one must stand between what others say and the agent's turn; add one"
             )
-        self._separator = found[0]
+        self._separator, self.around_heard = found[0], ("", found[0])
         self._tool = _only_tool(tools) if tools else None
         if tools and codec.encode_answers([CALL_MARK]) == [None]:
             raise ValueError(
@@ -160,9 +164,6 @@ class PlainFormat(TurnFormat):
             is_own = message["role"] == "assistant"
             ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._said([message])
         return ids
-
-    def heard(self, messages: Sequence[Message]) -> str:
-        return "".join(f"{message['content']}{self._separator}" for message in messages)
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
         return [*(() if ended else (self._codec.eos_id,)), *self._said(others)]
@@ -234,11 +235,8 @@ class TemplateFormat(TurnFormat):
         self.num_control += self._num_control(messages)
         return self._encode(self._rendered(self._plain_messages(messages), opens=True))
 
-    def heard(self, messages: Sequence[Message]) -> str:
-        return "".join(f"\n\n{message['content']}" for message in messages)
-
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
-        num_control, others = self._num_control(others), self._plain_messages(_of_one_user(others))
+        num_control, others = self._num_control(others), self._plain_messages(of_one_user(others))
         self.num_control += num_control
         if not num_control and (bridged := self._bridged(head, others)) is not None:
             return bridged
@@ -483,18 +481,6 @@ class TemplateFormat(TurnFormat):
         """The start of a thinking block that a prompt has opened; empty if it opens none."""
         text = self._shown(head[-16:])
         return text[text.rfind(OPENS) :] if text.rstrip().endswith(OPENS) else ""
-
-
-def _of_one_user(others: Sequence[Message]) -> list[Message]:
-    """Messages of the user that follow one another as one: several agents may have spoken, and many templates want
-    roles to alternate."""
-    made: list[Message] = []
-    for message in others:
-        if made and made[-1]["role"] == message["role"] == "user":
-            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
-        else:
-            made.append(message)
-    return made
 
 
 def _num_same(one: str, other: str) -> int:

@@ -1,6 +1,7 @@
 """Runs with an environment: two agents of other tokenizers, one of them on two ranks, share their conversations."""
 
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,91 @@ def test_an_environment_that_says_nothing_changes_no_bit(config_file, tmp_path):
     assert found["silent"][1] == found["none"][1]
     assert found["silent"][0] == found["none"][0]
     assert found["silent"][2] == found["none"][2]
+
+
+@pytest.fixture(scope="module")
+def debate_file(config_file) -> Path:
+    """Both agents in one conversation: `right`, the second role, is the first agent, on two ranks."""
+    roles = [{"name": "left", "agent": "small"}, {"name": "right", "agent": "wide"}]
+    table = {"conversation": conversing("Debate", max_turns=2), "roles": roles}
+    file = config_file.with_name("debate.toml")
+    file.write_text(
+        tomli_w.dumps(tomllib.loads(config_file.read_text()) | table | {"run_dir": str(file.parent / "two")})
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def debate(debate_file) -> Path:
+    train(debate_file)
+    return debate_file.parent / "two"
+
+
+def test_two_agents_play_one_conversation_and_each_learns_from_its_turns(debate, debate_file):
+    """Log-probs of both against Hugging Face in float64, on the tokens that each read; the texts are the same."""
+    by_place, compared = {}, Counter()
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(
+            debate_file.parent / name, dtype=torch.float64, attn_implementation="eager"
+        )
+        for name in ("wide", "small")
+    }
+    for place, (prompt, answer) in enumerate(answers_of(debate, 1)):
+        name, turns = answer["agent"], answer["turns"]
+        by_place.setdefault((prompt["id"], answer["rollout"]), {})[name] = answer
+        assert sum(turn["num_tokens"] for turn in turns) == answer["num_tokens"], place
+        if "token_logprob" not in answer:
+            continue
+        codes = {sign: CHARACTERS.index(sign) + 2 for sign in CHARACTERS}
+        opened = prompt["prompt_token_ids"][name] + [codes[sign] for sign in answer["opening"]]
+        if name == "small" or all(sign in codes for sign in answer["opening"]):
+            tokens = [*opened, *answer["token_ids"]]
+            with torch.no_grad():
+                logits = models[name](torch.tensor([tokens])).logits[0] / TEMPERATURE
+            expected = logits.log_softmax(-1)[np.arange(len(tokens) - 1), tokens[1:]].numpy()[len(opened) - 1 :]
+            places = answer["trained_places"]
+            assert np.abs(expected[places] - np.array(answer["token_logprob"])).max(initial=0) < 2e-5
+            compared[name] += 1
+    assert min(compared.values()) > 0 and len(compared) == 2
+    reached = 0
+    for both in by_place.values():
+        left, right = both["small"], both["wide"]
+        first = left["turns"][0]["content"]
+        if right["num_tokens"]:
+            reached += 1
+            assert right["opening"].startswith(f"7{first}") and left["text"] == right["text"]
+            heard = [
+                turn["content"] for turn in left["turns"] if turn["role"] == "user" and turn.get("name") == "right"
+            ]
+            own = [turn["content"] for turn in right["turns"] if turn["role"] == "assistant"]
+            assert heard[: len(own)] == own[: len(heard)]
+    assert reached
+    values = read_metrics(debate / "metrics.jsonl")[1].values
+    for name in ("wide", "small"):
+        assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+        assert 0 < values[f"agent/{name}/engine_gap_max"] < 1e-4
+
+
+def test_a_debate_resumes_bit_by_bit(debate_file, debate):
+    require_same_in_two_parts(debate_file, debate, num_shards=3)
+
+
+@pytest.mark.parametrize("mode", [("rollout.one_step_off=true", "agents.wide.engine_tp=1"), ("lanes=2",)])
+def test_roles_in_other_modes(debate_file, tmp_path, mode):
+    metrics = train(debate_file, f"run_dir={tmp_path / 'run'}", *mode)
+    assert metrics[2].values["agent/wide/conversation/turns_mean"] >= 1
+
+
+def test_roles_that_nobody_can_play_are_refused(debate_file):
+    for override, told in {
+        "roles.1.agent=small": "roles: the agent 'small' plays 2 roles",
+        "roles.1.agent=nobody": "roles: there is no agent 'nobody'",
+        "roles.1.name=left": "roles: the name 'left' occurs 2 times",
+        "placement=shared": "roles: agents that take turns on a device cannot answer each other",
+        "conversation={}": "roles: nothing plays them without conversation.environment",
+    }.items():
+        done = run_here("check", debate_file, override)
+        assert done.returncode == 2 and told in done.stderr, (override, done.stderr)
 
 
 @pytest.mark.parametrize("mode", ["rollout.one_step_off=true", "placement=shared", "lanes=2"])

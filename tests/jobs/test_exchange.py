@@ -75,8 +75,8 @@ def test_what_arrives_is_what_was_sent(sent):
 def test_layout_by_hand():
     """The documented bytes, written out with struct: another program could read them."""
     message = encode([trajectory(prompt=7, agent=1, rollout=5, text="é", tokens=(258,))])
-    header = b"HACPOMSG" + struct.pack("<6I4Q", 4, 46, 0, 0, 0, 0, 1, 1, 2, 0)
-    row = struct.pack("<dddqiiiBB", 1.0, -0.5, 1.0, 7, 5, 1, 1, 0, 0)
+    header = b"HACPOMSG" + struct.pack("<6I4Q", 4, 47, 0, 0, 0, 0, 1, 1, 2, 0)
+    row = struct.pack("<dddqiiiBBB", 1.0, -0.5, 1.0, 7, 5, 1, 1, 0, 0, 0)
     counts = struct.pack("<ii", 1, 2)
     assert message == header + row + counts + b"\x02\x01\x00\x00" + b"\xc3\xa9"
 
@@ -140,8 +140,8 @@ TEXT_COUNTS = TOKEN_COUNTS + 2 * 4
         (encode([trajectory()])[:-1], "take "),
         (encode([trajectory()]) + b"x", "take "),
         (damaged(0, b"PICKLE"), "starts with b'PICKLE"),
-        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 46 bytes, this is 4 with 46"),
-        (damaged(12, struct.pack("<I", 40)), "layout 4 with rows of 40 bytes, this is 4 with 46"),
+        (damaged(8, struct.pack("<I", 1)), "layout 1 with rows of 47 bytes, this is 4 with 47"),
+        (damaged(12, struct.pack("<I", 40)), "layout 4 with rows of 40 bytes, this is 4 with 47"),
         (damaged(16, struct.pack("<I", 1)), "take "),
         (damaged(16, struct.pack("<I", 2)), "1 or 0, but the header says 2"),
         (damaged(20, struct.pack("<I", 3)), "1 or 2 bytes, but the header says 3"),

@@ -37,7 +37,7 @@ def test_seconds_of_one_device(tmp_path):
     assert phases["roll_out"] == pytest.approx({"compute": decode + prefill, "host": 64 * 0.01 + 128 * 0.001})
     assert phases["judge"] == pytest.approx({"host": 8 * 0.1 / 2})
     assert phases["score"] == pytest.approx({"compute": 8 * READ / 0.25e9})
-    assert phases["exchange"] == pytest.approx({"host": 8 * 0.01, "link between": 1456 / 0.5e9 + 4e-6})
+    assert phases["exchange"] == pytest.approx({"host": 8 * 0.01, "link between": 1464 / 0.5e9 + 4e-6})
     step = NUMBERS * (4 + 4 + 8 + 16) / 1e9
     assert phases["learn"] == pytest.approx({"compute": 3 * 16 * READ / 0.5e9, "optimizer": step})
     assert phases["publish"] == pytest.approx({"memory": 2 * 4 * NUMBERS / 1e9, "host": 0.5})
@@ -100,8 +100,8 @@ def test_messages_of_tensor_and_data_parallelism(tmp_path):
         ("score", "gathers and scatters of tp"): (4 * 2 * 0.5 * 4 * 23 * 64 * 4, 4 * 2 * 2),
         ("learn", "gathers and scatters of tp"): (10 * 2 * 0.5 * 8 * 23 * 64 * 4, 10 * 2 * (2 + 2)),
         ("learn", "gradients and weights of dp"): (0.5 * numbers_of_rank * (4 + 4), 2),
-        ("exchange", "answers down the lane"): (4 * (46 + 8 + 8 * 16), 4),
-        ("exchange", "answers inside a cell"): (64 + 8 * (46 + 8 + 8 * 16), 2),
+        ("exchange", "answers down the lane"): (4 * (47 + 8 + 8 * 16), 4),
+        ("exchange", "answers inside a cell"): (64 + 8 * (47 + 8 + 8 * 16), 2),
     }
     assert all(message.inside for message in plan.agents[0].messages if message.what != "answers down the lane")
 

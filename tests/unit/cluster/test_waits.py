@@ -21,6 +21,7 @@ def test_whoever_joins_a_job_says_how_long_it_waits():
         "doctor.py": "config.wait_s",
         "warm_start.py": "config.wait_s",
         "evaluate.py": "WAIT_S",
+        "serve.py": "WAIT_S",
         "meeting.py": "timeout_s",
     }
 

@@ -63,8 +63,8 @@ REWARDS = [
     ),
 ]
 SKILL_CASES = [
-    one("unknown", "data.skills=['add', 'div']", "data.skills.1: must be 'add', 'sub', 'mul', 'srt' or 'sum', found "
-        "'div'"),
+    one("unknown", "data.skills=['add', 'div']", "data.skills.1: must be 'add', 'sub', 'mul', 'srt', 'sum' or "
+        "'chain', found 'div'"),
     one("none", "data.skills=[]", "data.skills: needs at least 1 of them, found []"),
     one("a text", "data.skills='add'", "data.skills: needs a list, found 'add'"),
     one("twice", "data.skills=['mul', 'add', 'mul']", "data.skills: mul is listed more than once. Nearest: ['mul', 'a"),

@@ -73,7 +73,7 @@ def test_a_class_without_a_sentence_would_be_seen():
         ("agents.vllm", ["vllm", "table", "{}"]),
         ("agents.init.tied_embeddings", ["tied_embeddings", "true or false", "required"]),
         ("agents.init.warm_start.skills.NAME.share", ["share", "number, >= 0 and <= 1", "required"]),
-        ("data.skills", ["skills", "list of add | sub | mul | srt | sum", '["add", "sub", "mul", "srt"]']),
+        ("data.skills", ["skills", "list of add | sub | mul | srt | sum | chain", '["add", "sub", "mul", "srt"]']),
         ("data.files", ["files", "list of path", "[]"]),
         ("reward", ["reward", "table", "its defaults"]),
         ("algorithm.delta", ["delta", "number, >= 0 and <= 1", "0.2", "0.2"]),

@@ -105,7 +105,6 @@ def without_arguments(self, x: int):
         (type("Shop", (), {"reset": 3}), r"Shop has no method reset\(\*\*row\)"),
         (type("Shop", (), {"reset": classmethod(lambda cls: 0)}), r"Shop has no method reset\(\*\*row\)"),
         (type("Shop", (Base, Responder), {}), r"Shop derives from Responder and has no method respond\(messages\)"),
-        (class_with(inherited=None), "Shop has no tool .* and does not derive from Responder"),
     ],
 )
 def test_a_class_out_of_the_contract_is_refused(kind, said):

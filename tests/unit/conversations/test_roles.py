@@ -10,9 +10,9 @@ from repository import ROOT
 from written_engine import SIGNS, Written
 
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
-from hacpo_mega.conversations.environment import EnvironmentClass
+from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
 from hacpo_mega.conversations.partners import Partners
-from hacpo_mega.conversations.player import Player
+from hacpo_mega.conversations.player import Player, environment_of
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
@@ -25,7 +25,7 @@ EOS = Stop.EOS
 
 @pytest.fixture(scope="module")
 def codecs(tmp_path_factory):
-    """Of `left`, one sign a token; of `right`, pairs of digits too."""
+    """Codecs of `left`, with one sign a token, and of `right`, with some pairs of digits too."""
     folders = [tmp_path_factory.mktemp(name) for name in ("left", "right")]
     return [TextCodec(make_tokenizer(*made)) for made in zip(folders, (SIGNS, (*SIGNS, "12", "36")), strict=True)]
 
@@ -102,6 +102,10 @@ def turns_of(completion):
     return [(turn.role, turn.content, turn.name) for turn in completion.conversation.turns]
 
 
+def counts_of(completion):
+    return {name: count for name, count in completion.conversation.counts.items() if name != "environment_ms"}
+
+
 def test_a_turn_is_heard_by_the_next_role_in_its_own_tokens(play, codecs, relay):
     texts = [f"{n}*3=" for n in range(12, 20)]
     first, second = lambda read: (f"36-{read[:2]}", EOS), lambda read: (f"4,{read[:2]}", EOS)
@@ -113,7 +117,7 @@ def test_a_turn_is_heard_by_the_next_role_in_its_own_tokens(play, codecs, relay)
         assert right[n].conversation.opening == f"36-{number}=" and left[n].conversation.opening == ""
         assert left[n].token_ids.tolist() == list(codecs[0].encode_answer(f"36-{number}", True))
         assert [one[n].conversation.answer.content for one in (left, right)] == [f"4,{number}"] * 2
-        assert left[n].stop is right[n].stop is EOS and left[n].conversation.counts == {}
+        assert left[n].stop is right[n].stop is EOS and counts_of(left[n]) == {}
         assert conversation_of(conversation_text(left[n].conversation)) == left[n].conversation
     asked = {codecs[1].decode_answer(request.prompt_ids): request for request in engines[1].asked}
     assert sorted(asked) == sorted(f"{text}36-{text[:2]}=" for text in texts)
@@ -150,14 +154,14 @@ def test_an_environment_speaks_between_turns_and_rewards_each_role(play, codecs,
 def test_a_role_that_was_not_reached_is_silent_and_unjudged(play, relay):
     ((left,), (right,)), engines = play(relay, (lambda read: ("36", Stop.LENGTH), lambda read: ("4", EOS)))
     assert left.stop is right.stop is Stop.LENGTH and not engines[1].asked
-    assert left.conversation.counts == {"truncated": 1} and right.conversation.counts == {"truncated": 1, "silent": 1}
+    assert counts_of(left) == {"truncated": 1} and counts_of(right) == {"truncated": 1, "silent": 1}
     assert turns_of(right) == [("assistant", "", ""), ("user", "36", "left")] and not len(right.token_ids)
 
 
 def test_a_turn_too_long_for_the_next_roles_prompt_ends_the_conversation(play, relay):
     scripts = (lambda read: ("123456789", EOS), lambda read: ("4", EOS))
     ((left,), (right,)), _ = play(relay, scripts, prompt=10)
-    assert right.conversation.counts == {"truncated": 1, "too_long": 1, "silent": 1}
+    assert counts_of(right) == {"truncated": 1, "too_long": 1, "silent": 1}
     assert left.stop is Stop.LENGTH and turns_of(left) == [("assistant", "123456789", "")]
 
 
@@ -195,3 +199,15 @@ def test_a_process_without_the_secret_is_asked_nothing(play, relay):
         socket.create_server = create
     assert turns_of(left[0])[-1] == ("user", "2", "right")
     assert len(b"".join(heard)) == 32, "a challenge, and nothing behind a wrong proof"
+
+
+def test_an_environment_that_says_nothing_is_for_roles_alone():
+    conversation = SimpleNamespace(environment="relay", turn_timeout_s=60.0)
+    with pytest.raises(ValueError, match=r"environment relay has no tool .* and does not derive from Responder"):
+        environment_of(SimpleNamespace(conversation=conversation, roles=()))
+    assert environment_of(SimpleNamespace(conversation=conversation, roles=(1, 2))).name == "relay"
+
+
+def test_messages_of_the_user_become_one_for_a_template():
+    said = [{"role": role, "content": text} for role, text in zip(("tool", "user", "user", "tool", "user"), "abcde")]
+    assert [message["content"] for message in of_one_user(said)] == ["a", "b\n\nc", "d", "e"]

@@ -79,7 +79,7 @@ def test_a_grader_of_this_process_judges_after_the_engine():
 
 def test_an_error_beside_the_engine_is_raised_when_judgements_are_taken():
     with Judge("math") as judge, RolloutJudge(judge, while_sampling=True) as beside:
-        beside.on_answer(PROMPTS[0], None)
+        beside.on_answer(None, rollouts(1)[0])
         with pytest.raises(AttributeError):
             beside.judge(PROMPTS, rollouts(1))
 

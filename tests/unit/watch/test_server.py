@@ -138,7 +138,7 @@ def test_bad_requests_are_one_line(client: TestClient, query: str) -> None:
     assert client.get("/api/runs/none/job").status_code == 400
 
 
-@pytest.mark.parametrize("name", ["..%2findex.py", "%2e%2e%2fserver.py", "server.py", ".hidden.js", "..", "a%00.js"])
+@pytest.mark.parametrize("name", ["..%2findex.py", "%2e%2e%2fserver.py", "server.py", ".hidden.js", "a%00.js"])
 def test_only_the_pages_files_are_served(client: TestClient, name: str) -> None:
     found = client.get(f"/page/{name}", headers={"Authorization": f"Bearer {TOKEN}"})
     assert found.status_code == 404 and b"import" not in found.content
