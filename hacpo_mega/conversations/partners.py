@@ -14,7 +14,7 @@ import itertools
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -154,22 +154,26 @@ class SeatDoor:
     ) -> None:
         """`seat_of` may wait for a seat that is not there yet."""
         self._listener, self._loop, self._seat_of = listener, loop, seat_of
-        self._answering: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._admit, name="seats", daemon=True).start()
 
     def _admit(self) -> None:
         with suppress(OSError, ValueError):  # the process ends
             while True:
-                asyncio.run_coroutine_threadsafe(self._serve(self._listener.admit()), self._loop)
+                connection = self._listener.admit()
+                self._loop.call_soon_threadsafe(self._keep, self._serve(connection))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins a task and holds it: an event loop alone would lose it to the garbage collector."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
         with suppress(OSError, EOFError, ValueError, TypeError, KeyError):  # the driver's process has ended
             while True:
-                question = await _read(reader)
-                answering = asyncio.ensure_future(self._answer(question, writer))
-                self._answering.add(answering)
-                answering.add_done_callback(self._answering.discard)
+                self._keep(self._answer(await _read(reader), writer))
         writer.close()
 
     async def _answer(self, question: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:

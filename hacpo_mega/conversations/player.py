@@ -121,13 +121,14 @@ class Player:
         self._is_unwanted: Callable[[], bool] = lambda: False
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
+        self._door: SeatDoor | None = None
         self._lines = None if partners is None else Lines(partners)
         self._seats: dict[SeatKey, asyncio.Future[Seat]] = {}  # of this agent, for drivers in other processes
 
     def let_in(self, listener: AuthListener) -> None:
         """Has drivers in other processes ask this agent's seats."""
         self._start()
-        SeatDoor(listener, self._loop, self._seat_of)
+        self._door = SeatDoor(listener, self._loop, self._seat_of)
 
     def _start(self) -> None:
         if self._thread is None:
