@@ -134,18 +134,22 @@ def test_an_environment_that_says_nothing_changes_no_bit(config_file, tmp_path):
 def debate_file(config_file) -> Path:
     """Both agents in one conversation: `right`, the second role, is the first agent, on two ranks."""
     roles = [{"name": "left", "agent": "small"}, {"name": "right", "agent": "wide"}]
-    table = {"conversation": conversing("Debate", max_turns=2), "roles": roles}
-    file = config_file.with_name("debate.toml")
-    file.write_text(
-        tomli_w.dumps(tomllib.loads(config_file.read_text()) | table | {"run_dir": str(file.parent / "two")})
-    )
+    file = config_file.parent / "debate/debate.toml"
+    file.parent.mkdir()
+    table = {
+        "conversation": conversing("Debate", max_turns=2),
+        "roles": roles,
+        "rollout": ROLLOUT | {"max_prompt_tokens": 24},
+        "run_dir": str(file.parent / "run"),
+    }
+    file.write_text(tomli_w.dumps(tomllib.loads(config_file.read_text()) | table))
     return file
 
 
 @pytest.fixture(scope="module")
 def debate(debate_file) -> Path:
     train(debate_file)
-    return debate_file.parent / "two"
+    return debate_file.parent / "run"
 
 
 def test_two_agents_play_one_conversation_and_each_learns_from_its_turns(debate, debate_file):
@@ -153,7 +157,7 @@ def test_two_agents_play_one_conversation_and_each_learns_from_its_turns(debate,
     by_place, compared = {}, Counter()
     models = {
         name: AutoModelForCausalLM.from_pretrained(
-            debate_file.parent / name, dtype=torch.float64, attn_implementation="eager"
+            debate_file.parent.parent / name, dtype=torch.float64, attn_implementation="eager"
         )
         for name in ("wide", "small")
     }
@@ -205,9 +209,9 @@ def test_roles_in_other_modes(debate_file, tmp_path, mode):
 
 def test_roles_that_nobody_can_play_are_refused(debate_file):
     for override, told in {
-        "roles.1.agent=small": "roles: the agent 'small' plays 2 roles",
-        "roles.1.agent=nobody": "roles: there is no agent 'nobody'",
-        "roles.1.name=left": "roles: the name 'left' occurs 2 times",
+        "roles.right.agent=small": "roles: the agent 'small' plays 2 roles",
+        "roles.right.agent=nobody": "roles: there is no agent 'nobody'",
+        "roles.right.name=left": "roles: the name 'left' occurs 2 times",
         "placement=shared": "roles: agents that take turns on a device cannot answer each other",
         "conversation={}": "roles: nothing plays them without conversation.environment",
     }.items():
