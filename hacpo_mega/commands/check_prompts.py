@@ -67,7 +67,8 @@ def _conversation(
     formats = {}
     for agent, codec in zip(config.agents, codecs, strict=True):
         try:
-            formats[agent.name] = codec, TurnFormat.of(codec, environment.tools, plays_user=environment.responds)
+            hears_users = environment.responds or bool(config.roles)
+            formats[agent.name] = codec, TurnFormat.of(codec, environment.tools, plays_user=hears_users)
         except ValueError as error:
             raise ValueError(f"agents.{agent.name}: {error}") from error
     fields = {"prompt": row.text, **(json.loads(row.row) if row.row else {})}
