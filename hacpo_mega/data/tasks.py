@@ -168,13 +168,14 @@ def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_S
 @dataclass(frozen=True)
 class SkillMix:
     """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), the share
-    of them that ask a calculator, and which half of a chain is taught."""
+    of them that ask a calculator, and the shares that teach the first and the second half of a chain."""
 
     skill: str
     share: float
     num_examples: int | None = None
     with_tool: float = 0.0
-    part: str | None = None
+    first: float = 0.0
+    second: float = 0.0
 
 
 class WarmStartStream:
@@ -198,13 +199,24 @@ class WarmStartStream:
         picks = rng.random(self.batch_size)
         drawn = [self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks)]
         asks = rng.random(self.batch_size) < [self.mix[skill].with_tool for skill in skills]
-        return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(drawn, asks))
+        halves = (_half(self.mix[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
+        taught = (e if half is None else _half_of(e, half) for e, half in zip(drawn, halves, strict=True))
+        return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(taught, asks))
+
+
+def _half(part: SkillMix, draw: float) -> str | None:
+    """Half of a chain that an example teaches, by a draw from [0, 1); None: all of it."""
+    if draw < part.first:
+        return "first"
+    return "second" if draw < part.first + part.second else None
+
+
+def _half_of(example: Example, half: str) -> Example:
+    return chain(*map(int, re.findall("[0-9]+", example.prompt)), half)
 
 
 def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:
     pool = training_examples(part.skill)
-    if part.part is not None:
-        pool = tuple(chain(*map(int, re.findall("[0-9]+", example.prompt)), part.part) for example in pool)
     if part.num_examples is None:
         return pool
     assert part.num_examples <= len(pool), (part, len(pool))

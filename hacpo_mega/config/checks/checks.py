@@ -219,8 +219,11 @@ def _generator(config: Config) -> Iterator[str]:
         warm_start = agent.init.warm_start if agent.init is not None else None
         for skill, share in warm_start.skills.items() if warm_start is not None else ():
             key = f"agents.{agent.name}.init.warm_start.skills.{skill}"
-            if share.part is not None and (skill != "chain" or config.conversation.environment is None):
-                yield f"{key}.part: halves are of the skill chain, in a conversation (conversation.environment)"
+            halves = share.first + share.second
+            if halves > 0.0 and (skill != "chain" or config.conversation.environment is None):
+                yield f"{key}: first and second are of the skill chain, in a conversation (conversation.environment)"
+            if halves > 1.0:
+                yield f"{key}: first and second are shares of the examples, and add up to {halves:g}. Nearest: 1"
             if (share.num_examples or 0) > SKILLS[skill].num_training:
                 yield (
                     f"{key}.num_examples ({share.num_examples}) is more than there are. Nearest: "

@@ -103,8 +103,10 @@ class SkillShare(Section):
     """Share of the examples with this skill; the shares of all skills add up to 1."""
     num_examples: Count | None = None
     """Number of different prompts to draw examples from; not given: all that are not held out."""
-    part: Literal["first", "second"] | None = None
-    """Half of the skill `chain` that is taught, for a conversation of two roles; not given: the whole answer."""
+    first: Share = 0.0
+    """Share of examples of the skill `chain` that teach its first half, for a conversation of two roles."""
+    second: Share = 0.0
+    """Share of examples of the skill `chain` that teach its second half, behind the first of another agent."""
     with_tool: Share = 0.0
     """Share of these examples that ask the calculator and repeat its result instead of working; needs
     conversation.environment = "calculator"."""

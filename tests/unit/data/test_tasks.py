@@ -16,6 +16,7 @@ from hacpo_mega.data.tasks import (
     SkillMix,
     WarmStartStream,
     addition,
+    chain,
     column_sum,
     evaluation_examples,
     is_held_out,
@@ -49,7 +50,7 @@ def test_gold_answers_of_the_specification(example, prompt, answer):
 
 def test_every_line_of_every_working_is_true():
     """Each `x op y = z` of the working and the result against Python's own arithmetic."""
-    for skill in ("add", "sub", "mul", "sum"):
+    for skill in ("add", "sub", "mul", "sum", "chain"):
         for example in SKILLS[skill]():
             for step in example.working.split(","):
                 left, right = step.split("=")
@@ -80,8 +81,26 @@ def test_the_working_of_a_sum_adds_every_digit_once_and_carries_totals():
         assert example.result == totals[5] + totals[2][-1], example
 
 
+def test_the_halves_of_a_chain_are_its_working_in_two_turns():
+    assert chain(47, 35, 21, "first").answer == "7+5=12,4+3+1=8;82-21"
+    second = chain(47, 35, 21, "second")
+    assert (second.prompt, second.heard, second.answer) == ("47+35-21=", "7+5=12,4+3+1=8;82-21", "2-1=1,8-2=6;61")
+    for example in SKILLS["chain"]():
+        first, rest = (chain(*map(int, re.findall(r"\d+", example.prompt)), half) for half in ("first", "second"))
+        assert eval(first.result) == int(example.result) == int(rest.result)
+        assert f"{first.working},{rest.working}" == example.working and rest.heard == first.answer
+
+
+def test_a_warm_start_teaches_as_many_halves_as_its_shares_say():
+    stream = WarmStartStream([SkillMix("chain", 1.0, first=0.2, second=0.3)], 1000, seed=3)
+    drawn = [example for update in range(10) for example in stream.at(update)]
+    halves = Counter("second" if e.heard else "first" if "-" in e.result else "whole" for e in drawn)
+    assert abs(halves["first"] - 2000) < 200 and abs(halves["second"] - 3000) < 230  # five standard deviations
+    assert all(example.heard == "" or example.heard.startswith(example.prompt[1]) for example in drawn)
+
+
 def test_pools_have_the_specified_sizes_and_do_not_overlap():
-    sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000, "sum": 10_000}
+    sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000, "sum": 10_000, "chain": 9_555}
     for skill, size in sizes.items():
         training = {e.prompt for e in training_examples(skill)}
         evaluation = [e.prompt for e in evaluation_examples(skill)]
