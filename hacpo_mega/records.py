@@ -66,7 +66,7 @@ class Turn:
 # Events of a conversation, as its driver and its seats count them (conversations/player.py, seat.py).
 EVENTS = (
     *("calls", "call_errors", "unreadable_calls", "truncated"),
-    *("failed", "silent", "timeouts", "unencodable", "too_long", "environment_ms"),
+    *("failed", "silent", "timeouts", "unencodable", "too_long", "environment_ms", "untrained_segments"),
 )
 
 
@@ -75,6 +75,7 @@ class Conversation:
     """Turns after the prompt, the first of them the agent's own. One conversation has one reward and one advantage.
 
     opening  text of others that follows the task in the prompt
+    task     text of the prompt where an agent program has written it; "": the row's
     reward   of the environment; None: the judge grades the answer
     counts   EVENTS by name, those that happened
     """
@@ -83,6 +84,7 @@ class Conversation:
     opening: str = ""
     reward: float | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
+    task: str = ""
 
     def __post_init__(self) -> None:
         assert self.turns and self.turns[0].is_own, self.turns[:1]
@@ -168,10 +170,11 @@ class Rollout:
         assert self.logprobs is None or self.logprobs.shape == self.token_ids.shape, self.logprobs.shape
         assert self.conversation is None or self.conversation.num_tokens == len(self.token_ids)
 
-    @property
-    def opening(self) -> str:
-        """Text that follows the task in this answer's prompt."""
-        return "" if self.conversation is None else self.conversation.opening
+    def asked(self, prompt: Prompt) -> tuple[str, str]:
+        """Text of the task that was answered, and what others said behind it in the prompt."""
+        if self.conversation is None:
+            return prompt.text, ""
+        return self.conversation.task or prompt.text, self.conversation.opening
 
     @property
     def own_turns(self) -> list[tuple[str, Stop, np.ndarray]]:

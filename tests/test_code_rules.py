@@ -15,6 +15,8 @@ from house_rules import ROOT, Complaints, Rule, Source, Sources, functions, read
 
 # Before the start, or where a library reads its settings from there and nowhere else.
 ENVIRONMENT = (
+    # what an agent program reads, in the process that runs it
+    "hacpo_mega/conversations/environment_process.py",
     "packages/hacpo_lab/hacpo_lab/forked.py",
     "hacpo_mega/cluster/machine/device.py",
     "hacpo_mega/cluster/machine/environment.py",

@@ -197,7 +197,7 @@ class Agent:
         return replace(score, engine_weight=of_answer, token_weights=None if of_tokens is None else of_tokens.numpy())
 
     def _sequence(self, prompt: Prompt, rollout: Rollout) -> TokenSequence:
-        prompt_ids = np.array(self.codec.encode_prompt(prompt.text, rollout.opening), dtype=np.int32)
+        prompt_ids = np.array(self.codec.encode_prompt(*rollout.asked(prompt)), dtype=np.int32)
         eos_in_loss = self._algorithm.eos_in_loss
         return TokenSequence(
             prompt_ids,

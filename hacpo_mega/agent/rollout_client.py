@@ -24,8 +24,7 @@ from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.partners import Partners
-from hacpo_mega.conversations.player import Player, environment_of
-from hacpo_mega.conversations.turn_format import TurnFormat
+from hacpo_mega.conversations.player import Player, environment_of, turn_format
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.memory.budget import Budget
@@ -75,8 +74,7 @@ class RolloutClient:
         self.codec, self._has_conversations = _codec(spec, environment), environment is not None
         self.turn_format, self.player = None, None
         if environment is not None:
-            hears_users = environment.responds or bool(config.roles)
-            self.turn_format = TurnFormat.of(self.codec, environment.tools, plays_user=hears_users)
+            self.turn_format = turn_format(self.codec, environment, has_roles=bool(config.roles))
             if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
                 # The player's thread has a tokenizer of its own: one is not for two threads.
                 partners = _partners(place, config)

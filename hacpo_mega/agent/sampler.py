@@ -40,7 +40,7 @@ class Requests:
         """The call of `engine` that answers the requests; with a `player`, by conversations."""
         if player is None:
             return partial(engine.generate, self.prompt_ids, self.seeds, **self.how)
-        return partial(player.play, engine.serve, self.mine, self.seeds, **self.how)
+        return partial(player.play, engine, self.mine, self.seeds, **self.how)
 
 
 class Sampler:

@@ -4,9 +4,9 @@ what the reward gives its gold.
 Not here: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
-import json
 import socket
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from urllib.parse import urlsplit
 
 from hacpo_grading.judge import Judge
@@ -15,15 +15,15 @@ from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig
-from hacpo_mega.conversations.environment import EnvironmentClass, played_once
-from hacpo_mega.conversations.player import environment_of
-from hacpo_mega.conversations.turn_format import TurnFormat
+from hacpo_mega.conversations.environment import EnvironmentClass
+from hacpo_mega.conversations.player import Player, environment_of, played_once
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.files.visible import one_line
+from hacpo_mega.records import Prompt
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
@@ -64,26 +64,28 @@ def _conversation(
 
     ValueError for an environment that fails on it, or a chat template that cannot write it.
     """
-    formats = {}
+    tools = ", ".join(tool.get("function", tool)["name"] for tool in environment.tools)
+    plays = "an agent program" if environment.plays else f"tools {tools}" if tools else "no tools"
+    yield f"\nenvironment {environment.name}: {plays}"
+    turns = min(SHOWN_TURNS, config.conversation.max_turns)
+    shown = config.model_copy(update={"conversation": config.conversation.model_copy(update={"max_turns": turns})})
+    prompt = Prompt(0, row.id, row.text, row.gold, row.skill, row.row)
     for agent, codec in zip(config.agents, codecs, strict=True):
         try:
-            hears_users = environment.responds or bool(config.roles)
-            formats[agent.name] = codec, TurnFormat.of(codec, environment.tools, plays_user=hears_users)
+            player = Player(environment, codec, shown)
         except ValueError as error:
             raise ValueError(f"agents.{agent.name}: {error}") from error
-    fields = {"prompt": row.text, **(json.loads(row.row) if row.row else {})}
-    tools = ", ".join(tool.get("function", tool)["name"] for tool in environment.tools)
-    yield f"\nenvironment {environment.name}: {f'tools {tools}' if tools else 'no tools'}"
-    for name, played in played_once(environment, fields, [row.gold] * SHOWN_TURNS, formats).items():
-        if played.failure is not None:
-            raise ValueError(
-                f"conversation.environment: {environment.name} fails on the first prompt: {played.failure}"
-            )
-        codec, turns = formats[name]
-        history = f", which writes earlier turns otherwise ({turns.rewrites})" if turns.rewrites else ""
-        yield f"{name} reads turns by {turns.kind}{history}; with the gold as each of its turns:"
-        yield from _lines(codec.tokenizer.decode(played.token_ids, skip_special_tokens=False))
-        yield f"  reward {'of the judge' if played.reward is None else played.reward}"
+        with closing(player):
+            played = played_once(player, codec, shown, prompt, [row.gold])
+        found, rewrites = played.conversation, player.format.rewrites
+        if found.counts.get("failed"):
+            reason = environment.last_error or "it says nothing that this agent can read"
+            raise ValueError(f"conversation.environment: {environment.name} fails on the first prompt: {reason}")
+        history = f", which writes earlier turns otherwise ({rewrites})" if rewrites else ""
+        yield f"{agent.name} reads turns by {player.format.kind}{history}; with the gold as each of its turns:"
+        ids = [*codec.encode_prompt(found.task or row.text, found.opening), *played.token_ids.tolist()]
+        yield from _lines(codec.tokenizer.decode(ids, skip_special_tokens=False))
+        yield f"  reward {'of the judge' if found.reward is None else found.reward}"
 
 
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:

@@ -13,7 +13,8 @@ from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.security.secret import key_in_file
 from hacpo_mega.config import Prompting
-from hacpo_mega.conversations.endpoint import Endpoint, Terms
+from hacpo_mega.conversations.endpoint import Endpoint
+from hacpo_mega.conversations.foreign_conversation import Terms
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.evaluation.evaluate import engine_of
@@ -57,7 +58,7 @@ def serve(
         turns = TurnQueue(engine.turn_limits)
         signal.signal(signal.SIGTERM, lambda *_: turns.finish())
         most = engine.max_model_len
-        terms = Terms(engine.eos_ids, MAX_TURNS, most, most, temperature)
+        terms = Terms(engine.eos_ids, MAX_TURNS, most, most, temperature=temperature)
         key, file = stack.enter_context(key_in_file("serve.key"))
         endpoint = Endpoint(
             turns, name, key, lambda tools: TurnFormat.of(codec, tools, plays_user=True), terms, seed=settings.seed

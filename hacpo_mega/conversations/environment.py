@@ -16,16 +16,17 @@ import asyncio
 import collections
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.config.user_code import ENVIRONMENTS, environment_problem
@@ -38,6 +39,7 @@ from hacpo_mega.conversations.environment_process import (
     read_frame,
 )
 
+T = TypeVar("T")
 CALL_S, START_S = 60.0, 300.0
 MOST_PROCESSES = 256
 PROGRAM = """
@@ -57,20 +59,6 @@ class CallOfTool(Protocol):
 
     content: str
     tool_calls: Sequence[tuple[str, Mapping[str, Any]]]
-
-
-class TurnReader(Protocol):
-    """The tokens of a conversation as one agent reads them (turn_format.py)."""
-
-    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-    def continuation(self, head: Sequence[int], others: Sequence[Mapping[str, Any]], *, ended: bool) -> list[int]: ...
-    def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> CallOfTool: ...
-
-
-class AnswerCodec(Protocol):
-    """The encoder of an agent's answers (samples/tokenizers.py)."""
-
-    def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]: ...
 
 
 class _Failed(Exception):
@@ -224,18 +212,22 @@ class EnvironmentClass:
     name        as it was named
     tools       JSON schemas of its tools, as transformers' get_json_schema gives them
     responds    whether it answers turns without a tool call
+    plays       whether it is an agent program, which plays whole conversations over the endpoint
     rewards     whether it has get_reward; without it the run's own reward judges
-    failures    conversations lost, by name: not_made, reset, respond, reward (it raised, or returned what it may not),
-                hung, ended (its process), no_reply, cancelled; and calls of tools that gave an error, tool_error
+    last_error  the name and the text of the last failure
+    failures    conversations lost, by name: not_made, reset, respond, play, reward (it raised, or returned what it may
+                not), hung, ended (its process), no_reply, cancelled; and calls of tools that gave an error, tool_error
     """
 
     def __init__(self, name: str, nursery: _Nursery, found: Mapping[str, Any], call_s: float) -> None:
         self.name = name
         self.tools: list[dict[str, Any]] = found["tools"]
         self.responds: bool = found["responds"]
+        self.plays: bool = found["plays"]
         self.rewards: bool = found["rewards"]
         self.call_s = call_s
         self.failures: collections.Counter[str] = collections.Counter()
+        self.last_error = ""
         self._nursery = nursery
 
     @classmethod
@@ -300,7 +292,7 @@ class Episode:
         try:
             self._process = await self._nursery.take()
         except _Failed as error:
-            self._fail(error.name, str(error))
+            self.fail(error.name, str(error))
             return None
         return await self._value("reset", do="begin", row=dict(row), seed=self._seed)
 
@@ -312,7 +304,7 @@ class Episode:
             if error.name == "raised":
                 self._environment.failures["tool_error"] += 1
             else:
-                self._fail(error.name, str(error))
+                self.fail(error.name, str(error))
             return str({"error": str(error)})
 
     async def respond(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
@@ -320,6 +312,18 @@ class Episode:
         if not self._environment.responds:
             return None
         return await self._value("respond", do="respond", messages=list(messages))
+
+    async def play(self, url: str, key: str, idle_s: Callable[[], float]) -> str | None:
+        """Runs an agent program to its end; the text of what it raised, which has not failed the conversation yet.
+
+        `idle_s` gives the seconds since it last waited for a turn: no more than `call_s` may pass without one.
+        """
+        try:
+            return await self._ask(idle_s=idle_s, do="play", url=url, key=key)
+        except _Failed as error:
+            if error.name != "raised":
+                self.fail(error.name, str(error))
+            return str(error)
 
     async def react(self, turn: CallOfTool, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages that follow an own turn, the last of `messages`; none where the conversation is over."""
@@ -335,7 +339,7 @@ class Episode:
         found = await self._value("reward", do="reward") if self._environment.rewards else None
         if isinstance(found, dict) and found.keys() != set(roles):
             asked = f"a number for each of {', '.join(roles)}" if roles else "a number"
-            self._fail("reward", f"get_reward returned numbers for {', '.join(found) or 'nobody'}; here it is {asked}")
+            self.fail("reward", f"get_reward returned numbers for {', '.join(found) or 'nobody'}; here it is {asked}")
             return None
         return found
 
@@ -349,10 +353,10 @@ class Episode:
         try:
             return await self._ask(**request)
         except _Failed as error:
-            self._fail(failure if error.name == "raised" else error.name, str(error))
+            self.fail(failure if error.name == "raised" else error.name, str(error))
             return None
 
-    async def _ask(self, **request: Any) -> Any:
+    async def _ask(self, *, idle_s: Callable[[], float] = lambda: math.inf, **request: Any) -> Any:
         if self.failure is not None or self._process is None:
             raise _Failed(self.failure or "ended", self.error or "the conversation has no environment any more")
         try:
@@ -361,8 +365,7 @@ class Episode:
             raise _Failed("raised", f"the call cannot be passed on: {error}") from error
         limit_s, started = self._environment.call_s, time.monotonic()
         try:
-            async with asyncio.timeout(limit_s):
-                reply = await self._process.ask(frame)
+            reply = await _within(limit_s, lambda: min(time.monotonic() - started, idle_s()), self._process.ask(frame))
         except TimeoutError as error:
             raise _Failed("hung", f"no result after {limit_s:g} s") from error
         except (EOFError, OSError) as error:
@@ -370,7 +373,7 @@ class Episode:
         except (ValueError, RecursionError) as error:
             raise _Failed("no_reply", f"something else than a reply has come from its process: {error}") from error
         except BaseException:  # the reply may still come, and would be taken for that of another
-            self._fail("cancelled", "the conversation was cancelled")
+            self.fail("cancelled", "the conversation was cancelled")
             raise
         finally:
             self.seconds += time.monotonic() - started
@@ -378,14 +381,28 @@ class Episode:
             raise _Failed("raised", str(reply["error"]))
         return reply["value"]
 
-    def _fail(self, name: str, text: str) -> None:
+    def fail(self, name: str, text: str) -> None:
         """Notes the first failure and ends the process."""
         if self.failure is None:
             self.failure, self.error = name, text
             self._environment.failures[name] += 1
+            self._environment.last_error = f"{name}: {text}"
         process, self._process = self._process, None
         if process is not None:
             self._nursery.give_back(process, is_whole=False)
+
+
+async def _within(limit_s: float, waited_s: Callable[[], float], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. TimeoutError once `waited_s` gives more than `limit_s`."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if (left := limit_s - waited_s()) <= 0:
+                raise TimeoutError
+            await asyncio.wait({task}, timeout=left)
+        return task.result()
+    finally:
+        task.cancel()
 
 
 def prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -412,64 +429,3 @@ def of_one_user(others: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         said = list(group)
         made += [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}] if is_user else said
     return made
-
-
-@dataclass(frozen=True)
-class Played:
-    """A conversation with canned answers, as one agent reads it.
-
-    messages    the conversation as messages, the own turns among them
-    token_ids   all its tokens
-    reward      the environment's; None where it gives none
-    failure     the name and text of what went wrong, or None
-    """
-
-    messages: list[dict[str, Any]]
-    token_ids: list[int] = field(default_factory=list)
-    reward: float | None = None
-    failure: str | None = None
-
-
-def played_once(
-    environment: EnvironmentClass,
-    row: Mapping[str, Any],
-    canned_answers: Sequence[str],
-    agents: Mapping[str, tuple[AnswerCodec, TurnReader]],
-) -> dict[str, Played]:
-    """By agent, one conversation on a data row whose own turns are the canned answers, until the environment ends it.
-
-    `row` has the fields of the data row, its `prompt` among them.
-    """
-
-    async def all_agents() -> dict[str, Played]:
-        return {
-            name: await _played(environment, row, canned_answers, codec, turns)
-            for name, (codec, turns) in agents.items()
-        }
-
-    return asyncio.run(all_agents())
-
-
-async def _played(
-    environment: EnvironmentClass,
-    row: Mapping[str, Any],
-    canned_answers: Sequence[str],
-    codec: AnswerCodec,
-    turns: TurnReader,
-) -> Played:
-    with contextlib.closing(environment.episode()) as episode:
-        talk = with_observation(prompt_messages(row), await episode.begin(row))
-        head = turns.opening(talk)
-        for text in canned_answers if episode.failure is None else ():
-            own = list(codec.encode_answer(text, ended=True))
-            turn = turns.parse(own, head)
-            talk.append({"role": "assistant", "content": text})
-            head += own
-            others = await episode.react(turn, talk)
-            if not others:
-                break
-            talk += others
-            head += turns.continuation(head, others, ended=True)
-        reward = await episode.reward()
-        failure = None if episode.failure is None else f"{episode.failure}: {episode.error}"
-        return Played(talk, head, reward, failure)

@@ -11,7 +11,8 @@ The contract is that of TRL's `environment_factory` (its GRPO trainer, 1.16):
 - functions of the class without a leading underscore are tools, except reset and get_reward; inherited and static ones
   and lambdas are, properties, class methods and attributes of the instance are not;
 - `get_reward()`, if there is one, gives a number or None at the end; or, where agents play roles, a number for each.
-Every one of them may be async. A class that derives from `Responder` has `respond`, which is no tool.
+Every one of them may be async. A class that derives from `Responder` has `respond`, which is no tool. A class that
+derives from `AgentProgram` has `play`, and no tools.
 
 Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
 (`write_frame`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
@@ -59,6 +60,16 @@ class Responder:
         """
 
 
+class AgentProgram:
+    """Base of environment classes that play the whole conversation themselves, over the model's HTTP endpoint."""
+
+    def play(self, base_url: str, api_key: str) -> None:
+        """Converses with the model by POST {base_url}/chat/completions (OpenAI's shapes), and returns at the end.
+
+        OPENAI_BASE_URL and OPENAI_API_KEY say the same to programs that read the environment. May be async.
+        """
+
+
 class WrongUse(ValueError):
     """A class, a call or a result that is not what the contract says."""
 
@@ -69,30 +80,43 @@ class HeldEnvironment:
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._instance = factory()
         self._kind = type(self._instance)
-        self._tools = tool_names(self._kind)
+        self._plays = isinstance(self._instance, AgentProgram)
+        self._tools = [] if self._plays else tool_names(self._kind)
         self._runner = asyncio.Runner()
 
     def describe(self) -> dict[str, Any]:
-        """{"tools": JSON schemas, "responds", "rewards"}. WrongUse for a class that lacks a method."""
+        """{"tools": JSON schemas, "responds", "plays", "rewards"}. WrongUse for a class that lacks a method."""
         name, responds = self._kind.__name__, isinstance(self._instance, Responder)
         if not inspect.isfunction(getattr(self._kind, "reset", None)):
             raise WrongUse(f"{name} has no method reset(**row), which begins a conversation")
         if responds and self._kind.respond is Responder.respond:
             raise WrongUse(f"{name} derives from Responder and has no method respond(messages)")
+        if self._plays and (responds or self._kind.play is AgentProgram.play):
+            lacks = "from Responder, too; one of both plays" if responds else "has no method play(base_url, api_key)"
+            raise WrongUse(f"{name} derives from AgentProgram and {lacks}")
         # transformers takes a second and 100 MB, which the processes of conversations go without
         schema_of = load_by_name("transformers.utils:get_json_schema") if self._tools else None
         return {
             "tools": [_schema(schema_of, name, tool, getattr(self._instance, tool)) for tool in self._tools],
             "responds": responds,
+            "plays": self._plays,
             "rewards": inspect.isfunction(getattr(self._kind, "get_reward", None)),
         }
 
     def answer(self, request: Mapping[str, Any]) -> Any:
         """The result of one request: {"do": "begin", "row", "seed"}, "call" with "name" and "arguments", "respond" with
-        "messages", or "reward"."""
+        "messages", "play" with "url" and "key", or "reward"."""
         if request["do"] == "begin":
             _seed(request["seed"])
-            return _observation(self._awaited(self._instance.reset(**request["row"])))
+            observation = _observation(self._awaited(self._instance.reset(**request["row"])))
+            if self._plays and observation:
+                raise WrongUse("reset of an agent program returns None: the program writes its prompts itself")
+            return observation
+        if request["do"] == "play":
+            os.environ |= {"OPENAI_BASE_URL": request["url"], "OPENAI_API_KEY": request["key"]}
+            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+            self._awaited(self._instance.play(request["url"], request["key"]))
+            return None
         if request["do"] == "call":
             if request["name"] not in self._tools:
                 raise WrongUse(f"Tool {request['name']} not found.")

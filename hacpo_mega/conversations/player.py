@@ -5,6 +5,7 @@ on an event loop in a thread of the player. A turn that ends goes to its convers
 the engine's batch while others run.
 Where roles are played by several agents, each has a seat in every conversation (seat.py). The player of the first role
 drives, and asks the others' seats in their processes (partners.py); their players wait until all is ended.
+An agent program converses with an endpoint instead (endpoint.py), which lives as long as one call of `play`.
 Seeds are functions of the answer's seed and the turn, so the order in which an environment answers changes no draw.
 
 Not here: the environment's contract (environment.py), tokens of turns (seat.py), steps of the engine
@@ -14,20 +15,25 @@ Not here: the environment's contract (environment.py), tokens of turns (seat.py)
 import asyncio
 import functools
 import json
-import queue
+import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from hacpo_mega.cluster.security.secret import AuthListener
 from hacpo_mega.config import Config
+from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
+from hacpo_mega.conversations.foreign_conversation import Terms
 from hacpo_mega.conversations.partners import Lines, Partners, SeatDoor, SeatKey
 from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken, Voice
 from hacpo_mega.conversations.turn_format import Message, TurnFormat
+from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Prompt, Stop
-from hacpo_mega.rollout.engine_loop import TurnRequest
+from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest, TurnSource
 from hacpo_mega.rollout.wire import LONE_SURROGATE
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -103,22 +109,28 @@ class Course:
         return Ending(self.stop, mine, dict(counts), answer)
 
 
+class TurnEngine(Protocol):
+    """The part of an engine that plays conversations (rollout/engine.py)."""
+
+    eos_ids: Sequence[int]
+
+    @property
+    def turn_limits(self) -> TurnLimits: ...
+    def serve(self, source: TurnSource | None) -> Any: ...
+
+
 class Player:
-    """Plays one agent's conversations with an environment, any number at once. A TurnSource of the engine's loop."""
+    """Plays one agent's conversations with an environment, any number at once."""
 
     def __init__(
         self, environment: EnvironmentClass, codec: TextCodec, config: Config, partners: Partners | None = None
     ) -> None:
         """`codec` is used from the player's thread alone; `partners` where roles are played by several agents."""
         self._environment, self._codec, self._partners = environment, codec, partners
-        self._format = TurnFormat.of(codec, environment.tools, plays_user=environment.responds or partners is not None)
+        self.format = turn_format(codec, environment, has_roles=partners is not None)
         self._max_turns = config.conversation.max_turns
         self._max_prompt, self._max_total = config.rollout.max_prompt_tokens, config.longest_answer
-        self._requests: queue.SimpleQueue[TurnRequest] = queue.SimpleQueue()
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
-        self._num_playing = self._num_plays = 0
-        self._error: BaseException | None = None
-        self._is_unwanted: Callable[[], bool] = lambda: False
+        self._num_plays = 0
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._door: SeatDoor | None = None
@@ -137,7 +149,7 @@ class Player:
 
     def play(
         self,
-        serve: Callable[["Player"], None],
+        engine: TurnEngine,
         places: Sequence[tuple[Prompt, int]],
         seeds: Sequence[int],
         *,
@@ -149,54 +161,110 @@ class Player:
     ) -> list[Completion]:
         """One conversation for each place, in order, as the completion of an answer with its turns.
 
-        `serve` is `Engine.serve`. `max_tokens` is the most of one own turn. `on_answer` is called for each conversation
-        as it ends, on the player's thread. Once `is_unwanted` returns true, all are dropped. Raises the engine's error.
-        Where several agents play, all call it for the same prompts.
+        `max_tokens` is the most of one own turn. `on_answer` is called for each conversation as it ends, on the
+        player's thread. Once `is_unwanted` returns true, all are dropped. Raises the engine's error. Where several
+        agents play, all call it for the same prompts.
         """
         self._start()
         how = {"max_tokens": max_tokens, "temperature": temperature, "return_logprobs": return_logprobs}
-        self._is_unwanted, self._error, self._num_playing = is_unwanted, None, len(places)
         self._num_plays += 1
-        playing = asyncio.run_coroutine_threadsafe(self._play_all(places, seeds, how, on_answer), self._loop)
+        turns = TurnQueue(engine.turn_limits, is_unwanted)
+        if self._environment.plays:
+            work = self._run_programs(places, seeds, turns, self._terms(engine, how), on_answer)
+        else:
+            work = self._play_all(places, seeds, turns, how, on_answer)
+        playing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        playing.add_done_callback(lambda _: turns.finish())
         try:
-            serve(self)
+            engine.serve(turns)
+        except BaseException:
+            playing.cancel()
+            raise
+        if is_unwanted():
+            playing.cancel()
+            return []
+        return playing.result()
+
+    def _terms(self, engine: TurnEngine, how: Mapping[str, Any]) -> Terms:
+        """Limits and sampling of agent programs."""
+        sizes = self._max_turns, how["max_tokens"], self._max_total, self._max_prompt
+        return Terms(engine.eos_ids, *sizes, how["temperature"])
+
+    async def _run_programs(
+        self,
+        places: Sequence[tuple[Prompt, int]],
+        seeds: Sequence[int],
+        turns: TurnQueue,
+        terms: Terms,
+        on_answer: Callable[[int, Completion], None] | None,
+    ) -> list[Completion]:
+        """Runs a program for each place, all against one endpoint on this event loop."""
+        endpoint = Endpoint(turns, "agent", secrets.token_hex(32), self._format_of, terms, codec=self._codec)
+        await endpoint.begin()
+
+        async def one(n: int) -> Completion:
+            completion = await self._run_program(endpoint, str(n), places[n][0], seeds[n])
+            if on_answer is not None:
+                on_answer(n, completion)
+            return completion
+
+        try:
+            return await _all(one(n) for n in range(len(places)))
         finally:
-            if not playing.done() and (self._error is not None or is_unwanted()):
-                playing.cancel()
-        return [] if is_unwanted() else playing.result()
+            await endpoint.end()
+
+    def _format_of(self, tools: Sequence[Mapping[str, Any]]) -> TurnFormat:
+        """The turn format of a program that shows these tools."""
+        return TurnFormat.of(self._codec, tools, plays_user=True)
+
+    async def _run_program(self, endpoint: Endpoint, name: str, prompt: Prompt, seed: int) -> Completion:
+        """One program's conversation. A program that fails leaves it unjudged; one that meets a limit is truncated."""
+        episode, reward = self._environment.episode(seed), None
+        url, key, conversation = endpoint.open(name, seed)
+        try:
+            await episode.begin(row_of(prompt))
+            if episode.failure is None:
+                error = await episode.play(url, key, lambda: conversation.idle_s)
+                episode.seconds -= conversation.busy_s
+                if error is not None and not conversation.is_limited:
+                    episode.fail("play", error)
+            endpoint.close(name)
+            if episode.failure is None:
+                reward = await episode.reward()
+        finally:
+            episode.close()
+        counts = self._counts(episode, has_failed=episode.failure is not None)
+        return conversation.completion(self._codec, reward, counts)
 
     async def _play_all(
         self,
         places: Sequence[tuple[Prompt, int]],
         seeds: Sequence[int],
+        turns: TurnQueue,
         how: dict[str, Any],
         on_answer: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
-        limits = self._max_prompt, self._max_total
-        voice = Voice(self._codec, self._format, *limits, self._ask, how)
+        def ask(request: TurnRequest) -> Awaitable[Completion]:
+            return asyncio.wrap_future(turns.ask(request))
+
+        voice = Voice(self._codec, self.format, self._max_prompt, self._max_total, ask, how)
         seats = [Seat(str(n), place[0], seed, voice) for n, (place, seed) in enumerate(zip(places, seeds, strict=True))]
         keys = [(self._num_plays, prompt.index, g) for prompt, g in places]
 
         async def one(n: int) -> Completion:
-            try:
-                if self._partners is None or self._partners.drives:
-                    await self._drive(self._all_seats(n, seats[n], keys[n], how), seats[n])
-                completion = await seats[n].completion
-                if on_answer is not None:
-                    on_answer(n, completion)
-                return completion
-            finally:
-                self._num_playing -= 1
+            if self._partners is None or self._partners.drives:
+                await self._drive(self._all_seats(n, seats[n], keys[n], how), seats[n])
+            completion = await seats[n].completion
+            if on_answer is not None:
+                on_answer(n, completion)
+            return completion
 
         if self._partners is not None:
             for key, seat in zip(keys, seats, strict=True):
                 self._expected(key).set_result(seat)
-        playing = [asyncio.ensure_future(one(n)) for n in range(len(places))]
         try:
-            return await asyncio.gather(*playing)
-        finally:  # after an error the others end, too
-            for conversation in playing:
-                conversation.cancel()
+            return await _all(one(n) for n in range(len(places)))
+        finally:
             for key in keys:
                 self._seats.pop(key, None)
 
@@ -219,9 +287,9 @@ class Player:
         """Plays one conversation and ends it for all seats. An environment that fails ends it, counted and unjudged."""
         environment, prompt = self._environment, first.prompt
         roles = () if self._partners is None else self._partners.names
-        episode, reward, counts = environment.episode(first.seed), None, Counter[str]()
+        episode, reward = environment.episode(first.seed), None
         course = Course(seats, roles, episode, self._max_turns)
-        row = {"prompt": prompt.text, **(json.loads(prompt.row) if prompt.row else {})}
+        row = row_of(prompt)
         try:
             opening = _writable(await episode.begin(row) or "")
             course.messages = with_observation(prompt_messages(row), opening)
@@ -232,20 +300,18 @@ class Player:
         finally:
             episode.close()
         has_failed = episode.failure is not None or course.trouble == "unencodable"
-        counts["failed"] += has_failed
+        counts = self._counts(episode, has_failed=has_failed)
         counts["unencodable"] += course.trouble == "unencodable"
         counts["too_long"] += course.trouble == "too_long"
         counts["truncated"] += course.stop is Stop.LENGTH
         counts["call_errors"] += course.num_call_errors
-        counts["timeouts"] += episode.failure == "hung"
-        counts["environment_ms"] += round(1000 * episode.seconds)
         for place, seat in enumerate(seats):
             await seat.end(course.ending(place, None if has_failed else reward, counts))
 
-    async def _ask(self, request: TurnRequest) -> Completion:
-        future = self._waiting[request.key] = self._loop.create_future()
-        self._requests.put(request)
-        return await future
+    def _counts(self, episode: Episode, *, has_failed: bool) -> Counter[str]:
+        return Counter(
+            failed=has_failed, timeouts=episode.failure == "hung", environment_ms=round(1000 * episode.seconds)
+        )
 
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
@@ -255,42 +321,33 @@ class Player:
             self._thread.join()
             self._thread = None
 
-    def take(self, idle: bool) -> tuple[list[TurnRequest], list[str]]:
-        """New requests, and keys of unwanted ones; waits up to .05 s where the engine has nothing to do."""
-        found = []
-        try:
-            found.append(self._requests.get(timeout=0.05) if idle else self._requests.get_nowait())
-            while True:
-                found.append(self._requests.get_nowait())
-        except queue.Empty:
-            pass
-        return found, list(self._waiting) if self._is_unwanted() else []
 
-    def give(self, key: str, completion: Completion) -> None:
-        """Hands an ended turn to its conversation."""
-        self._loop.call_soon_threadsafe(self._hand_over, key, completion)
+class _Canned:
+    """An engine whose turns are given texts, the last of them again and again, with log-probs of 0."""
 
-    def _hand_over(self, key: str, completion: Completion) -> None:
-        future = self._waiting.pop(key, None)
-        if future is not None and not future.done():
-            future.set_result(completion)
+    def __init__(self, codec: TextCodec, texts: Sequence[str], max_model_len: int, eos_ids: Sequence[int]) -> None:
+        self._codec, self._texts, self.eos_ids = codec, list(texts), eos_ids
+        self.turn_limits = TurnLimits(len(codec.tokenizer), max_model_len)
 
-    def fail(self, error: BaseException) -> None:
-        """Tells every conversation that the engine's loop has died."""
-        self._error = error
+    def serve(self, source: TurnSource) -> None:
+        """Answers until the source is done."""
+        while not source.is_done:
+            for request in source.take(idle=True)[0]:
+                text = self._texts[0] if len(self._texts) == 1 else self._texts.pop(0)
+                ids = np.array(self._codec.encode_answer(text, ended=True), np.int32)
+                stop = Stop.EOS if len(ids) <= request.max_tokens else Stop.LENGTH
+                ids = ids[: request.max_tokens]
+                source.give(request.key, Completion(ids, stop, np.zeros(len(ids), np.float32)))
 
-        def tell() -> None:
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)
-            self._waiting.clear()
 
-        self._loop.call_soon_threadsafe(tell)
-
-    @property
-    def is_done(self) -> bool:
-        """True once no conversation is left, or nobody wants them."""
-        return self._num_playing == 0 or self._is_unwanted()
+def played_once(player: Player, codec: TextCodec, config: Config, prompt: Prompt, texts: Sequence[str]) -> Completion:
+    """One conversation on a prompt whose own turns are the given texts."""
+    longest = config.rollout.max_prompt_tokens + config.longest_answer
+    engine = _Canned(codec, texts, longest, player.format.stop_ids)
+    (found,) = player.play(
+        engine, [(prompt, 0)], [0], max_tokens=config.rollout.max_answer_tokens, return_logprobs=True
+    )
+    return found
 
 
 def environment_of(config: Config) -> EnvironmentClass | None:
@@ -302,7 +359,9 @@ def environment_of(config: Config) -> EnvironmentClass | None:
     if conversation.environment is None:
         return None
     found = _loaded(conversation.environment, conversation.turn_timeout_s)
-    if not (found.tools or found.responds or config.roles):
+    if found.plays and config.roles:
+        raise ValueError(f"environment {found.name} is an agent program, which speaks alone; leave [[roles]] out")
+    if not (found.tools or found.responds or found.plays or config.roles):
         raise ValueError(
             f"environment {found.name} has no tool (a public method) and does not derive from Responder, so only "
             "agents that play [[roles]] can converse in it"
@@ -310,9 +369,25 @@ def environment_of(config: Config) -> EnvironmentClass | None:
     return found
 
 
+def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: bool) -> TurnFormat:
+    """An agent's tokens of what others say in an environment. ValueError as of `TurnFormat.of`."""
+    hears_users = environment.responds or environment.plays or has_roles
+    return TurnFormat.of(codec, environment.tools, plays_user=hears_users)
+
+
 @functools.cache
 def _loaded(name: str, call_s: float) -> EnvironmentClass:
     return EnvironmentClass.load(name, call_s=call_s)
+
+
+async def _all(conversations: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
+    """The results of all, in order. After an error the others end, too."""
+    playing = [asyncio.ensure_future(conversation) for conversation in conversations]
+    try:
+        return await asyncio.gather(*playing)
+    finally:
+        for conversation in playing:
+            conversation.cancel()
 
 
 async def _cancel_all() -> None:
@@ -321,6 +396,11 @@ async def _cancel_all() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The data row of a prompt, as an environment's reset gets it."""
+    return {"prompt": prompt.text, **(json.loads(prompt.row) if prompt.row else {})}
 
 
 def _writable(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from hacpo_mega.records import Completion
@@ -13,9 +14,9 @@ WAIT_S = 0.05  # of an engine that has nothing to do
 class TurnQueue:
     """A source for `Engine.serve`, safe to use from any thread."""
 
-    def __init__(self, limits: TurnLimits) -> None:
-        """`limits` are those of the engine that will serve it."""
-        self.limits = limits
+    def __init__(self, limits: TurnLimits, is_unwanted: Callable[[], bool] = lambda: False) -> None:
+        """`limits` are those of the engine that will serve it. Once `is_unwanted` returns true, all turns are cut."""
+        self.limits, self._is_unwanted = limits, is_unwanted
         self._asked: queue.SimpleQueue[TurnRequest | str | None] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Completion]] = {}
         self._lock = threading.Lock()
@@ -52,7 +53,8 @@ class TurnQueue:
                 found.append(self._asked.get_nowait())
         except queue.Empty:
             pass
-        return [one for one in found if isinstance(one, TurnRequest)], [one for one in found if isinstance(one, str)]
+        aborted = list(self._waiting) if self._is_unwanted() else [one for one in found if isinstance(one, str)]
+        return [one for one in found if isinstance(one, TurnRequest)], aborted
 
     def give(self, key: str, completion: Completion) -> None:
         """Ends the wait for a turn."""
@@ -72,5 +74,5 @@ class TurnQueue:
 
     @property
     def is_done(self) -> bool:
-        """True once `finish` was called."""
-        return self._is_finished
+        """True once `finish` was called, or nobody wants turns any more."""
+        return self._is_finished or self._is_unwanted()

@@ -151,7 +151,7 @@ def conversation_text(conversation: Conversation | None) -> str:
     if conversation is None:
         return ""
     turns = [[turn.role, turn.content, turn.num_tokens, turn.stop, turn.name] for turn in conversation.turns]
-    parts = [turns, conversation.opening, conversation.reward, dict(conversation.counts)]
+    parts = [turns, conversation.opening, conversation.reward, dict(conversation.counts), conversation.task]
     return LONE_SURROGATE.sub("\ufffd", json.dumps(parts, ensure_ascii=False))
 
 
@@ -160,13 +160,13 @@ def conversation_of(text: str) -> Conversation | None:
     if not text:
         return None
     try:
-        turns, opening, reward, counts = json.loads(text)
+        turns, opening, reward, counts, task = json.loads(text)
         read = [
             Turn(str(role), str(content), int(num_tokens), None if stop is None else Stop(stop), str(name))
             for role, content, num_tokens, stop, name in turns
         ]
         numbers = {str(name): int(number) for name, number in counts.items()}
-        return Conversation(tuple(read), str(opening), None if reward is None else float(reward), numbers)
+        return Conversation(tuple(read), str(opening), None if reward is None else float(reward), numbers, str(task))
     except (ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as error:
         raise ValueError(f"no conversation: {text[:80]!r}: {error}") from error
 

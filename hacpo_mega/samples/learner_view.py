@@ -56,6 +56,7 @@ class ReencodingRules:
     eos_in_loss         whether the final EOS is a trained token
     ratio_length        divisor of the learner's log-prob sum: its own token count, or the source's
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
+    max_prompt_tokens   so is one whose prompt an environment or a program has made longer than this
     continuation        the learner's tokens of what others say in a conversation (conversations/turn_format.py); None
                         without conversations
     """
@@ -66,6 +67,7 @@ class ReencodingRules:
     eos_in_loss: bool
     ratio_length: Literal["own", "source"]
     max_answer_tokens: int
+    max_prompt_tokens: int
     continuation: Callable[..., list[int]] | None = None
 
     @classmethod
@@ -81,6 +83,7 @@ class ReencodingRules:
             eos_in_loss=algorithm.eos_in_loss,
             ratio_length=algorithm.ratio_length,
             max_answer_tokens=config.longest_rollout,
+            max_prompt_tokens=rollout.max_prompt_tokens,
             continuation=continuation,
         )
 
@@ -153,11 +156,12 @@ def learner_view(
 
 
 def _prompt_ids(prompt: Prompt, trajectory: Trajectory, codec: TextCodec) -> np.ndarray | None:
-    """The prompt with the environment's opening in the learner's tokens; None if it has none for the opening."""
+    """The prompt in the learner's tokens; None if it has none for what an environment or a program has written."""
+    asked = trajectory.rollout.asked(prompt)
     try:
-        return np.array(codec.encode_prompt(prompt.text, trajectory.rollout.opening), dtype=np.int32)
+        return np.array(codec.encode_prompt(*asked), dtype=np.int32)
     except ValueError:
-        if not trajectory.rollout.opening:
+        if asked == (prompt.text, ""):
             raise  # every prompt was tried before the run
         return None
 
@@ -279,7 +283,7 @@ def _reread(
         num_trained = len(places)
     if is_twin and rollout.conversation is None:
         return ReadAnswer(ids, num_trained)
-    if len(ids) > rules.max_answer_tokens:
+    if len(ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
         tally["num_too_long"] += 1
         return "too_long"
     tally["num_reencoded"] += not is_twin

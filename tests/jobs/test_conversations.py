@@ -86,14 +86,19 @@ def test_engine_and_actor_agree_and_first_ratios_are_one(run):
 
 @pytest.mark.parametrize("name", ["wide", "small"])
 def test_log_probs_are_hugging_faces_on_what_the_agent_read(run, config_file, name):
+    require_hugging_faces_logprobs(run, config_file.parent / name)
+
+
+def require_hugging_faces_logprobs(run: Path, folder: Path) -> None:
     """Float64, one whole conversation at a time: prompt with its opening, own turns, and what was said between them."""
-    folder = config_file.parent / name
+    name = folder.name
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     compared = 0
     for prompt, answer in answers_of(run, 1):
         if answer["agent"] != name or "token_logprob" not in answer or len(answer["turns"]) < 3:
             continue
-        opened = [*prompt["prompt_token_ids"][name], CHARACTERS.index("7") + 2]
+        opening = answer.get("opening", "")
+        opened = [*prompt["prompt_token_ids"][name], *(CHARACTERS.index(sign) + 2 for sign in opening)]
         tokens = [*opened, *answer["token_ids"]]
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0] / TEMPERATURE
@@ -233,3 +238,36 @@ def test_a_conversation_that_cannot_be_held_is_refused(config_file):
     }.items():
         done = run_here("check", config_file, override)
         assert done.returncode == 2 and told in done.stderr, (override, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def programs_file(config_file) -> Path:
+    """A program written with the package `openai` converses with each agent, and sets nothing up."""
+    file = config_file.parent / "programs/programs.toml"
+    file.parent.mkdir()
+    table = {"conversation": conversing("Shopper"), "run_dir": str(file.parent / "run")}
+    file.write_text(tomli_w.dumps(tomllib.loads(config_file.read_text()) | table))
+    return file
+
+
+def test_an_agent_program_written_with_openai_is_trained(config_file, programs_file):
+    train(programs_file)
+    run = programs_file.parent / "run"
+    for _, answer in answers_of(run, 1):
+        assert [turn["role"] for turn in answer["turns"]] == ["assistant", "user", "assistant"]
+        first, said, last = answer["turns"]
+        assert said["content"] == str(len(first["content"])) and answer["text"] == last["content"]
+        text = first["content"] + last["content"]
+        assert answer["reward"] == pytest.approx(sum(map(text.count, "01234")) / max(1, len(text)))
+    metrics = read_metrics(run / "metrics.jsonl")
+    for name, other in (("wide", "small"), ("small", "wide")):
+        for values in (metrics[1].values, metrics[2].values):
+            assert 0 < values[f"agent/{name}/engine_gap_max"] < 1e-4
+            assert values[f"agent/{name}/from/{other}/view/num_trained"] > 0
+            assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
+            assert values[f"agent/{name}/conversation/failed_mean"] == 0
+        require_hugging_faces_logprobs(run, config_file.parent / name)
+
+
+def test_a_run_of_agent_programs_resumes_bit_by_bit(programs_file):
+    require_same_in_two_parts(programs_file, programs_file.parent / "run", num_shards=3)

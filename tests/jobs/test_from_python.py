@@ -82,7 +82,7 @@ def test_ctrl_c_ends_the_ranks_and_raises_where_the_script_stands(config_file, t
     """
     marked = {**os.environ, "STARTED_BY": str(tmp_path)}
     command = [os.environ.get("PLAIN_PYTHON", sys.executable), "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, env=marked, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, env=marked, capture_output=True, text=True, cwd=ROOT, timeout=1200)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (7, "interrupted"), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert not outlive(marked["STARTED_BY"])
@@ -143,7 +143,7 @@ def test_the_example_of_the_reference_runs(config_file):
         runpy.run_path("docs/reference/example.py", run_name="__main__")
     """
     command = [os.environ.get("PLAIN_PYTHON", sys.executable), "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     folder = load_config(config_file).run_dir / "agents" / "a"
     assert re.search(r"^1 a \d\.\d{3}$", done.stdout, re.MULTILINE), done.stdout
@@ -161,7 +161,7 @@ def test_a_rank_under_torchrun_needs_no_variable(config_file, tmp_path):
     plain = os.environ.get("PLAIN_PYTHON", sys.executable)
     command = [plain, "-m", "torch.distributed.run", "--standalone", str(script), str(config_file)]
     without = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "HF_"))}
-    done = subprocess.run(command, env=without, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, env=without, capture_output=True, text=True, cwd=ROOT, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "done: the models are in" in done.stdout
 

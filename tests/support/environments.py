@@ -2,12 +2,16 @@
 
 import asyncio
 import ctypes
+import importlib
+import json
 import os
 import random
 import sys
 import threading
+import time
+import urllib.request
 
-from hacpo_mega.conversations import Responder
+from hacpo_mega.conversations import AgentProgram, Responder
 
 
 class Warehouse:
@@ -178,3 +182,64 @@ class OtherRoles:
 
     def get_reward(self) -> dict:
         return {"left": 1.0, "middle": 0.0}
+
+
+class Asks(AgentProgram):
+    """An agent program without a library: it says the task, then what the agent said, and does what `fate` says."""
+
+    def reset(self, prompt, fate="", **row):
+        self._prompt, self._fate, self._said = prompt, fate, []
+
+    def play(self, base_url, api_key):
+        assert os.environ["OPENAI_BASE_URL"] == base_url and os.environ["OPENAI_API_KEY"] == api_key
+        if self._fate == "silent":
+            return
+        self._url, self._key = base_url, "another" if self._fate == "key" else api_key
+        messages = [{"role": "user", "content": self._prompt}]
+        while len(self._said) < (99 if self._fate == "endless" else 2):
+            answer = self._ask(messages)
+            self._said.append(answer["content"])
+            if self._fate == "raise":
+                raise LookupError("no shop")
+            if self._fate == "hang":
+                time.sleep(1000)
+            if self._fate == "rewrite":  # what the agent said becomes a new task
+                messages = [{"role": "user", "content": answer["content"]}]
+            else:
+                messages += [answer, {"role": "user", "content": str(len(answer["content"]))}]
+
+    def _ask(self, messages):
+        request = urllib.request.Request(
+            f"{self._url}/chat/completions",
+            json.dumps({"model": "any", "messages": messages, "temperature": 0.1}).encode(),
+            {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            message = json.load(reply)["choices"][0]["message"]
+        return {"role": "assistant", "content": message["content"]}
+
+    def get_reward(self):
+        return len(self._said) / 4
+
+
+class Opened(Asks):
+    def reset(self, **row):
+        return "7"
+
+
+class Shopper(AgentProgram):
+    """An agent program as one writes it with the package `openai` alone; it finds address and key by itself."""
+
+    def reset(self, prompt, **row):
+        self._prompt, self._said = prompt, ""
+
+    def play(self, base_url, api_key):
+        client = importlib.import_module("openai").OpenAI()  # a second, which other classes here go without
+        messages = [{"role": "user", "content": self._prompt}]
+        for _ in range(2):
+            message = client.chat.completions.create(model="shop", messages=messages).choices[0].message
+            self._said += message.content
+            messages += [message, {"role": "user", "content": str(len(message.content))}]
+
+    def get_reward(self):
+        return sum(map(self._said.count, "01234")) / max(1, len(self._said))

@@ -3,6 +3,7 @@
 import numpy as np
 
 from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.engine_loop import TurnLimits
 
 SIGNS = tuple("0123456789+-*=,;s?")
 
@@ -12,6 +13,7 @@ class Written:
 
     def __init__(self, codec, script):
         self.codec, self.script, self.asked, self.error = codec, script, [], None
+        self.turn_limits, self.eos_ids = TurnLimits(len(codec.tokenizer), 1100), codec.ends.ids
 
     def serve(self, source):
         while not source.is_done:

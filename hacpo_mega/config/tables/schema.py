@@ -193,7 +193,8 @@ class ConversationConfig(Section):
     """Most tokens of a conversation after its prompt, those of the environment included; not given: max_turns times
     rollout.max_answer_tokens."""
     turn_timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=86400.0)] = 60.0
-    """Seconds that the environment may take over one turn. A slower one is answered with an error."""
+    """Seconds that the environment may take over one turn. A slower one fails its conversation. An agent program may
+    take as long between two turns."""
 
 
 class RoleConfig(Section):

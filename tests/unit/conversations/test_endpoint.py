@@ -13,7 +13,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from hacpo_mega.conversations.endpoint import Endpoint, ForeignConversation, Refusal, Terms, parsed_body
+from hacpo_mega.conversations.endpoint import Endpoint, parsed_body
+from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Refusal, Terms
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest
@@ -44,7 +45,7 @@ class Answering:
 
 
 def ask(conversation: ForeignConversation, *prompt_ids: int):
-    return conversation.ask(prompt_ids, None, None, 1.0)
+    return conversation.ask(conversation.prompt_of_ids(prompt_ids), None, 1.0)
 
 
 def test_a_conversation_is_kept_as_segments():
@@ -54,10 +55,12 @@ def test_a_conversation_is_kept_as_segments():
         ask(talk, *prompt)
         engine.step()
     first, second, third = talk.segments
-    assert first.prompt_ids == (1, 2)
-    assert [(others, own.token_ids.tolist()) for others, own in first.turns] == [((), [2, 7]), ((30, 31), [6, 7])]
-    assert (second.prompt_ids, len(second.turns)) == ((1, 9), 1)
-    assert (third.prompt_ids, third.turns[0][1].token_ids.tolist()) == ((1, 2, 2, 7, 40), [5, 7])
+    assert [(turn.prompt.ids, turn.completion.token_ids.tolist()) for turn in first] == [
+        ((1, 2), [2, 7]),
+        ((1, 2, 2, 7, 30, 31), [6, 7]),
+    ]
+    assert [turn.prompt.ids for turn in second] == [(1, 9)]
+    assert [(turn.prompt.ids, turn.completion.token_ids.tolist()) for turn in third] == [((1, 2, 2, 7, 40), [5, 7])]
     with pytest.raises(Refusal, match="has had its 4 turns"):
         ask(talk, 3)
 
@@ -95,12 +98,16 @@ def test_a_turn_that_was_asked_twice_is_one_turn():
 def test_lengths_end_at_the_terms():
     engine = Answering()
     talk = ForeignConversation("talk", 3, engine.queue, TERMS)
-    for size, asked, granted in ((5, None, 8), (28, None, 2), (6, 3, 3)):
-        talk.ask((1,) * size, None, asked, 1.0)
+    for size, asked, granted in ((5, None, 8), (38, None, 2), (6, 3, 3)):
+        talk.ask(talk.prompt_of_ids((1,) * size), asked, 1.0)
         engine.step()
         assert engine.asked[-1].max_tokens == granted
-    with pytest.raises(Refusal, match="maximum context length is 30"):
-        ask(talk, *[1] * 30)
+    assert not talk.is_limited
+    with pytest.raises(Refusal, match="maximum context length is 35"), talk.call():
+        ask(talk, *[1] * 5, 5, 7, *[2] * 28)  # 5 tokens of its first prompt and 30 behind it
+    assert talk.is_limited
+    with pytest.raises(Refusal, match="maximum context length is 40"):
+        ask(talk, *[2] * 40)
     with pytest.raises(Refusal, match="token id 50 is none of the model's 50"):
         ask(talk, 50)
 
@@ -152,7 +159,8 @@ def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
     if by_file:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         address = "http://localhost"
-    keys = {name: endpoint.open(name, seed)[1] for seed, name in enumerate(("one", "two"))}
+    opened = {name: endpoint.open(name, seed) for seed, name in enumerate(("one", "two"))}
+    keys = {name: key for name, (_, key, _) in opened.items()}
     assert "secret" not in "".join(keys.values())
 
     async def calls() -> list[int]:
@@ -167,14 +175,15 @@ def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
                 ) as answer:
                     found.append(answer.status)
                 if len(found) == 4:
-                    assert len(endpoint.close("two")) == 0
+                    endpoint.close("two")
             return found
 
     try:
         assert asyncio.run(calls()) == [200, 403, 401, 401, 404]
         assert endpoint.refused == {"address": 2, "key": 2}
-        (segment,) = endpoint.close("one")
-        assert segment.turns[0][1].token_ids.tolist() == [2, 7]
+        endpoint.close("one")
+        ((turn,),) = opened["one"][2].segments
+        assert turn.completion.token_ids.tolist() == [2, 7] and not opened["two"][2].segments
     finally:
         endpoint.stop()
         ends.set()

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from repository import ROOT
 
-from hacpo_mega.conversations.environment import EnvironmentClass, played_once
+from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.environment_process import MAX_TEXT
 
 FILE = ROOT / "tests/support/environments.py"
@@ -307,33 +307,3 @@ def test_random_numbers_are_those_of_the_seed_whatever_was_played_before(hostile
     one, two, again = asyncio.run(conversations([1, 2, 1]))
     assert one == again != two
     assert asyncio.run(conversations([2])) == [two]
-
-
-class Letters:
-    """A format of one character per token: an own turn ends with ".", and "?x" calls the tool with x."""
-
-    def encode_answer(self, text, ended):
-        return tuple(map(ord, text + "."))
-
-    def opening(self, messages):
-        return [ord(c) for message in messages for c in message["content"] + ">"]
-
-    def continuation(self, head, others, *, ended):
-        return self.opening(others)
-
-    def parse(self, token_ids, head=()):
-        self.content = "".join(map(chr, token_ids[:-1]))
-        is_call = self.content.startswith("?")
-        self.tool_calls = [("count", {"item": self.content[1:]})] if is_call else []
-        return self
-
-
-def test_a_conversation_with_canned_answers_is_shown_as_agents_read_it(warehouse):
-    letters = Letters()
-    row = {"prompt": "Have 10.", "bolts": 10}
-    played = played_once(warehouse, row, ["?nuts", "5", "never"], {"a": (letters, letters)})["a"]
-    assert "".join(map(chr, played.token_ids)) == "Have 10. You have 10 bolts.>?nuts.5>5."
-    assert [message["role"] for message in played.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (played.reward, played.failure) == (1.0, None)
-    lost = played_once(warehouse, {"prompt": "Have 10."}, ["5"], {"a": (letters, letters)})["a"]
-    assert lost.failure == "reset: KeyError: 'bolts'" and lost.reward is None

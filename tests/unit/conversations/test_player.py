@@ -1,6 +1,8 @@
 """The driver of conversations: limits, ends, failures, order. The engine's turns are written here, one by one."""
 
+import json
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +11,7 @@ from repository import ROOT
 from written_engine import SIGNS, Written
 
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player
+from hacpo_mega.conversations.player import Player, played_once
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
@@ -33,7 +35,7 @@ def calculator():
 def play(codec):
     players = []
 
-    def played(environment, script, texts=("12*3=",), error=None, **limits):
+    def played(environment, script, texts=("12*3=",), error=None, rows=None, **limits):
         sizes = {"max_turns": 4, "total": 40, "prompt": 8} | limits
         config = SimpleNamespace(
             conversation=SimpleNamespace(max_turns=sizes["max_turns"]),
@@ -44,9 +46,10 @@ def play(codec):
         players.append(player)
         engine = Written(codec, script)
         engine.error = error
-        places = [(Prompt(n, str(n), text, "0"), 0) for n, text in enumerate(texts)]
+        rows = rows or [{}] * len(texts)
+        places = [(Prompt(n, str(n), texts[n], "0", row=json.dumps(row)), 0) for n, row in enumerate(rows)]
         how = {"max_tokens": 12, "return_logprobs": True}
-        return player.play(engine.serve, places, range(100, 100 + len(texts)), **how), engine
+        return player.play(engine, places, range(100, 100 + len(texts)), **how), engine
 
     yield played
     for player in players:
@@ -138,3 +141,88 @@ def test_an_engine_that_dies_is_raised_and_nobody_waits(play, calculator):
 def test_the_first_turns_seed_is_the_answers_own():
     seeds = [turn_seed(7, turn) for turn in range(5)]
     assert seeds[0] == 7 and len(set(seeds)) == 5 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.fixture(scope="module")
+def asks():
+    with EnvironmentClass.load(f"{ENVIRONMENTS}:Asks", call_s=2.0) as found:
+        yield found
+
+
+def says_digits(read):
+    return read.replace("=", "")[-2:], Stop.EOS
+
+
+def test_a_program_is_one_conversation_of_what_was_sampled(play, codec, asks):
+    """The same turns as a class of an environment would have: tokens, seeds of their own, and the program's reward."""
+    (found,), engine = play(asks, says_digits)
+    assert turns_of(found) == [("assistant", "*3"), ("user", "2"), ("assistant", "32")]
+    ids = [*codec.encode_answer("*3", True), *codec.encode_answer("2=", False), *codec.encode_answer("32", True)]
+    assert found.token_ids.tolist() == ids and found.stop is Stop.EOS
+    talk = found.conversation
+    assert (talk.task, talk.opening, talk.reward) == ("12*3=", "", 0.5)
+    assert talk.counts.keys() <= {"environment_ms"} and talk.trained_places(True).tolist() == [0, 1, 2, 5, 6, 7]
+    head = list(codec.encode_prompt("12*3="))
+    assert [list(request.prompt_ids) for request in engine.asked] == [head, [*head, *ids[:5]]]
+    assert [request.temperature for request in engine.asked] == [1.0, 1.0]  # the run's, not the program's
+    _, other = play(asks, says_digits)
+    assert [request.seed for request in other.asked] == [request.seed for request in engine.asked]
+
+
+@pytest.mark.parametrize(
+    "fate, turns, counts",
+    [
+        ("raise", 1, {"failed": 1}),
+        ("silent", 1, {"failed": 1}),
+        ("key", 1, {"failed": 1}),
+        ("hang", 1, {"failed": 1, "timeouts": 1}),
+        ("endless", 4, {"truncated": 1}),
+    ],
+)
+def test_a_program_that_fails_costs_its_conversation_alone(play, asks, fate, turns, counts):
+    rows = [{"fate": fate}, {}]
+    (lost, sound), _ = play(asks, says_digits, ["12*3=", "45*6="], rows=rows)
+    assert {name: n for name, n in lost.conversation.counts.items() if name != "environment_ms"} == counts
+    assert sum(turn.is_own for turn in lost.conversation.turns) == turns
+    assert lost.conversation.reward == (1.0 if fate == "endless" else None)
+    assert lost.stop is (Stop.LENGTH if fate == "endless" else lost.stop)
+    assert len(sound.conversation.turns) == 3 and sound.conversation.reward == 0.5
+
+
+def test_a_program_that_rewrites_its_history_trains_one_segment(play, codec, asks):
+    (found,), engine = play(
+        asks, lambda read: (read[:-1] * 2 if len(read) < 6 else "1", Stop.EOS), rows=[{"fate": "rewrite"}]
+    )
+    assert [codec.decode_answer(request.prompt_ids) for request in engine.asked] == ["12*3=", "12*312*3"]
+    assert (turns_of(found), found.conversation.task) == ([("assistant", "12*312*3")], "12*3=")
+    assert found.conversation.counts["untrained_segments"] == 1 and found.conversation.reward == 0.5
+
+
+@pytest.mark.parametrize("limits, message", [({"prompt": 3}, 0), ({"total": 4}, 1)])
+def test_a_program_meets_the_limits_of_tokens(play, asks, limits, message):
+    (found,), engine = play(asks, says_digits, **limits)
+    assert len(engine.asked) == message
+    assert found.conversation.counts["truncated" if message else "failed"] == 1
+
+
+def test_a_program_writes_its_prompts_itself(play):
+    with EnvironmentClass.load(f"{ENVIRONMENTS}:Opened") as opened:
+        (found,), engine = play(opened, says_digits)
+    assert not engine.asked and found.conversation.counts["failed"] == 1
+    assert opened.failures == {"reset": 1}
+
+
+def test_a_conversation_is_shown_before_a_run(codec, calculator, asks):
+    """With canned turns: the last of them again and again, until the environment or a limit ends it."""
+    config = SimpleNamespace(
+        conversation=SimpleNamespace(max_turns=2),
+        rollout=SimpleNamespace(max_prompt_tokens=8, max_answer_tokens=7),
+        longest_answer=40,
+    )
+    for environment, texts, said in (
+        (calculator, ["?12*3", "36"], ["?12*3", "36", "36"]),
+        (asks, ["0123456789"], ["0123456", "7", "0123456"]),
+    ):
+        with closing(Player(environment, codec, config)) as player:
+            found = played_once(player, codec, config, Prompt(0, "0", "12*3=", "36"), texts)
+        assert [turn.content for turn in found.conversation.turns] == said

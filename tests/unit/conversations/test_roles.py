@@ -68,7 +68,7 @@ def play(codecs):
             seeds = range(100 + 100 * mine, 100 + 100 * mine + len(texts))
             how = {"max_tokens": 12, "return_logprobs": True, "is_unwanted": is_over.is_set}
             try:
-                found[mine] = both[mine].play(engines[mine].serve, places, seeds, **how)
+                found[mine] = both[mine].play(engines[mine], places, seeds, **how)
             except Exception as error:
                 found[mine] = error
                 is_over.set()  # as the end of the job ends the other process
