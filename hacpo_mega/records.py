@@ -97,6 +97,11 @@ class Conversation:
         return sum(turn.num_tokens for turn in self.turns)
 
     @property
+    def is_settled(self) -> bool:
+        """True if no judge is asked: the environment has judged it, or failed, or the agent was not reached."""
+        return self.reward is not None or bool({"failed", "silent"} & self.counts.keys())
+
+    @property
     def answer(self) -> Turn:
         """The last turn that an agent said, which is judged: mostly an own one."""
         return next(turn for turn in reversed(self.turns) if turn.stop is not None)

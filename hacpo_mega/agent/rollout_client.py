@@ -24,7 +24,7 @@ from hacpo_mega.config.checks.device_memory import engine_options
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.partners import Partners
-from hacpo_mega.conversations.player import Player, environment_of, turn_format
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, turn_format
 from hacpo_mega.megatron.actor import Actor
 from hacpo_mega.megatron.train.optimizer import ActorOffload
 from hacpo_mega.memory.budget import Budget
@@ -70,7 +70,7 @@ class RolloutClient:
         makes the generation requests.
         """
         self.name, self.index, self.place = spec.name, place.agent, place
-        environment = environment_of(config)
+        environment = environment_of(config.conversation, has_roles=bool(config.roles))
         self.codec, self._has_conversations = _codec(spec, environment), environment is not None
         self.turn_format, self.player = None, None
         if environment is not None:
@@ -78,7 +78,7 @@ class RolloutClient:
             if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
                 # The player's thread has a tokenizer of its own: one is not for two threads.
                 partners = _partners(place, config)
-                self.player = Player(environment, _codec(spec, environment), config, partners)
+                self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
                 if partners is not None and not partners.drives:
                     self.player.let_in(place.open_door(SEATS))
         answers = place.coordinate.answers

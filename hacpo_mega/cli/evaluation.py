@@ -83,13 +83,13 @@ def serve(
         found = others[0] if others else unread[0]
         raise ValueError(f"{found}: serve takes one model and the keys {', '.join(sorted(SERVED))}")
     prepare_environment()  # torch reads how loud it may be when it is imported
-    from hacpo_mega.evaluation.settings import ask, require_weights
+    from hacpo_mega.evaluation.settings import NO_ENVIRONMENT, ask, require_weights
 
     given = given_path(name)
     if not inside_a_job():
         fetch_missing([given])
     model = model_folder(given)
-    settings = ask(table, model, (), trust=trust)
+    settings = ask(table.model_copy(update={"environment": NO_ENVIRONMENT}), model, (), trust=trust)
     if reads_first():
         require_weights(settings)
     if not is_one_of(table.tp, "hacpo_mega.commands.serve"):

@@ -7,6 +7,7 @@ Not here: checks without reading the files (config/), and datasets that no run n
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from hacpo_grading.judge import Judge
@@ -16,7 +17,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player, environment_of, played_once
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_once
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
@@ -43,7 +44,7 @@ def check_prompts(config: Config) -> str:
     if missing_models(config):
         found = f"{files}; prompts not counted in tokens before `hacpo-mega init` has made the models"
         return "\n".join((found, *_tried_reward(config, training_rows(config)[:MOST_ROWS])))
-    environment = environment_of(config)
+    environment = environment_of(config.conversation, has_roles=bool(config.roles))
     codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
@@ -67,16 +68,16 @@ def _conversation(
     tools = ", ".join(tool.get("function", tool)["name"] for tool in environment.tools)
     plays = "an agent program" if environment.plays else f"tools {tools}" if tools else "no tools"
     yield f"\nenvironment {environment.name}: {plays}"
-    turns = min(SHOWN_TURNS, config.conversation.max_turns)
-    shown = config.model_copy(update={"conversation": config.conversation.model_copy(update={"max_turns": turns})})
+    limits = PlayLimits.of(config)
+    limits = replace(limits, max_turns=min(SHOWN_TURNS, limits.max_turns))
     prompt = Prompt(0, row.id, row.text, row.gold, row.skill, row.row)
     for agent, codec in zip(config.agents, codecs, strict=True):
         try:
-            player = Player(environment, codec, shown)
+            player = Player(environment, codec, limits)
         except ValueError as error:
             raise ValueError(f"agents.{agent.name}: {error}") from error
         with closing(player):
-            played = played_once(player, codec, shown, prompt, [row.gold])
+            played = played_once(player, codec, limits, prompt, [row.gold], config.rollout.max_answer_tokens)
         found, rewrites = played.conversation, player.format.rewrites
         if found.counts.get("failed"):
             reason = environment.last_error or "it says nothing that this agent can read"

@@ -29,7 +29,7 @@ from hacpo_grading.workers import own_file
 from hacpo_grading.workers.grader_signature import form_of
 from hacpo_grading.workers.own_file import load_by_name
 from hacpo_mega.config.tables.agents import AgentConfig
-from hacpo_mega.config.tables.schema import Config, RewardConfig
+from hacpo_mega.config.tables.schema import Config, ConversationConfig, RewardConfig
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -394,6 +394,12 @@ def code_of_engine(agent: AgentConfig) -> Iterator[str]:
         is_number = key in ENGINE_NUMBERS and isinstance(value, bool | int | float)
         if not is_number and not (key in ENGINE_WORDS and isinstance(value, str) and value.isidentifier()):
             yield _shown(f"agents.{agent.name}.vllm.{key}", value)
+
+
+def code_of_environment(conversation: ConversationConfig) -> Iterator[str]:
+    """The key by which playing conversations would run code of the user's."""
+    if conversation.environment is not None and conversation.environment not in ENVIRONMENTS:
+        yield _shown("conversation.environment", conversation.environment)
 
 
 def require_trust(named: Iterable[str], file: Path, *, trusted: bool, instead: str = "") -> None:

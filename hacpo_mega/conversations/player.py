@@ -19,12 +19,14 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from hacpo_mega.cluster.security.secret import AuthListener
 from hacpo_mega.config import Config
+from hacpo_mega.config.tables.schema import ConversationConfig
 from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
 from hacpo_mega.conversations.foreign_conversation import Terms
@@ -119,17 +121,30 @@ class TurnEngine(Protocol):
     def serve(self, source: TurnSource | None) -> Any: ...
 
 
+@dataclass(frozen=True)
+class PlayLimits:
+    """Limits of a conversation: own turns, tokens of its prompt, and tokens after it."""
+
+    max_turns: int
+    max_prompt_tokens: int
+    max_total_tokens: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Limits of a run's conversations."""
+        return cls(config.conversation.max_turns, config.rollout.max_prompt_tokens, config.longest_answer)
+
+
 class Player:
     """Plays one agent's conversations with an environment, any number at once."""
 
     def __init__(
-        self, environment: EnvironmentClass, codec: TextCodec, config: Config, partners: Partners | None = None
+        self, environment: EnvironmentClass, codec: TextCodec, limits: PlayLimits, partners: Partners | None = None
     ) -> None:
         """`codec` is used from the player's thread alone; `partners` where roles are played by several agents."""
         self._environment, self._codec, self._partners = environment, codec, partners
         self.format = turn_format(codec, environment, has_roles=partners is not None)
-        self._max_turns = config.conversation.max_turns
-        self._max_prompt, self._max_total = config.rollout.max_prompt_tokens, config.longest_answer
+        self._limits = limits
         self._num_plays = 0
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
@@ -187,7 +202,8 @@ class Player:
 
     def _terms(self, engine: TurnEngine, how: Mapping[str, Any]) -> Terms:
         """Limits and sampling of agent programs."""
-        sizes = self._max_turns, how["max_tokens"], self._max_total, self._max_prompt
+        limits = self._limits
+        sizes = limits.max_turns, how["max_tokens"], limits.max_total_tokens, limits.max_prompt_tokens
         return Terms(engine.eos_ids, *sizes, how["temperature"])
 
     async def _run_programs(
@@ -244,10 +260,12 @@ class Player:
         how: dict[str, Any],
         on_answer: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
+        limits = self._limits
+
         def ask(request: TurnRequest) -> Awaitable[Completion]:
             return asyncio.wrap_future(turns.ask(request))
 
-        voice = Voice(self._codec, self.format, self._max_prompt, self._max_total, ask, how)
+        voice = Voice(self._codec, self.format, limits.max_prompt_tokens, limits.max_total_tokens, ask, how)
         seats = [Seat(str(n), place[0], seed, voice) for n, (place, seed) in enumerate(zip(places, seeds, strict=True))]
         keys = [(self._num_plays, prompt.index, g) for prompt, g in places]
 
@@ -288,7 +306,7 @@ class Player:
         environment, prompt = self._environment, first.prompt
         roles = () if self._partners is None else self._partners.names
         episode, reward = environment.episode(first.seed), None
-        course = Course(seats, roles, episode, self._max_turns)
+        course = Course(seats, roles, episode, self._limits.max_turns)
         row = row_of(prompt)
         try:
             opening = _writable(await episode.begin(row) or "")
@@ -340,28 +358,25 @@ class _Canned:
                 source.give(request.key, Completion(ids, stop, np.zeros(len(ids), np.float32)))
 
 
-def played_once(player: Player, codec: TextCodec, config: Config, prompt: Prompt, texts: Sequence[str]) -> Completion:
-    """One conversation on a prompt whose own turns are the given texts."""
-    longest = config.rollout.max_prompt_tokens + config.longest_answer
-    engine = _Canned(codec, texts, longest, player.format.stop_ids)
-    (found,) = player.play(
-        engine, [(prompt, 0)], [0], max_tokens=config.rollout.max_answer_tokens, return_logprobs=True
-    )
-    return found
+def played_once(
+    player: Player, codec: TextCodec, limits: PlayLimits, prompt: Prompt, texts: Sequence[str], max_tokens: int
+) -> Completion:
+    """One conversation on a prompt whose own turns are the given texts, of `max_tokens` at most."""
+    engine = _Canned(codec, texts, limits.max_prompt_tokens + limits.max_total_tokens, player.format.stop_ids)
+    return player.play(engine, [(prompt, 0)], [0], max_tokens=max_tokens, return_logprobs=True)[0]
 
 
-def environment_of(config: Config) -> EnvironmentClass | None:
-    """The environment that a configuration names, loaded once in a process; None without conversations.
+def environment_of(conversation: ConversationConfig, *, has_roles: bool = False) -> EnvironmentClass | None:
+    """The environment that a table names, loaded once in a process; None without conversations.
 
     ValueError, one line, for one that cannot be loaded, or says nothing where no other agent speaks.
     """
-    conversation = config.conversation
     if conversation.environment is None:
         return None
     found = _loaded(conversation.environment, conversation.turn_timeout_s)
-    if found.plays and config.roles:
+    if found.plays and has_roles:
         raise ValueError(f"environment {found.name} is an agent program, which speaks alone; leave [[roles]] out")
-    if not (found.tools or found.responds or found.plays or config.roles):
+    if not (found.tools or found.responds or found.plays or has_roles):
         raise ValueError(
             f"environment {found.name} has no tool (a public method) and does not derive from Responder, so only "
             "agents that play [[roles]] can converse in it"
@@ -369,7 +384,7 @@ def environment_of(config: Config) -> EnvironmentClass | None:
     return found
 
 
-def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: bool) -> TurnFormat:
+def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: bool = False) -> TurnFormat:
     """An agent's tokens of what others say in an environment. ValueError as of `TurnFormat.of`."""
     hears_users = environment.responds or environment.plays or has_roles
     return TurnFormat.of(codec, environment.tools, plays_user=hears_users)

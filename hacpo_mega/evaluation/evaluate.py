@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
-from hacpo_grading.judgement import Asked
+from hacpo_grading.judgement import Asked, Judgement
 from hacpo_grading.registry import final_answer, find_grader
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.cluster.turns import agents_per_device
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, turn_format
 from hacpo_mega.data.prompt_sets import prompt_lengths
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation.answers import (
@@ -35,14 +36,14 @@ from hacpo_mega.evaluation.answers import (
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
-from hacpo_mega.grading.run_judge import judge_of
+from hacpo_mega.grading.run_judge import environment_judgement, judge_of
 from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.checkpoint.stored_index import read_index
 from hacpo_mega.megatron.checkpoint.stored_state import model_weights
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
-from hacpo_mega.records import Completion, Stop
+from hacpo_mega.records import Completion, Conversation, Prompt, Stop
 from hacpo_mega.rollout.engine import Engine
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
@@ -70,9 +71,8 @@ def evaluate(
 
     Collective over tp * engines processes. Raises ValueError for settings that do not fit the model or the folder.
     """
-    check_positions(settings.folder, settings.max_prompt_tokens, settings.max_answer_tokens)
-    tokenizer = load_tokenizer(settings.folder, settings.trust_remote_code)
-    codec = TextCodec(tokenizer, settings.prompting)
+    check_positions(settings.folder, settings.max_prompt_tokens, settings.longest_answer)
+    codec = codec_of(settings)
     settings = _at(settings, begun_at(out) if codec.reads_clock else None)
     fingerprint = settings.fingerprint
     check_folder(out, settings.record(fingerprint))
@@ -82,7 +82,7 @@ def evaluate(
         if codec.reads_clock:
             time = place.share_in_job((codec.prompting.time or "").encode() if is_first else None).decode()
             settings = _at(settings, time)
-            codec = TextCodec(tokenizer, settings.prompting)
+            codec = codec_of(settings)
         asked = settings.record(fingerprint)
         if is_first:
             claim(out, asked)
@@ -123,6 +123,7 @@ class _Run:
         self.out = out
         self.place = place
         self.codec = codec
+        self.player: Player | None = None
         self.kept = {b.name: self._within_limit(b) for b in settings.benchmarks}
         self.num_dropped = {b.name: len(b.rows) - len(self.kept[b.name]) for b in settings.benchmarks}
         self._stack = stack
@@ -157,6 +158,11 @@ class _Run:
         self.place.enter_phase("load", f"of {settings.model}")
         self.engine = engine_of(settings, self.codec, self.place)
         self._stack.callback(self.engine.close)
+        environment = environment_of(settings.conversation)
+        if environment is not None and self.place.is_leader:
+            limits = PlayLimits(settings.conversation.max_turns, settings.max_prompt_tokens, settings.longest_answer)
+            self.player = Player(environment, codec_of(settings), limits)  # with a tokenizer of its own thread
+            self._stack.callback(self.player.close)
 
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
@@ -180,19 +186,24 @@ class _Run:
                     file.append(self._judged(self._judge_of(benchmark), batch, completions))
 
     def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
-        return self.engine.generate(
-            [self.codec.encode_prompt(request.row.text) for request in batch],
-            [request_seed(self.settings.seed, request) for request in batch],
-            max_tokens=self.settings.max_answer_tokens,
-            temperature=benchmark.temperature,
-        )
+        seeds = [request_seed(self.settings.seed, request) for request in batch]
+        how = {"max_tokens": self.settings.max_answer_tokens, "temperature": benchmark.temperature}
+        if self.settings.conversation.environment is None:
+            return self.engine.generate([self.codec.encode_prompt(r.row.text) for r in batch], seeds, **how)
+        if self.player is None:
+            self.engine.serve(None)
+            return []
+        rows = (request.row for request in batch)
+        places = [(Prompt(n, row.id, row.text, row.gold, row.skill, row.row), 0) for n, row in enumerate(rows)]
+        return self.player.play(self.engine, places, seeds, **how)
 
     def _judged(self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
         opened = [self.codec.opened_thinking(request.row.text) for request in batch]
         whole = [start + text for start, text in zip(opened, texts, strict=True)]
         asked = zip([request.row for request in batch], whole, completions, strict=True)
-        judgements = judge.judge([Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked])
+        questions = [Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked]
+        judgements = self._judgements(judge, questions, [completion.conversation for completion in completions])
         parts = zip(batch, completions, texts, whole, judgements, strict=True)
         return [
             Answer(
@@ -211,10 +222,30 @@ class _Run:
             for request, completion, text, judged, judgement in parts
         ]
 
+    def _judgements(
+        self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
+    ) -> list[Judgement]:
+        """Those of the environment where it gives a reward or has failed; the judge's of all others."""
+        rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
+        judged = iter(judge.judge([one for one, is_settled in zip(questions, settled, strict=True) if not is_settled]))
+        return [
+            next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
+            for talk, is_settled in zip(talks, settled, strict=True)
+        ]
+
     def _text(self, completion: Completion) -> str:
+        if completion.conversation is not None:
+            return completion.conversation.answer.content
         ended = completion.stop is Stop.EOS
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return text if self.settings.stop_text is None else text.partition(self.settings.stop_text)[0]
+
+
+def codec_of(settings: EvaluationSettings) -> TextCodec:
+    """Codec of the model, whose chat template shows the tools of the environment."""
+    environment = environment_of(settings.conversation)
+    tools = () if environment is None else environment.tools
+    return TextCodec(load_tokenizer(settings.folder, settings.trust_remote_code), settings.prompting, tools)
 
 
 def engine_of(settings: EvaluationSettings, codec: TextCodec, place: Place) -> Engine:
@@ -222,14 +253,15 @@ def engine_of(settings: EvaluationSettings, codec: TextCodec, place: Place) -> E
     stored, dtype = settings.stored, getattr(torch, settings.dtype)
     if stored is not None:
         _require_unaltered(stored, place)
+    environment = environment_of(settings.conversation)
     agents_per_device(place)  # a second engine of the same GPU would find no memory
     spec = EngineSpec(
         settings.folder,
-        max_model_len=settings.max_prompt_tokens + settings.max_answer_tokens,
+        max_model_len=settings.max_prompt_tokens + settings.longest_answer,
         dtype=dtype,
         tensor_parallel_size=place.rank_map.agents[0].engine_tp,
         trust_remote_code=settings.trust_remote_code,
-        eos_ids=codec.ends.ids,
+        eos_ids=codec.ends.ids if environment is None else turn_format(codec, environment).stop_ids,
         random_weights=stored is not None,
         can_sleep=False,
         options=settings.vllm,

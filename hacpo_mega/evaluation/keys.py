@@ -60,6 +60,12 @@ class EvaluationTable(Section):
     """Judge an answer only up to this text."""
     reward: EvaluationReward = EvaluationReward()
     """The judge."""
+    environment: str | None = None
+    """Class that plays the other side, as conversation.environment of a run; none: a run's is left out."""
+    max_turns: Count | None = None
+    """Most turns of a conversation, max_answer_tokens each."""
+    max_total_tokens: Count | None = None
+    """Most tokens of a conversation after its prompt."""
     prompt_field: str | None = None
     """Field of a row with the prompt, in every FILE."""
     gold_field: str | None = None

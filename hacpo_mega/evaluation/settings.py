@@ -13,11 +13,13 @@ from pydantic import ValidationError
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
-from hacpo_mega.config.tables.schema import DataConfig, WeightedPartConfig
+from hacpo_mega.config.tables.schema import ConversationConfig, DataConfig, WeightedPartConfig
 from hacpo_mega.config.user_code import (
     code_of_engine,
+    code_of_environment,
     code_of_model,
     code_of_reward,
+    environment_problem,
     grader_problem,
     option_problem,
     require_trust,
@@ -38,6 +40,8 @@ from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.weight_files import require_one_reading, weights_fingerprint
 
+NO_ENVIRONMENT = "none"
+
 
 @dataclass(frozen=True)
 class EvaluationSettings:
@@ -48,6 +52,7 @@ class EvaluationSettings:
     stop_text   where an answer is cut before it is judged: a base model goes on with the next question of a few-shot
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
+    conversation   environment that plays the other side, and limits of a conversation
     reward_parts   several rewards in place of one; `reward` is the kind of the first
     reward_success   which answers are a success, as reward.success of a run says it; None: those with the full reward
     """
@@ -69,7 +74,13 @@ class EvaluationSettings:
     seed: int = 0
     trust_remote_code: bool = False
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    conversation: ConversationConfig = field(default_factory=ConversationConfig)
     stored: StoredAgent | None = None
+
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer or conversation, its prompt not counted."""
+        return self.conversation.longest(self.max_answer_tokens)
 
     @property
     def folder(self) -> Path:
@@ -102,7 +113,8 @@ class EvaluationSettings:
 
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
-        left_out = ("stored", "reward_start_timeout_s")  # no score depends on them
+        left_out = ("stored", "reward_start_timeout_s", "conversation")  # no score depends on the first two
+        talk = self.conversation
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
             "weights": fingerprint,
@@ -111,17 +123,25 @@ class EvaluationSettings:
             "reward_options": dict(self.reward_options),
             "reward_parts": {name: part.model_dump(mode="json") for name, part in self.reward_parts.items()},
             "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
+            **({"conversation": talk.model_dump(mode="json")} if talk.environment is not None else {}),
         }
 
 
 def settings_for(
-    model: Path, benchmarks: Sequence[Benchmark], *, reward: str | None = None, trust: bool = False
+    model: Path,
+    benchmarks: Sequence[Benchmark],
+    *,
+    reward: str | None = None,
+    environment: str | None = None,
+    trust: bool = False,
 ) -> EvaluationSettings:
     """The defaults; for RUN/agents/NAME and RUN/checkpoints/step_N/NAME the run's settings, so that an agent is
     evaluated as it was trained.
 
-    reward   the grader that the user names himself
-    trust    whether code that the run's configuration names may run: a grader, Python in the model folder, the engine's
+    reward        the grader that the user names himself
+    environment   the environment, likewise; an agent that played one of several roles is asked alone without it
+    trust         whether code that the run's configuration names may run: a grader, an environment, Python in the model
+                  folder, the engine's
 
     ValueError when the run's configuration is broken or names code that is not trusted, or the checkpoint cannot be
     used.
@@ -135,8 +155,15 @@ def settings_for(
         return EvaluationSettings(model, benchmarks)
     grader = next(iter(config.reward.graders.values()))
     is_judged_alike = reward is None or (reward == grader.kind and not config.reward.parts)
-    named = (*code_of_reward(config.reward, reward), *code_of_model(agent), *code_of_engine(agent))
-    require_trust(named, file, trusted=trust, instead="reward.kind=FILE.py:NAME names a grader of yours; ")
+    talk = ConversationConfig() if environment is not None or config.roles else config.conversation
+    named = (
+        *code_of_reward(config.reward, reward),
+        *code_of_environment(talk),
+        *code_of_model(agent),
+        *code_of_engine(agent),
+    )
+    own = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; "
+    require_trust(named, file, trusted=trust, instead=own)
     return EvaluationSettings(
         model,
         benchmarks,
@@ -153,6 +180,7 @@ def settings_for(
         max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
         trust_remote_code=agent.trust_remote_code,
         vllm=agent.vllm,
+        conversation=talk,
         stored=stored,
     )
 
@@ -210,7 +238,7 @@ def ask(
 
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """
-    settings = settings_for(model, benchmarks, reward=table.reward.kind, trust=trust)
+    settings = settings_for(model, benchmarks, reward=table.reward.kind, environment=table.environment, trust=trust)
     asked = {
         "prompting": worded(table, settings.prompting),
         "stop_text": table.stop_text,
@@ -220,6 +248,7 @@ def ask(
         "max_prompt_tokens": table.max_prompt_tokens,
         "max_answer_tokens": table.max_answer_tokens or (PAPER_MAX_TOKENS if table.suite else None),
         "seed": table.seed,
+        "conversation": _conversation(table, settings.conversation),
     }
     settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
     try:
@@ -231,6 +260,20 @@ def ask(
     if problem := option_problem(settings.reward, settings.reward_options):
         raise ValueError(f"reward.options: {problem}")
     return settings
+
+
+def _conversation(table: EvaluationTable, of_run: ConversationConfig) -> ConversationConfig:
+    """The run's conversation with what the table gives. ValueError for an environment that is not there."""
+    names = ("environment", "max_turns", "max_total_tokens")
+    given = {name: value for name in names if (value := getattr(table, name)) is not None}
+    if table.environment == NO_ENVIRONMENT:
+        return ConversationConfig()
+    found = of_run.model_copy(update=given)
+    if found.environment is None and given:
+        raise ValueError(f"{next(iter(given))}: nothing reads it without environment=FILE.py:CLASS")
+    if table.environment is not None and (problem := environment_problem(table.environment)) is not None:
+        raise ValueError(f"environment: {problem}")
+    return found
 
 
 def worded(table: EvaluationTable, prompting: Prompting) -> Prompting:

@@ -1,6 +1,9 @@
-"""The judge of a run, made from its [reward]."""
+"""The judge of a run, made from its [reward], and the judgement of an environment's reward."""
 
-from hacpo_grading.judge import FULL, Judge
+import math
+
+from hacpo_grading.judge import FULL, Judge, is_success
+from hacpo_grading.judgement import Judgement, Verdict
 from hacpo_grading.weighted_judge import AnyJudge, RewardPart, WeightedJudge
 from hacpo_mega.config import RewardConfig
 
@@ -18,3 +21,16 @@ def judge_of(reward: RewardConfig) -> AnyJudge:
         return Judge(reward.kind, options=reward.options, reward_range=reward.range, success=success, **common)
     parts = [RewardPart(name, p.kind, p.options, p.weight, p.range) for name, p in reward.parts.items()]
     return WeightedJudge(parts, success, **common)
+
+
+def environment_judgement(reward: RewardConfig, given: float | None) -> Judgement:
+    """Judgement of a conversation by its environment's reward, which reward.range maps to 0 to 1.
+
+    Unjudged where the environment failed (None) or its reward is outside that range.
+    """
+    low, high = reward.range
+    if given is None or not low <= given <= high:
+        return Judgement(Verdict.ERROR, math.nan)
+    mapped = (given - low) / (high - low)
+    has_succeeded = is_success(mapped, reward.success if isinstance(reward.success, float) else FULL)
+    return Judgement(Verdict.CORRECT if has_succeeded else Verdict.WRONG, mapped)

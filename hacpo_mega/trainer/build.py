@@ -26,7 +26,7 @@ from hacpo_mega.conversations.player import environment_of
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
-from hacpo_mega.grading.run_judge import judge_of
+from hacpo_mega.grading.run_judge import environment_judgement, judge_of
 from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
@@ -51,7 +51,7 @@ from hacpo_mega.trainer.observers import (
     peak_flops,
 )
 from hacpo_mega.trainer.phases import Phases
-from hacpo_mega.trainer.rollout_judge import RolloutJudge, environment_judgement
+from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RunData:
 
 def read_data(config: Config) -> RunData:
     """Reads the prompts that every agent can read."""
-    environment = environment_of(config)
+    environment = environment_of(config.conversation, has_roles=bool(config.roles))
     codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     return RunData(*training_sampler(config, num_tokens), held_out_prompts(config, num_tokens), codecs)

@@ -7,7 +7,6 @@ own that has never worked is tried on the first answers of every such part, not 
 Not here: what a judgement is (judge.py).
 """
 
-import math
 import queue
 import threading
 import time
@@ -16,29 +15,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Self
 
-from hacpo_grading.judge import FULL, JudgeReport, is_success
-from hacpo_grading.judgement import Asked, Verdict
+from hacpo_grading.judge import JudgeReport
+from hacpo_grading.judgement import Asked
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.config.tables.schema import RewardConfig
+from hacpo_mega.grading.run_judge import environment_judgement
 from hacpo_mega.records import Judgement, Prompt, Rollout
 
 # Most answers in one call of the judge: ending the thread waits for one call at most.
 MOST_AT_ONCE = 64
 
 AnswerKey = tuple[int, int]  # prompt index, rollout index
-
-
-def environment_judgement(reward: RewardConfig, given: float | None) -> Judgement:
-    """Judgement of a conversation by its environment's reward, which reward.range maps to 0 to 1.
-
-    Unjudged where the environment failed (None) or its reward is outside that range.
-    """
-    low, high = reward.range
-    if given is None or not low <= given <= high:
-        return Judgement(Verdict.ERROR, math.nan)
-    mapped = (given - low) / (high - low)
-    has_succeeded = is_success(mapped, reward.success if isinstance(reward.success, float) else FULL)
-    return Judgement(Verdict.CORRECT if has_succeeded else Verdict.WRONG, mapped)
 
 
 class RolloutJudge:
@@ -155,10 +142,7 @@ class RolloutJudge:
 
 
 def _is_settled(rollout: Rollout) -> bool:
-    """True if the judge is not asked: the environment has judged a conversation, or failed in it, or the agent was not
-    reached."""
-    played = rollout.conversation
-    return played is not None and (played.reward is not None or bool({"failed", "silent"} & played.counts.keys()))
+    return rollout.conversation is not None and rollout.conversation.is_settled
 
 
 def _key(rollout: Rollout) -> AnswerKey:

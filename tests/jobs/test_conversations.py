@@ -1,5 +1,7 @@
 """Runs with an environment: two agents of other tokenizers, one of them on two ranks, share their conversations."""
 
+import inspect
+import json
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from job import run_here
+from environments import Chatter
+from job import run_command, run_here, start_command
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, require_same_in_two_parts, train, write_watched_config
 from transformers import AutoModelForCausalLM
@@ -117,6 +120,42 @@ def require_hugging_faces_logprobs(run: Path, folder: Path) -> None:
 
 def test_a_run_resumes_bit_by_bit(config_file, run):
     require_same_in_two_parts(config_file, run, num_shards=3)
+
+
+KILLS = """
+import os, signal, time
+from pathlib import Path
+
+class Kills(Chatter):
+    def respond(self, messages):
+        lines = Path({metrics!r}).read_text().splitlines() if Path({metrics!r}).exists() else ()
+        try:
+            if len(lines) < 2:  # steps 0 and 1
+                raise FileNotFoundError
+            os.unlink({mark!r})
+        except FileNotFoundError:
+            return super().respond(messages)
+        nursery = Path(f"/proc/{{os.getppid()}}/stat").read_text()
+        os.kill(int(nursery.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(60)
+"""
+
+
+def test_a_rank_killed_between_two_turns_costs_no_bit(config_file, run, tmp_path):
+    """The environment kills the rank that it talks to in step 2, once."""
+    mark, run_dir, own = tmp_path / "mark", tmp_path / "run", tmp_path / "kills.py"
+    mark.touch()
+    own.write_text(
+        f"from hacpo_mega.conversations import Responder\n{inspect.getsource(Chatter)}"
+        + KILLS.format(metrics=str(run_dir / "metrics.jsonl"), mark=str(mark))
+    )
+    command = ("train", config_file, f"run_dir={run_dir}", f"conversation.environment={own}:Kills")
+    killed = start_command(*command)
+    _, told = killed.communicate()
+    assert killed.returncode != 0 and not mark.exists() and "SIGKILL" in told, told[-3000:]
+    train(*command[1:])
+    one, other = ([path.read_bytes() for path in sorted(folder_of(d, 2).rglob("*.distcp"))] for d in (run, run_dir))
+    assert one == other and len(one) == 3
 
 
 def test_an_environment_that_says_nothing_changes_no_bit(config_file, tmp_path):
@@ -271,3 +310,30 @@ def test_an_agent_program_written_with_openai_is_trained(config_file, programs_f
 
 def test_a_run_of_agent_programs_resumes_bit_by_bit(programs_file):
     require_same_in_two_parts(programs_file, programs_file.parent / "run", num_shards=3)
+
+
+def test_an_agent_is_evaluated_in_its_runs_environment(run, tmp_path):
+    """On two ranks. An environment that says nothing, and none, give the same answers."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(10, 16)))
+    found = {}
+    for name, keys in {
+        "own": ["--trust"],
+        "silent": [f"environment={ENVIRONMENTS}:Silent", "temperature=1.0", "num_answers=2", "seed=3"],
+        "none": ["environment=none", "temperature=1.0", "num_answers=2", "seed=3"],
+    }.items():
+        run_command(
+            2, "eval", run / "agents/wide", file, "--out", tmp_path / name, "tp=2", "max_answer_tokens=6", *keys
+        )
+        lines = [line for path in (tmp_path / name / "answers").iterdir() for line in path.read_text().splitlines()]
+        found[name] = sorted(map(json.loads, lines), key=lambda answer: (answer["id"], answer["rollout"]))
+    assert [(a["text"], a["num_tokens"]) for a in found["silent"]] == [
+        (a["text"], a["num_tokens"]) for a in found["none"]
+    ]
+    assert len(found["none"]) == 12 and len({answer["text"] for answer in found["none"]}) > 6
+    assert max(answer["num_tokens"] for answer in found["own"]) > 6, "some conversation has a second turn"
+    for answer in found["own"]:
+        low = sum(map(answer["text"].count, "01234"))
+        assert 1 / 6 <= answer["reward"] <= 1.0 and (answer["reward"] > 1 / 6 or not low), answer
+    refused = run_here("eval", run / "agents/wide", file, "--out", tmp_path / "refused")
+    assert refused.returncode == 2 and "conversation.environment" in refused.stderr

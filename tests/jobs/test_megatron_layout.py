@@ -175,7 +175,7 @@ def run_layouts(runs: list[tuple], folders: dict[str, Path], exports: Path) -> d
             export = exports / f"{name}-tp{tp}pp{pp}"
             options = {"recompute": "full" if name == RECOMPUTED else "none", "overrides": RUNS[name, tp, pp]}
             seen[name, tp, pp] = run_case(export, folders[name], tp, pp, options)
-        parallel_state.destroy_model_parallel()
+        end_model_parallel()
     return seen
 
 

@@ -196,6 +196,12 @@ class ConversationConfig(Section):
     """Seconds that the environment may take over one turn. A slower one fails its conversation. An agent program may
     take as long between two turns."""
 
+    def longest(self, max_answer_tokens: int) -> int:
+        """Tokens of the longest answer or conversation, where one answer or turn has at most so many."""
+        if self.environment is None:
+            return max_answer_tokens
+        return self.max_total_tokens or self.max_turns * max_answer_tokens
+
 
 class RoleConfig(Section):
     """A role in every conversation, in the order in which they speak."""
@@ -457,10 +463,7 @@ class Config(Section):
     @property
     def longest_rollout(self) -> int:
         """Tokens of the longest answer or conversation that is trained, its prompt not counted."""
-        conversation, turn = self.conversation, self.rollout.max_answer_tokens
-        if conversation.environment is None:
-            return turn
-        return conversation.max_total_tokens or conversation.max_turns * turn
+        return self.conversation.longest(self.rollout.max_answer_tokens)
 
     @property
     def longest_answer(self) -> int:

@@ -5,6 +5,7 @@ paper; nothing of hacpo_mega or its kernels takes part.
 """
 
 import dataclasses
+import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -187,9 +188,11 @@ def make_actor(
 def end_model_parallel() -> None:
     """Forgets Megatron's groups and ends them. Collective over the default group.
 
-    Each has a thread of gloo that wakes a hundred times a second: those of some dozen actors stall a machine.
+    Each has a thread of gloo that wakes a hundred times a second: those of some dozen actors stall a machine. An ended
+    group keeps it until the last actor that knows the group is collected.
     """
     parallel_state.destroy_model_parallel()
+    gc.collect()
     dist.barrier()  # nobody speaks in them any more
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:

@@ -3,7 +3,6 @@
 import json
 import threading
 from contextlib import closing
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from repository import ROOT
 from written_engine import SIGNS, Written
 
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player, played_once
+from hacpo_mega.conversations.player import Player, PlayLimits, played_once
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
@@ -37,12 +36,7 @@ def play(codec):
 
     def played(environment, script, texts=("12*3=",), error=None, rows=None, **limits):
         sizes = {"max_turns": 4, "total": 40, "prompt": 8} | limits
-        config = SimpleNamespace(
-            conversation=SimpleNamespace(max_turns=sizes["max_turns"]),
-            rollout=SimpleNamespace(max_prompt_tokens=sizes["prompt"]),
-            longest_answer=sizes["total"],
-        )
-        player = Player(environment, codec, config)
+        player = Player(environment, codec, PlayLimits(sizes["max_turns"], sizes["prompt"], sizes["total"]))
         players.append(player)
         engine = Written(codec, script)
         engine.error = error
@@ -214,15 +208,11 @@ def test_a_program_writes_its_prompts_itself(play):
 
 def test_a_conversation_is_shown_before_a_run(codec, calculator, asks):
     """With canned turns: the last of them again and again, until the environment or a limit ends it."""
-    config = SimpleNamespace(
-        conversation=SimpleNamespace(max_turns=2),
-        rollout=SimpleNamespace(max_prompt_tokens=8, max_answer_tokens=7),
-        longest_answer=40,
-    )
+    limits = PlayLimits(max_turns=2, max_prompt_tokens=8, max_total_tokens=40)
     for environment, texts, said in (
         (calculator, ["?12*3", "36"], ["?12*3", "36", "36"]),
         (asks, ["0123456789"], ["0123456", "7", "0123456"]),
     ):
-        with closing(Player(environment, codec, config)) as player:
-            found = played_once(player, codec, config, Prompt(0, "0", "12*3=", "36"), texts)
+        with closing(Player(environment, codec, limits)) as player:
+            found = played_once(player, codec, limits, Prompt(0, "0", "12*3=", "36"), texts, max_tokens=7)
         assert [turn.content for turn in found.conversation.turns] == said

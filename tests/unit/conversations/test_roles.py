@@ -12,7 +12,7 @@ from written_engine import SIGNS, Written
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
 from hacpo_mega.conversations.partners import Partners
-from hacpo_mega.conversations.player import Player, environment_of
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
@@ -37,11 +37,7 @@ def play(codecs):
     def played(environment, scripts, texts=("12*3=",), before=(None, None), **limits):
         """Completions of both, and their engines; `before` is what a thread waits for before it plays."""
         sizes = {"max_turns": 1, "total": 60, "prompt": 24, "wait_s": 20.0} | limits
-        config = SimpleNamespace(
-            conversation=SimpleNamespace(max_turns=sizes["max_turns"]),
-            rollout=SimpleNamespace(max_prompt_tokens=sizes["prompt"]),
-            longest_answer=sizes["total"],
-        )
+        sizes_of = PlayLimits(sizes["max_turns"], sizes["prompt"], sizes["total"])
         server = socket.create_server(("127.0.0.1", 0))
         servers.append(server)
         address = server.getsockname()
@@ -56,7 +52,7 @@ def play(codecs):
         both = []
         for mine, codec in enumerate(codecs):
             partners = Partners(("left", "right"), mine, connect, lambda *_: 5, lambda r: f"rank {r}", sizes["wait_s"])
-            both.append(Player(environment, codec, config, partners))
+            both.append(Player(environment, codec, sizes_of, partners))
         players.extend(both)
         both[1].let_in(AuthListener(server, SECRET, "seats 5"))
         found, is_over = [None, None], threading.Event()
@@ -204,8 +200,8 @@ def test_a_process_without_the_secret_is_asked_nothing(play, relay):
 def test_an_environment_that_says_nothing_is_for_roles_alone():
     conversation = SimpleNamespace(environment="relay", turn_timeout_s=60.0)
     with pytest.raises(ValueError, match=r"environment relay has no tool .* and does not derive from Responder"):
-        environment_of(SimpleNamespace(conversation=conversation, roles=()))
-    assert environment_of(SimpleNamespace(conversation=conversation, roles=(1, 2))).name == "relay"
+        environment_of(conversation)
+    assert environment_of(conversation, has_roles=True).name == "relay"
 
 
 def test_messages_of_the_user_become_one_for_a_template():

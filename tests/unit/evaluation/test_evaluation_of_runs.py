@@ -82,6 +82,36 @@ def test_a_success_is_the_runs_unless_another_is_asked_for(tmp_path):
         given("reward.success=2")
 
 
+def test_an_agent_that_conversed_is_evaluated_in_conversations(tmp_path):
+    """In its run's environment or another one; what a run names is code, which only a trusted run may bring."""
+    model = tmp_path / "agents" / "a"
+    model.mkdir(parents=True)
+    own = tmp_path / "own.py"
+    own.write_text("class Shop:\n    def reset(self, **row): pass\n")
+    for environment, trust in (("calculator", False), (f"{own}:Shop", True)):
+        table = f'conversation = {{ environment = "{environment}", max_turns = 3, turn_timeout_s = 5.0 }}\n[[agents]]'
+        (tmp_path / "config.toml").write_text(RUN.replace("[[agents]]", table))
+        found = ask(given(), model, [], trust=trust)
+        assert (found.conversation.environment, found.longest_answer) == (environment, 63)
+        assert found.record("w")["conversation"]["turn_timeout_s"] == 5.0
+        other = ask(given("environment=number_game", "max_turns=2", "max_total_tokens=30"), model, [])
+        assert (other.conversation.environment, other.longest_answer) == ("number_game", 30)
+        alone = ask(given("environment=none"), model, [])
+        assert alone.longest_answer == 21 and "conversation" not in alone.record("w")
+    with pytest.raises(ValueError, match=r"conversation\.environment = .*own\.py:Shop: their code is not run"):
+        ask(given(), model, [])
+    with pytest.raises(ValueError, match=r"^environment: .*unknown; known: calculator"):
+        ask(given("environment=calculater"), model, [])
+    with pytest.raises(ValueError, match=r"^max_turns: nothing reads it without environment="):
+        ask(given("max_turns=2"), tmp_path, [])
+    roles = '[[roles]]\nname = "x"\nagent = "a"\n[[roles]]\nname = "y"\nagent = "b"\n'
+    second = '[[agents]]\nname = "b"\nmodel = "gone too"\n'
+    (tmp_path / "config.toml").write_text(
+        RUN.replace("[[agents]]", f'conversation = {{ environment = "relay" }}\n{roles}[[agents]]') + second
+    )
+    assert ask(given(), model, []).conversation.environment is None  # one of two who played together, now alone
+
+
 OWN = """
 def digits(prompt, answer, gold, *, bonus=0.0):
     return bonus
