@@ -152,7 +152,7 @@ def test_a_rank_killed_between_two_turns_costs_no_bit(config_file, run, tmp_path
     command = ("train", config_file, f"run_dir={run_dir}", f"conversation.environment={own}:Kills")
     killed = start_command(*command)
     _, told = killed.communicate()
-    assert killed.returncode != 0 and not mark.exists() and "SIGKILL" in told, told[-3000:]
+    assert killed.returncode != 0 and not mark.exists() and "died in phase roll_out of step 2" in told, told[-3000:]
     train(*command[1:])
     one, other = ([path.read_bytes() for path in sorted(folder_of(d, 2).rglob("*.distcp"))] for d in (run, run_dir))
     assert one == other and len(one) == 3
@@ -284,7 +284,8 @@ def programs_file(config_file) -> Path:
     """A program written with the package `openai` converses with each agent, and sets nothing up."""
     file = config_file.parent / "programs/programs.toml"
     file.parent.mkdir()
-    table = {"conversation": conversing("Shopper"), "run_dir": str(file.parent / "run")}
+    program = f"{ENVIRONMENTS.with_name('openai_program.py')}:Shopper"
+    table = {"conversation": conversing("") | {"environment": program}, "run_dir": str(file.parent / "run")}
     file.write_text(tomli_w.dumps(tomllib.loads(config_file.read_text()) | table))
     return file
 
@@ -318,12 +319,21 @@ def test_an_agent_is_evaluated_in_its_runs_environment(run, tmp_path):
     file.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(10, 16)))
     found = {}
     for name, keys in {
-        "own": ["--trust"],
+        "own": ["temperature=1.0", "num_answers=4"],
         "silent": [f"environment={ENVIRONMENTS}:Silent", "temperature=1.0", "num_answers=2", "seed=3"],
         "none": ["environment=none", "temperature=1.0", "num_answers=2", "seed=3"],
     }.items():
         run_command(
-            2, "eval", run / "agents/wide", file, "--out", tmp_path / name, "tp=2", "max_answer_tokens=6", *keys
+            2,
+            "eval",
+            run / "agents/wide",
+            file,
+            "--out",
+            tmp_path / name,
+            "--trust",
+            "tp=2",
+            "max_answer_tokens=6",
+            *keys,
         )
         lines = [line for path in (tmp_path / name / "answers").iterdir() for line in path.read_text().splitlines()]
         found[name] = sorted(map(json.loads, lines), key=lambda answer: (answer["id"], answer["rollout"]))
@@ -332,8 +342,7 @@ def test_an_agent_is_evaluated_in_its_runs_environment(run, tmp_path):
     ]
     assert len(found["none"]) == 12 and len({answer["text"] for answer in found["none"]}) > 6
     assert max(answer["num_tokens"] for answer in found["own"]) > 6, "some conversation has a second turn"
-    for answer in found["own"]:
-        low = sum(map(answer["text"].count, "01234"))
-        assert 1 / 6 <= answer["reward"] <= 1.0 and (answer["reward"] > 1 / 6 or not low), answer
+    for answer in found["own"]:  # a turn that was cut is not heard
+        assert (1 / 6 if answer["num_tokens"] > 6 else 0.0) <= answer["reward"] <= 1.0, answer
     refused = run_here("eval", run / "agents/wide", file, "--out", tmp_path / "refused")
     assert refused.returncode == 2 and "conversation.environment" in refused.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import importlib
 import json
 import os
 import random
@@ -225,21 +224,3 @@ class Asks(AgentProgram):
 class Opened(Asks):
     def reset(self, **row):
         return "7"
-
-
-class Shopper(AgentProgram):
-    """An agent program as one writes it with the package `openai` alone; it finds address and key by itself."""
-
-    def reset(self, prompt, **row):
-        self._prompt, self._said = prompt, ""
-
-    def play(self, base_url, api_key):
-        client = importlib.import_module("openai").OpenAI()  # a second, which other classes here go without
-        messages = [{"role": "user", "content": self._prompt}]
-        for _ in range(2):
-            message = client.chat.completions.create(model="shop", messages=messages).choices[0].message
-            self._said += message.content
-            messages += [message, {"role": "user", "content": str(len(message.content))}]
-
-    def get_reward(self):
-        return sum(map(self._said.count, "01234")) / max(1, len(self._said))
