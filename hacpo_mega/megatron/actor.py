@@ -36,7 +36,7 @@ from hacpo_mega.megatron.checkpoint.sharded_state import load_state, not_finite,
 from hacpo_mega.megatron.model.context_parallel import own_rows, own_tokens, sum_rows
 from hacpo_mega.megatron.model.installed import VERSION
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, lm_head_weight, unwrapped, vocab_start
-from hacpo_mega.megatron.model.platform import megatron_platform
+from hacpo_mega.megatron.model.platform import megatron_platform, one_group_for_equal_ranks
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.megatron.patches import MEGATRON
 from hacpo_mega.megatron.train.optimizer import ActorOptimizer, OffloadMode
@@ -395,7 +395,7 @@ def initialize_parallel(
     if world_size % (cell := tp * cp * pp):
         raise ValueError(f"tp * cp * pp = {tp} * {cp} * {pp} = {cell} does not divide the agent's {world_size} ranks")
     apply_patches(MEGATRON)
-    with megatron_platform():
+    with megatron_platform(), one_group_for_equal_ranks():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,

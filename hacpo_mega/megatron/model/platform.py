@@ -7,12 +7,14 @@ machine.
 Not here: permanent replacements, on every device (patches.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 CPU = torch.device("cpu")
@@ -34,6 +36,31 @@ def megatron_platform() -> Iterator[None]:
             setattr(owner, name, value)
         stack.enter_context(_CudaMeansCpu())
         yield
+
+
+@contextmanager
+def one_group_for_equal_ranks() -> Iterator[None]:
+    """Context in which Megatron makes one gloo group for all its names of the same ranks; a no-op with CUDA.
+
+    An actor on two ranks would have ten of them. Each has three threads, one of which wakes a hundred times a second.
+    The names are used by one thread, in one order on all their ranks.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    create, made = parallel_state.create_group, {}
+
+    def create_once(ranks: Sequence[int], timeout: timedelta | None = None, **options: Any) -> ProcessGroup:
+        key = tuple(ranks), timeout
+        if key not in made:
+            made[key] = create(ranks, timeout, **options)
+        return made[key]
+
+    parallel_state.create_group = create_once
+    try:
+        yield
+    finally:
+        parallel_state.create_group = create
 
 
 @contextmanager
