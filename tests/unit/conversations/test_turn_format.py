@@ -2,13 +2,18 @@
 
 import random
 
+import numpy as np
 import pytest
 from repository import SHARED
 from run_cases import CHARACTERS
 from turn_cases import CALL, CASES, CHATML, CONTROL, TOOLS, WORDS, ByHand, TurnCase, said
 
 from hacpo_mega.config import Prompting
+from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Terms
 from hacpo_mega.conversations.turn_format import ParsedTurn, TurnFormat
+from hacpo_mega.conversations.turn_queue import TurnQueue
+from hacpo_mega.records import Completion, Stop
+from hacpo_mega.rollout.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 6*7?"}
@@ -244,3 +249,40 @@ def test_a_plain_argument_has_the_type_of_its_schema(tmp_path):
     turns = TurnFormat.of(codec, [{"function": schema}])
     assert turns.parse(codec.encode_answer("?12", True)).tool_calls == (("square", {"x": 12}),)
     assert turns.parse(codec.encode_answer("?1+2", True)).error == "'1+2' is no integer, which x of square is"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name):
+    """Its first messages and its tools, as a text of a run's prompts, have the tokens of the template's own opening;
+    a result of a tool behind a sampled call is context, with the tool's name."""
+    case = CASES[name]
+    tools, codec, turns = TOOLS if case.call else [], by_hand.codec(case), format_of(by_hand, case)
+    queue = TurnQueue(TurnLimits(100_000, 4000))
+    talk = ForeignConversation("t", 1, queue, Terms(turns.stop_ids, 4, 100, 1000))
+    first = talk.prompt_of([QUESTION], tools, turns, codec)
+    assert list(first.ids) == turns.opening([QUESTION]) and first.task is not None
+    turn = talk.ask(first, None, 1.0)
+    thought = "⟦<think>⟧\nA tool.\n⟦</think>⟧\n\n" if "</think>" in case.template else ""
+    own = by_hand.ids(f"{thought}{case.call or '41'}⟦{case.eos}⟧")
+    queue.take(idle=False)
+    queue.give(turn.name, Completion(np.array(own, np.int32), Stop.EOS, np.full(len(own), -1.0, np.float32)))
+    parsed = turns.parse(own, first.ids)
+    talk.note_answer(turn, [QUESTION], parsed, tools)
+    said = parsed.message
+    called = [call["id"] for call in said.get("tool_calls", ())]
+    answer = {"role": "tool", "tool_call_id": called[0], "content": "42"} if called else QUESTION
+    second = talk.prompt_of([QUESTION, said, answer], tools, turns, codec)
+    head = [*first.ids, *own]
+    assert list(second.ids) == head + turns.continuation(head, [answer], ended=True) and second.parent is turn
+    assert [one["name"] for one in second.others] == (["calculate"] if called else [""])
+    talk.ask(second, None, 1.0)
+    queue.take(idle=False)
+    queue.give("t/1", Completion(np.array([7, 8], np.int32), Stop.LENGTH, np.zeros(2, np.float32)))
+    found = talk.completion(codec, 0.5, {})
+    assert [turn.is_own for turn in found.conversation.turns] == [True, False, True]
+    assert list(first.ids) + found.token_ids.tolist() == [*second.ids, 7, 8]
+    assert list(codec.encode_prompt(found.conversation.task)) == list(first.ids)
+    other = {"role": "assistant", "content": "Another."}
+    assert talk.prompt_of([QUESTION, other, QUESTION], tools, turns, codec).task is not None
+    if called:  # a history with calls is no prompt of a row
+        assert talk.prompt_of([QUESTION, said, answer, other, QUESTION], tools, turns, codec).task is None
