@@ -66,7 +66,7 @@ class Turn:
 # Events of a conversation, as its driver and its seats count them (conversations/player.py, seat.py).
 EVENTS = (
     *("calls", "call_errors", "unreadable_calls", "truncated"),
-    *("failed", "silent", "timeouts", "unencodable", "too_long", "environment_ms", "untrained_segments"),
+    *("failed", "silent", "timeouts", "unencodable", "too_long", "untrained_segments"),
 )
 
 
@@ -77,7 +77,7 @@ class Conversation:
     opening  text of others that follows the task in the prompt
     task     text of the prompt where an agent program has written it; "": the row's
     reward   of the environment; None: the judge grades the answer
-    counts   EVENTS by name, those that happened
+    counts   EVENTS by name, those that happened, and environment_ms, in the environment's code
     """
 
     turns: tuple[Turn, ...]
@@ -100,6 +100,10 @@ class Conversation:
     def is_settled(self) -> bool:
         """True if no judge is asked: the environment has judged it, or failed, or the agent was not reached."""
         return self.reward is not None or bool({"failed", "silent"} & self.counts.keys())
+
+    @property
+    def environment_ms(self) -> int:
+        return self.counts.get("environment_ms", 0)
 
     @property
     def answer(self) -> Turn:

@@ -35,7 +35,7 @@ from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken, Voice
 from hacpo_mega.conversations.turn_format import Message, TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Prompt, Stop
-from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest, TurnSource
+from hacpo_mega.rollout.engine_loop import ServeTally, TurnLimits, TurnRequest, TurnSource
 from hacpo_mega.rollout.wire import LONE_SURROGATE
 from hacpo_mega.samples.tokenizers import TextCodec
 
@@ -118,7 +118,7 @@ class TurnEngine(Protocol):
 
     @property
     def turn_limits(self) -> TurnLimits: ...
-    def serve(self, source: TurnSource | None) -> Any: ...
+    def serve(self, source: TurnSource | None) -> ServeTally: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ class PlayLimits:
 
 
 class Player:
-    """Plays one agent's conversations with an environment, any number at once."""
+    """Plays one agent's conversations with an environment, any number at once.
+
+    tally   counts of the engine in the last `play`
+    """
 
     def __init__(
         self, environment: EnvironmentClass, codec: TextCodec, limits: PlayLimits, partners: Partners | None = None
@@ -146,6 +149,7 @@ class Player:
         self.format = turn_format(codec, environment, has_roles=partners is not None)
         self._limits = limits
         self._num_plays = 0
+        self.tally: ServeTally | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._door: SeatDoor | None = None
@@ -191,7 +195,7 @@ class Player:
         playing = asyncio.run_coroutine_threadsafe(work, self._loop)
         playing.add_done_callback(lambda _: turns.finish())
         try:
-            engine.serve(turns)
+            self.tally = engine.serve(turns)
         except BaseException:
             playing.cancel()
             raise
@@ -347,8 +351,8 @@ class _Canned:
         self._codec, self._texts, self.eos_ids = codec, list(texts), eos_ids
         self.turn_limits = TurnLimits(len(codec.tokenizer), max_model_len)
 
-    def serve(self, source: TurnSource) -> None:
-        """Answers until the source is done."""
+    def serve(self, source: TurnSource | None) -> ServeTally:
+        """Answers until the source is done; counts nothing."""
         while not source.is_done:
             for request in source.take(idle=True)[0]:
                 text = self._texts[0] if len(self._texts) == 1 else self._texts.pop(0)
@@ -356,6 +360,7 @@ class _Canned:
                 stop = Stop.EOS if len(ids) <= request.max_tokens else Stop.LENGTH
                 ids = ids[: request.max_tokens]
                 source.give(request.key, Completion(ids, stop, np.zeros(len(ids), np.float32)))
+        return ServeTally()
 
 
 def played_once(

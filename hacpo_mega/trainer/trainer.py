@@ -93,6 +93,7 @@ class RolloutSchedule:
         staleness, ready, sampler = 1, self.ready, self._rollout.sampler
         if ready is None:
             staleness, rollouts = 0, self._rollout.roll_out(self.prompts_of(step)[self.my_share], step, on_answer)
+            self._add_turns()
         else:
             rollouts = sampler.rollouts(sampler.places(ready.prompts), ready.completions)
         self.ready = None
@@ -110,8 +111,17 @@ class RolloutSchedule:
         if self._rollout.ahead.is_busy:
             with phase("roll_out"):
                 self.ready = ReadyAnswers(self._asked, self._rollout.finish_ahead(self._asked))
+            self._add_turns()
             if self._place.coordinate.is_first_to_answer:
                 self._metrics.add(f"agent/{self._rollout.name}/roll_out_hidden_s", self._rollout.ahead.hidden_s, 1)
+
+    def _add_turns(self) -> None:
+        """Adds seconds of this rank's engine between turns, and the share of prompt tokens that it had read before."""
+        player, prefix = self._rollout.player, f"agent/{self._rollout.name}/conversation"
+        if player is not None and (tally := player.tally) is not None:
+            self._metrics.add(f"{prefix}/engine_busy_s", tally.step_s, 1)
+            self._metrics.add(f"{prefix}/engine_idle_s", tally.idle_s, 1)
+            self._metrics.add(f"{prefix}/prefix_hits", tally.num_cached_tokens, tally.num_prompt_tokens)
 
 
 class Trainer:

@@ -76,6 +76,11 @@ def test_conversations_are_logged_turn_by_turn(run):
             assert answer["reward"] == pytest.approx(3 / 6 + low / 2)
     values = read_metrics(run / "metrics.jsonl")[1].values
     assert values["agent/wide/conversation/turns_mean"] > 1 and values["agent/wide/conversation/failed_mean"] == 0
+    timing = read_metrics(run / "metrics.jsonl")[1].timing
+    for name in ("wide", "small"):
+        talk = {key.rpartition("/")[2]: v for key, v in timing.items() if key.startswith(f"agent/{name}/conversation")}
+        assert talk.keys() == {"environment_s", "engine_busy_s", "engine_idle_s", "prefix_hits"}
+        assert min(talk.values()) >= 0 and talk["engine_busy_s"] > 0 and talk["prefix_hits"] < 1
 
 
 def test_engine_and_actor_agree_and_first_ratios_are_one(run):

@@ -9,6 +9,8 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/reward/<part>             named rewards of its answers, and other numbers that a grader returned
     agent/<name>/own/<function>            what logging.metrics says of its answers
     agent/<name>/conversation/turns_mean, turns_max, own_tokens, <event>_mean       with an environment: records.EVENTS
+    agent/<name>/conversation/environment_s, engine_busy_s, engine_idle_s, prefix_hits        a conversation's in its
+                                                                    code; an engine's; share of tokens read before
     agent/<name>/accuracy, num_evaluated [/<skill>]                                           held-out evaluation
     agent/<name>/eval/reward_mean, eval/reward_square [/<skill>]    in place of accuracy, of graders that may give a
                                                                     part of a reward: the mean of it and of its square
@@ -70,7 +72,7 @@ Parts = list[list[float]]
 METRICS_LINE = "a line of metrics"
 
 # Names with these endings describe the machine and change between two identical runs; the rest must not.
-TIMING_SUFFIXES = ("_s", "_bytes", "_mfu")
+TIMING_SUFFIXES = ("_s", "_bytes", "_mfu", "/prefix_hits")
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ def _add_conversation(metrics: Metrics, prefix: str, conversation: Conversation)
     metrics.add(f"{prefix}/own_tokens", sum(turn.num_tokens for turn in own), conversation.num_tokens)
     for event in EVENTS:
         metrics.add(f"{prefix}/{event}_mean", conversation.counts.get(event, 0), 1)
+    metrics.add(f"{prefix}/environment_s", conversation.environment_ms / 1000, 1)
 
 
 def add_advantages(metrics: Metrics, name: str, advantages_PNG: Tensor) -> None:
