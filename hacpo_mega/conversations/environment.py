@@ -403,6 +403,7 @@ async def _within(limit_s: float, waited_s: Callable[[], float], work: Coroutine
         return task.result()
     finally:
         task.cancel()
+        await asyncio.wait({task})  # it lets go of its socket before that is closed, and its number given to another
 
 
 def prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
