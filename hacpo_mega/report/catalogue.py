@@ -49,10 +49,10 @@ UNKNOWN_PHASE = "#b0705f"
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """A chart: `patterns` of curves, or `parts` of a pair's stack, or the kind of an agent's stack of `phases`.
+    """A chart of curves, of a pair's stack of `parts`, or of an agent's stack of `phases`.
 
     id        name of its PNG file; verdicts say it
-    patterns  where a run has numbers for several without {b}, the report draws the first
+    patterns  of curves; the report's small panels leave out those with {b}
     parts     ends of agent/{a}/from/{b}/<part>, all of which a pair must have
     phases    kind of agent/{a}/<kind>/<phase>_s
     share     the axis is from 0 to 1     level   a line to compare with     log   the page's axis
@@ -134,6 +134,9 @@ SECTIONS = (
         ChartSpec("step_s", "Seconds a step", ("agent/{a}/step_s",), unit="s"),
         ChartSpec("memory", "Memory", ("agent/{a}/device_bytes", "agent/{a}/rss_bytes"),
                   "Of the fullest device, and of the largest process.", "bytes"),
+        ChartSpec("memory_by_phase", "Memory after answering and learning",
+                  ("agent/{a}/memory/roll_out_bytes", "agent/{a}/memory/learn_bytes"),
+                  "Held on the fullest device, on the CPU by the largest process, as the phase ends.", "bytes"),
         ChartSpec("asleep", "Memory while the engine sleeps", ("agent/{a}/asleep_bytes",), unit="bytes"),
     )),
 )  # fmt: skip

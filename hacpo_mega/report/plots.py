@@ -340,8 +340,8 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
     figure, axes = panels(len(charts), 2, 2.2, share_y=False, steps=run.span)
     for (spec, curves), axis in zip(charts, axes):
         axis.set_title(f"{spec.title} ({spec.unit})" if spec.unit not in ("", "bytes") else spec.title)
-        for _, series, colour in curves:
-            line(axis, series, colour, alpha=0.9)
+        for n, (_, series, colour) in enumerate(curves):
+            line(axis, series, colour, alpha=0.9 if colour not in [curve[2] for curve in curves[:n]] else 0.45)
         if spec.unit == "bytes":
             axis.yaxis.set_major_formatter(EngFormatter("B"))
         if spec.share:
@@ -353,14 +353,18 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
 
 
 def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
-    """Name, numbers and colour of a panel's curves, of its first pattern that the run has."""
-    for pattern in spec.patterns:
-        if "{a}" not in pattern and (series := run.series(pattern)):
-            return [("", series, INK)]
-        found = [(a, run.series(pattern.format(a=a, b="")), agent_colour(run, a)) for a in run.agents]
-        if curves := [curve for curve in found if curve[1]]:
-            return curves
-    return []
+    """Name, numbers and colour of a panel's curves: those of its patterns without {b}."""
+    found: list[tuple[str, Series, str]] = []
+    patterns = [pattern for pattern in spec.patterns if "{b}" not in pattern]
+    for pattern in patterns:
+        what = pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ") if len(patterns) > 1 else ""
+        if "{a}" not in pattern:
+            found.append((what, run.series(pattern), INK))
+        else:
+            found += [
+                (f"{a} {what}".strip(), run.series(pattern.format(a=a)), agent_colour(run, a)) for a in run.agents
+            ]
+    return [curve for curve in found if curve[1]]
 
 
 @dataclass(frozen=True)
