@@ -2,12 +2,13 @@
 
 import functools
 import gzip
+import html
 import json
 import math
 import operator
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
+from hacpo_mega.report.canvas import label_ends, panels
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, figures_of
-from hacpo_mega.report.run import Run, load_run
+from hacpo_mega.report.run import Run, Series, load_run
+from hacpo_mega.report.verdicts import verdicts
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
 
@@ -376,6 +379,24 @@ def test_loading_neither_flattens_the_steps_nor_looks_like_another_phase(gappy: 
     assert figure.axes[0].get_ylim()[1] < 20, "1,000 s of loading are in no step"
     colours = [np.array(to_rgb(colour)) for colour in PHASE_COLOURS.values()]
     assert min(np.abs(one - two).max() for one, two in combinations(colours, 2)) > 0.08
+
+
+def test_names_of_curves_that_end_together_stay_apart_inside_their_panel() -> None:
+    _, (axis,) = panels(1, 1, 2.2)
+    last = Series((1,), (1.0,))
+    label_ends(axis, [(last, f"agent{n}", "#000000") for n in range(8)])
+    places = sorted(text.xy[1] for text in axis.texts)
+    assert places[-1] == 1.0 == axis.get_ylim()[1] and places[0] > 0.0
+    assert min(upper - lower for lower, upper in pairwise(places)) > 0.08
+
+
+def test_the_page_says_under_a_chart_what_it_means(reported: Path) -> None:
+    """The verdicts of the page of `watch`, at the chart that they are about."""
+    text = (reported / "report.html").read_text(encoding="utf-8")
+    said = verdicts(load_run(reported))
+    assert {one["chart"] for one in said} >= {"omega", "ratio", "bands", "accuracy"}
+    for one in said:
+        assert f'<p class="verdict {one["level"]}">{html.escape(one["text"])}</p>' in text
 
 
 def test_a_share_is_drawn_to_100_percent_and_panels_fill_their_row(gappy: Run) -> None:
