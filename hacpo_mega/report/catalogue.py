@@ -133,7 +133,7 @@ SECTIONS = (
         ChartSpec("mfu", "MFU of learning", ("rate/learn_mfu", "agent/{a}/learn_mfu")),
         ChartSpec("step_s", "Seconds a step", ("agent/{a}/step_s",), unit="s"),
         ChartSpec("memory", "Memory", ("agent/{a}/device_bytes", "agent/{a}/rss_bytes"),
-                  "Of the fullest device, and of the largest process.", "bytes"),
+                  "Peak of the fullest device, and the largest process.", "bytes"),
         ChartSpec("memory_by_phase", "Memory after answering and learning",
                   ("agent/{a}/memory/roll_out_bytes", "agent/{a}/memory/learn_bytes"),
                   "Held on the fullest device, on the CPU by the largest process, as the phase ends.", "bytes"),

@@ -354,17 +354,19 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
 
 def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
     """Name, numbers and colour of a panel's curves: those of its patterns without {b}."""
-    found: list[tuple[str, Series, str]] = []
-    patterns = [pattern for pattern in spec.patterns if "{b}" not in pattern]
-    for pattern in patterns:
-        what = pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ") if len(patterns) > 1 else ""
-        if "{a}" not in pattern:
-            found.append((what, run.series(pattern), INK))
-        else:
-            found += [
-                (f"{a} {what}".strip(), run.series(pattern.format(a=a)), agent_colour(run, a)) for a in run.agents
-            ]
-    return [curve for curve in found if curve[1]]
+    by_what: dict[str, list[tuple[str, Series, str]]] = {}
+    for pattern in spec.patterns:
+        if "{b}" not in pattern:
+            what = pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ")
+            job = [("", run.series(pattern), INK)]
+            agents = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
+            if found := [curve for curve in (agents if "{a}" in pattern else job) if curve[1]]:
+                by_what[what] = by_what.get(what, []) + found
+    return [
+        (f"{name} {what}".strip() if len(by_what) > 1 else name, *rest)
+        for what, found in by_what.items()
+        for name, *rest in found
+    ]
 
 
 @dataclass(frozen=True)
