@@ -173,7 +173,10 @@ def test_no_text_lives_in_a_browser(served: tuple[Runs, ASGIApp, Any], address: 
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         page, problems = browser.new_page(viewport={"width": 1600, "height": 25_000}), []
         page.set_default_timeout(60_000)
-        page.on("console", lambda told: told.type == "error" and problems.append(told.text))
+        refused = "server responded with a status of 400"  # what Chromium itself says of an answer that there is not
+        page.on(
+            "console", lambda told: told.type == "error" and refused not in told.text and problems.append(told.text)
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
         page.on("request", lambda asked: asked.url.startswith(f"{address}/") or problems.append(asked.url))
@@ -207,7 +210,7 @@ def test_no_text_lives_in_a_browser(served: tuple[Runs, ASGIApp, Any], address: 
             own = HOSTILE[number * len(PATTERNS) : (number + 1) * len(PATTERNS)]
             key = page.evaluate("encodeURIComponent", f"1.0.{number}.{own[1]}.0")
             look(f"#/answers?runs={one}&key={key}", ".answer.chosen", own)
-        for text in HOSTILE[::8]:
+        for text in HOSTILE[::24]:
             key = page.evaluate("encodeURIComponent", text)
             look(f"#/answers?runs={one}&key={key}", ".problem", ())
         browser.close()
