@@ -173,9 +173,9 @@ def test_no_text_lives_in_a_browser(served: tuple[Runs, ASGIApp, Any], address: 
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
         page, problems = browser.new_page(viewport={"width": 1600, "height": 25_000}), []
         page.set_default_timeout(60_000)
-        refused = "server responded with a status of 400"  # what Chromium itself says of an answer that there is not
+        refused = "with a status of 400"  # what Chromium itself says of it
         page.on(
-            "console", lambda told: told.type == "error" and refused not in told.text and problems.append(told.text)
+            "console", lambda said: said.type == "error" and refused not in said.text and problems.append(said.text)
         )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: (problems.append(f"dialog {dialog.message}"), dialog.dismiss()))
