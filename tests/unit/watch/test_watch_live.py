@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WatchedRun:
 
 
 @pytest.mark.nightly
-def test_a_run_is_followed_while_it_is_written_cut_resumed_moved_and_deleted(run, address):
+def test_a_run_is_followed_until_it_is_deleted(run, address):
     drive = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra: browser)")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
