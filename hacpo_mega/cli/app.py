@@ -184,6 +184,13 @@ def train(
         if is_first_of_the_job():
             record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
+    if config.logging.report != "never" and is_first_of_the_job():
+        from hacpo_mega.report import write_report
+
+        try:
+            say(f"the report: {write_report(config.run_dir)}")
+        except (OSError, ValueError) as error:  # the models are there
+            say(f"no report: {error}")
 
 
 def _require_inputs(config: Config, how: StartOptions) -> int:

@@ -215,7 +215,7 @@ def _needed(entry: ErrorDetails) -> str:
         return f"at least {context['min_length']} of them"
     if kind == "string_pattern_mismatch":
         return PATTERNS.get(context["pattern"], f"a text of the pattern {context['pattern']}")
-    return EXPECTED.get(kind) or context.get("expected") or entry["msg"]
+    return EXPECTED.get(kind) or context.get("expected") or entry["msg"].removeprefix("Input should be ")
 
 
 def _nearest(found: object, known: Iterable[str]) -> str:

@@ -20,10 +20,10 @@ def write_report(run_dir: Path) -> Path:
     folder = run.folder / "report"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.png"):
-        old.unlink()
+        old.unlink(missing_ok=True)  # another process may write one, too
     pictures = draw_pictures(run)
     for picture in pictures:
-        (folder / f"{picture.stem}.png").write_bytes(picture.png)
+        replace_file(folder / f"{picture.stem}.png", picture.png)
     path = run.folder / "report.html"
     replace_file(path, render_page(run, pictures))
     return path

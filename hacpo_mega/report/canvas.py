@@ -11,11 +11,12 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hacpo_mega.report.run import Series
 
 LEAST_BAR = 0.08  # of a strip: one answer shows, too
+LETTER_INCHES = 0.072  # of a legend
 COUNTS_HEIGHT = 0.22  # of the strip below a panel's points, over theirs
 
 # The page's colour for each part of a figure that is not data; the values are those of a PNG, on white paper.
@@ -141,6 +142,13 @@ def dots(axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | N
         axis.vlines(*zip(*bars), color=colour, alpha=0.55, linewidth=1.4)
 
 
+def as_share(axis: Axes, room: float = 0.0) -> None:
+    """The axis from 0 to 100 %."""
+    axis.set_ylim(-room, 1 + room)
+    axis.set_yticks([0, 0.25, 0.5, 0.75, 1.0])
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+
 def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     """Names curves at their last point, (series, name, colour) each, moved apart where they would overlap."""
     points = [(s.values[-1], s.steps[-1], name, c) for s, name, c in ends if s and math.isfinite(s.values[-1])]
@@ -149,9 +157,14 @@ def label_ends(axis: Axes, ends: list[tuple[Series, str, str]]) -> None:
     last = axis.get_xlim()[1]
     inches = axis.figure.get_figheight() * 0.8 / max(1, axis.get_subplotspec().get_gridspec().nrows)
     gap = (high - low) * 0.155 / max(inches, 0.5)
-    place = -math.inf
-    for value, _, name, colour in points:
-        place = max(value, place + gap)
+    places: list[float] = []
+    for value, *_ in points:
+        places.append(max([value, *(place + gap for place in places[-1:])]))
+    top = high
+    for n in reversed(range(len(places))):  # back below the top, which many names would pass
+        places[n] = min(places[n], top)
+        top = places[n] - gap
+    for place, (_, _, name, colour) in zip(places, points):
         axis.annotate(
             name,
             (last, place),
@@ -224,8 +237,8 @@ def _bars(axis: Axes, steps: Sequence[int], low: Sequence[float], high: Sequence
 
 
 def legend(figure: Figure, names: list[str], colours: list[str]) -> None:
-    """One legend above all panels."""
+    """One legend above all panels, in as many rows as its names need."""
     patches = [Patch(color=colour) for colour in colours]
-    figure.legend(
-        patches, names, loc="outside upper left", ncols=len(names), frameon=False, fontsize=8.5, handlelength=1
-    )
+    widest = max(map(len, names), default=0) * LETTER_INCHES + 0.35
+    columns = max(1, min(len(names), int(figure.get_figwidth() / widest)))
+    figure.legend(patches, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1)

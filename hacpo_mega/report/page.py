@@ -15,7 +15,7 @@ from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read
 from hacpo_mega.logbook.steps.held_out import score_name
 from hacpo_mega.logbook.steps.sharing import WORDS, Fates
 from hacpo_mega.models.files.documents import json_file
-from hacpo_mega.report.colours import agent_colour
+from hacpo_mega.report.catalogue import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture
 from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills, measure_of
@@ -227,7 +227,8 @@ def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:
 
 def _picture(picture: Picture) -> Html:
     drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
-    return join(tag("h2", picture.title), tag("p", picture.note, class_="note"), drawing)
+    told = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
+    return join(tag("h2", picture.title), *told, tag("p", picture.note, class_="note"), drawing)
 
 
 def _appendix(run: Run) -> Html:

@@ -1,29 +1,32 @@
-"""The curves of a run, one function per figure; nothing if the run lacks its numbers.
+"""The charts of the catalogue as figures of a run; nothing where the run lacks their numbers.
 
-One colour per agent on every figure; FIGURES lists them with their titles. How things look is canvas.py.
-The timeline is one step of all agents as bars on a common axis. A trace shows when each rank did what, and for whom it
-waited. Seconds of phases alone show how long each agent took, not when: they are drawn one after the other.
+One colour per agent on every figure. A chart of agents alone is a small panel among its neighbours; others have a
+figure each. How things look is canvas.py. The timeline is one step of all agents as bars on a common axis: a trace
+shows when each rank did what, and for whom it waited. Seconds of phases alone show how long each agent took, not when:
+they are drawn one after the other.
 """
 
 import gzip
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from hacpo_mega.config.checks.run_dirs import TRACES
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.logbook.files.json_lines import is_number
-from hacpo_mega.logbook.steps.sharing import WORDS, Fates
+from hacpo_mega.logbook.steps.sharing import Fates
 from hacpo_mega.models.files.documents import MAX_JSON_BYTES, parse_json, short
 from hacpo_mega.report.canvas import (
     FAINT,
+    INK,
     PAPER,
+    as_share,
     counts_below,
     dots,
     dressed,
@@ -37,8 +40,19 @@ from hacpo_mega.report.canvas import (
     to_inline_svg,
     to_png,
 )
-from hacpo_mega.report.colours import BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, agent_colour, phase_colour
+from hacpo_mega.report.catalogue import (
+    BAND_COLOURS,
+    FATE_COLOURS,
+    FATE_NAMES,
+    PHASE_COLOURS,
+    SECTIONS,
+    ChartSection,
+    ChartSpec,
+    agent_colour,
+    phase_colour,
+)
 from hacpo_mega.report.run import Run, Series, accuracies, measure_of, phase_series
+from hacpo_mega.report.verdicts import verdicts
 
 MOST_ROWS = 24
 ORDER = tuple(PHASE_COLOURS)  # as phases follow each other in a step
@@ -46,10 +60,11 @@ THINNEST = 1 / 2000  # of the width: a bar that is thinner would not be seen, an
 FEW = 8  # answers: points of fewer are pale
 
 
-def draw_accuracy(run: Run) -> Figure | None:
-    """Held-out accuracy, or mean reward, with its 95 % interval."""
+def draw_held_out(run: Run, spec: ChartSpec) -> Figure | None:
+    """Held-out accuracy, or mean reward, with its 95 % interval: the chart of the other measure is none."""
     curves = {agent: found for agent in run.agents if (found := accuracies(run, agent))}
-    if not curves:
+    measure = measure_of(point for found in curves.values() for point in found)
+    if not curves or measure.replace(" ", "_") != spec.id:
         return None
     figure, (axis,) = panels(1, 1, 3.4, steps=run.span)
     ends = []
@@ -58,12 +73,12 @@ def draw_accuracy(run: Run) -> Figure | None:
         colour = agent_colour(run, agent)
         dots(axis, series, [point.interval for point in found], colour)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
-    axis.set_ylabel(f"{measure_of(point for found in curves.values() for point in found)} on held-out prompts")
+    axis.set_ylabel(f"{measure} on held-out prompts")
     label_ends(axis, ends)
     return figure
 
 
-def draw_reward(run: Run) -> Figure | None:
+def draw_reward(run: Run, spec: ChartSpec) -> Figure | None:
     """Mean reward of the answers that an agent gave in a step, raw and smoothed."""
     curves = {agent: found for agent in run.agents if (found := run.series(f"agent/{agent}/reward_mean"))}
     if not curves:
@@ -89,11 +104,10 @@ def _judged(run: Run, agent: str) -> list[float]:
     return [number - unjudged.get(step, 0.0) for step, number in zip(answers.steps, answers.values)]
 
 
-def _draw_by_learner(
-    run: Run, name_of: Callable[[str, str], str], label: str, level: float | None, *, is_share: bool = False
-) -> Figure | None:
+def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
     """A panel per learner, a curve per source in the source's colour, and below it the answers that it is over."""
-    curves = {pair: found for pair in run.pairs if (found := run.series(name_of(*pair)))}
+    pattern = spec.patterns[0]
+    curves = {(k, j): found for k, j in run.pairs if (found := run.series(pattern.format(a=k, b=j)))}
     learners = [agent for agent in run.agents if any(learner == agent for learner, _ in curves)]
     if not learners:
         return None
@@ -101,26 +115,28 @@ def _draw_by_learner(
     counts = []
     for learner, axis in zip(learners, axes):
         axis.set_title(f"{learner} learns from")
-        if level is not None:
-            axis.axhline(level, color=matplotlib.rcParams["axes.labelcolor"], linewidth=0.8, linestyle=(0, (4, 3)))
+        if spec.level is not None:
+            axis.axhline(spec.level, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
         of_learner = {source: series for (who, source), series in curves.items() if who == learner}
         for source, series in of_learner.items():
             line(axis, series, agent_colour(run, source), alpha=0.95)
         counts.append(
             [(_trained(run, learner, source, of_learner), agent_colour(run, source)) for source in of_learner]
         )
-    if is_share:
-        axes[0].set_ylim(-0.02, 1.02)
-        axes[0].set_yticks([0, 0.25, 0.5, 0.75, 1.0])
-        axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    if "/from/" in name_of("", ""):  # else it is of no answer alone
+    if spec.share:
+        as_share(axes[0], room=0.02)
+    if "/from/" in pattern:  # else it is of no answer alone
         counts_below(axes, counts)
         for learner, axis, of_panel in zip(learners, axes, counts):
             axis.set_title(f"{learner} learns from{_answers(of_panel)}")
     for learner, axis in zip(learners, axes):  # when the shared y limits are known
         ends = [(s, source, agent_colour(run, source)) for (who, source), s in curves.items() if who == learner]
         label_ends(axis, ends)
-    axes[0].set_ylabel(label)
+    axes[0].set_ylabel(spec.title.lower())
+    delta = run.setting("algorithm", "delta")
+    if spec.id == "ratio" and isinstance(delta, float):  # the band of a step's first update
+        for axis in axes:
+            axis.axhspan(1 - delta, 1.0, color=BAND_COLOURS["inside"], alpha=0.12, linewidth=0)
     return figure
 
 
@@ -136,41 +152,9 @@ def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
     return f"\n{span_of(numbers)} answer{'s' if max(numbers) > 1 else ''} a step" if numbers else ""
 
 
-def draw_omega(run: Run) -> Figure | None:
-    """Capability of the learner over capability of the source."""
-    return _draw_by_learner(run, lambda k, j: f"omega/{k}/{j}", "omega (learner / source)", 1.0)
-
-
-def draw_ratio(run: Run) -> Figure | None:
-    """Mean sequence ratio of cross answers, with the band of the first update behind it."""
-    figure = _draw_by_learner(run, lambda k, j: f"agent/{k}/from/{j}/ratio_mean", "mean cross ratio", None)
-    delta = run.setting("algorithm", "delta")
-    if figure is not None and isinstance(delta, float):
-        for axis in figure.axes:
-            axis.axhspan(1 - delta, 1.0, color=BAND_COLOURS["inside"], alpha=0.12, linewidth=0)
-    return figure
-
-
-def draw_ess(run: Run) -> Figure | None:
-    """Effective sample size of the cross weights, as a share of the answers."""
-    name, label = "agent/{}/from/{}/weight_ess", "effective share"
-    return _draw_by_learner(run, name.format, label, None, is_share=True)
-
-
-def draw_cosine(run: Run) -> Figure | None:
-    """Cosine between the gradient of own answers and that of a source's, over the steps that were diagnosed."""
-    return _draw_by_learner(run, "agent/{}/from/{}/grad_cosine".format, "cosine with own gradient", 0.0)
-
-
-def draw_signs(run: Run) -> Figure | None:
-    """Draws the share of cross answers' pull that makes answers likelier; the rest makes them less likely."""
-    name, label = "agent/{}/from/{}/positive_share", "share of the pull"
-    return _draw_by_learner(run, name.format, label, 0.5, is_share=True)
-
-
-def draw_bands(run: Run) -> Figure | None:
+def draw_bands(run: Run, spec: ChartSpec) -> Figure | None:
     """Draws the position of cross answers, below, inside or above the band, stacked to one, and their number."""
-    shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in BAND_COLOURS] for k, j in run.pairs}
+    shares = {(k, j): [run.series(f"agent/{k}/from/{j}/{side}") for side in spec.parts] for k, j in run.pairs}
     shares = {pair: sides for pair, sides in shares.items() if all(sides) and len({s.steps for s in sides}) == 1}
     if not shares:
         return None
@@ -184,8 +168,7 @@ def draw_bands(run: Run) -> Figure | None:
         for steps, alpha in (([step for step in table if step not in few], 1.0), (few, 0.35)):
             layers = [[table[step][n] for step in steps] for n in range(len(sides))]
             stack(axis, steps, layers, list(BAND_COLOURS.values()), alpha)
-    axes[0].set_ylim(0, 1)
-    axes[0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    as_share(axes[0])
     counts_below(axes, counts)
     axes[0].set_ylabel("share of cross answers")
     legend(figure, list(BAND_COLOURS), list(BAND_COLOURS.values()))
@@ -196,7 +179,7 @@ def _pair_panels(run: Run, num: int) -> tuple[Figure, list[Axes]]:
     return panels(num, 4 if num > 6 else 3 if num > 2 else 2, 2.3, steps=run.span)
 
 
-def draw_fates(run: Run) -> Figure | None:
+def draw_fates(run: Run, spec: ChartSpec) -> Figure | None:
     """Draws the fate of others' answers on their way to a learner, counted; a panel per pair."""
     tables = {pair: found for pair in run.pairs if (found := run.fates(*pair))}
     if not tables:
@@ -212,8 +195,7 @@ def draw_fates(run: Run) -> Figure | None:
         stack(axis, list(table), layers, [FATE_COLOURS[fate] for fate in order])
     axes[0].set_ylim(bottom=0)
     axes[0].set_ylabel("answers of a step")
-    names = {"reached": "teaches"} | WORDS
-    legend(figure, [names[fate] for fate in order], [FATE_COLOURS[fate] for fate in order])
+    legend(figure, [FATE_NAMES[fate] for fate in order], [FATE_COLOURS[fate] for fate in order])
     return figure
 
 
@@ -222,13 +204,13 @@ def counted(fates: Fates) -> dict[str, int]:
     return {"reached": fates.reached, **fates.lost}
 
 
-def draw_phases(run: Run) -> Figure | None:
+def draw_phases(run: Run, spec: ChartSpec) -> Figure | None:
     """Seconds per training step, stacked by phase, a panel per agent. Loading belongs to no step and is left out."""
     tables = {}
     for agent in run.agents:
         by_step = {
             phase: {step: s for step, s in seconds.items() if step}
-            for phase, seconds in phase_series(run, agent).items()
+            for phase, seconds in phase_series(run, agent, spec.phases).items()
         }
         if phases := {phase: seconds for phase, seconds in by_step.items() if seconds and phase != "load"}:
             tables[agent] = phases
@@ -350,95 +332,109 @@ def _place_in_step(phase: str) -> int:
     return ORDER.index(phase) if phase in ORDER else len(ORDER)
 
 
-HEALTH = {
-    "grad_norm": "gradient norm before clipping",
-    "lr": "learning rate",
-    "answer_tokens_mean": "tokens per answer",
-    "truncated": "share of answers cut at the limit",
-    "self/clipped": "share of own answers clipped",
-    "self/positive_share": "share of the pull of own answers that makes likelier",
-    "cross_coefficient_share": "share of others' answers in the squared loss coefficients",
-    "kl": "KL to the initial policy (nats)",
-}
-
-
-def draw_health(run: Run) -> Figure | None:
-    """Draws the curves to look at first when a run goes wrong."""
-    charts = {name: [(a, s) for a in run.agents if (s := run.series(f"agent/{a}/{name}"))] for name in HEALTH}
-    charts = {name: curves for name, curves in charts.items() if curves}
+def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
+    """A small panel per chart, a curve per agent, or one of the whole job."""
+    charts = [(spec, curves) for spec in specs if (curves := _curves(run, spec))]
     if not charts:
         return None
     figure, axes = panels(len(charts), 2, 2.2, share_y=False, steps=run.span)
-    for (name, curves), axis in zip(charts.items(), axes):
-        axis.set_title(HEALTH[name])
-        for agent, series in curves:
-            line(axis, series, agent_colour(run, agent), alpha=0.9)
-        if name != "answer_tokens_mean":
-            axis.set_ylim(bottom=0)  # else a constant is drawn as noise
-        label_ends(axis, [(series, agent, agent_colour(run, agent)) for agent, series in curves])
+    for (spec, curves), axis in zip(charts, axes):
+        axis.set_title(f"{spec.title} ({spec.unit})" if spec.unit not in ("", "bytes") else spec.title)
+        for n, (_, series, colour) in enumerate(curves):
+            line(axis, series, colour, alpha=0.9 if colour not in [curve[2] for curve in curves[:n]] else 0.45)
+        if spec.unit == "bytes":
+            axis.yaxis.set_major_formatter(EngFormatter("B"))
+        if spec.share:
+            axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if spec.id != "length":
+            axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # else a constant is drawn as noise
+        label_ends(axis, [(series, name, colour) for name, series, colour in curves])
     return figure
+
+
+def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
+    """Name, numbers and colour of a panel's curves: those of its patterns without {b}."""
+    by_what: dict[str, list[tuple[str, Series, str]]] = {}
+    for pattern in spec.patterns:
+        if "{b}" not in pattern:
+            what = pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ")
+            job = [("", run.series(pattern), INK)]
+            agents = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
+            if found := [curve for curve in (agents if "{a}" in pattern else job) if curve[1]]:
+                by_what[what] = by_what.get(what, []) + found
+    return [
+        (f"{name} {what}".strip() if len(by_what) > 1 else name, *rest)
+        for what, found in by_what.items()
+        for name, *rest in found
+    ]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the report. `stem` names its PNG file, `note` explains it; the SVG is for the page."""
+    """A figure of the report. `stem` names its PNG file, `note` explains it; the SVG is for the page.
+
+    verdicts   sentences about what it shows, as (level, text)
+    """
 
     stem: str
     title: str
     note: str
     png: bytes
     svg: str
+    verdicts: tuple[tuple[str, str], ...] = ()
 
 
-# The one without a name has the name of the held-out measure.
-FIGURES: tuple[tuple[str, str, Callable[[Run], Figure | None], str], ...] = (
-    ("", "", draw_accuracy, "Greedy answers to held-out prompts; lines are 95 % intervals."),
-    ("reward", "Reward while training", draw_reward, "Sampled answers of each step; thin as measured, thick smoothed."),
-    ("omega", "Capability ratio", draw_omega, "Above 1 the learner did better than the source in the last steps."),
-    (
-        "fates",
-        "What became of others' answers",
-        draw_fates,
-        "Each answer of a source once: it teaches the learner, or why not. Where its advantage is 0 it teaches nobody.",
-    ),
-    (
-        "bands",
-        "Cross answers and the band",
-        draw_bands,
-        "Only answers inside the band give a cross gradient. Grey bars: how many there are; pale: fewer than 8.",
-    ),
-    ("ratio", "Cross ratio", draw_ratio, "Learner over source per answer; the shade is the band of the first update."),
-    ("ess", "Effective sample size", draw_ess, "Of the weights of cross answers: 100 % when all weigh the same."),
-    (
-        "signs",
-        "Sign of cross answers",
-        draw_signs,
-        "How much of their pull on log-probs has A above 0.",
-    ),
-    (
-        "cosine",
-        "Own and cross gradient",
-        draw_cosine,
-        "Over the whole model, each before an update; below 0 a source works against the learner's own answers.",
-    ),
-    (
-        "phases",
-        "Where the time goes",
-        draw_phases,
-        "Of each agent's slowest rank, without loading; exchange includes waiting for others.",
-    ),
-    ("timeline", "One step of all agents", draw_timeline, "Bars are phases; pale inside one, the rank waits."),
-    ("health", "Health", draw_health, "What to look at first when a run goes wrong."),
-)
+DRAWINGS: dict[str, Callable[[Run, ChartSpec], Figure | None]] = {
+    "accuracy": draw_held_out,
+    "mean_reward": draw_held_out,
+    "reward": draw_reward,
+    "fates": draw_fates,
+    "bands": draw_bands,
+    "phases": draw_phases,
+    "wait": draw_phases,
+}
+NOTES = {  # further notes, about what these figures alone have
+    "reward": "Thin as measured, thick smoothed.",
+    "bands": "Grey bars: how many there are; pale: fewer than 8.",
+    "ratio": "The shade is the band of the first update.",
+}
+
+
+def draw(run: Run, *specs: ChartSpec) -> Figure | None:
+    """The figure of one chart, or of small ones that share a figure."""
+    if drawing := DRAWINGS.get(specs[0].id):
+        return drawing(run, specs[0])
+    return draw_panels(run, specs) if _is_small(specs[0]) else draw_by_learner(run, specs[0])
+
+
+def _is_small(spec: ChartSpec) -> bool:
+    return spec.id not in DRAWINGS and "{b}" not in spec.patterns[0]
+
+
+def figures_of(section: ChartSection) -> Iterator[tuple[ChartSpec, ...]]:
+    """The charts of each figure of a section: neighbours that are small share one."""
+    for is_small, charts in groupby(section.charts, _is_small):
+        together = tuple(charts)
+        yield from [together] if is_small else ((spec,) for spec in together)
 
 
 def draw_pictures(run: Run) -> list[Picture]:
-    """Every figure that this run has numbers for."""
-    pictures = []
-    measure = measure_of(point for agent in run.agents for point in accuracies(run, agent))
+    """Every chart that this run has numbers for, in the order of the catalogue, and the timeline of a step."""
+    pictures, said = [], verdicts(run)
     with dressed():
-        for stem, title, draw, note in FIGURES:
-            if (figure := draw(run)) is not None:
-                name, shown = stem or measure.replace(" ", "_"), title or measure.capitalize()
-                pictures.append(Picture(name, shown, note, to_png(figure), to_inline_svg(figure, name)))
+        for section in SECTIONS:
+            for specs in figures_of(section):
+                if (figure := draw(run, *specs)) is not None:
+                    named, note = (specs[0], specs[0].note) if len(specs) == 1 else (section, "")
+                    told = [one for one in said if any(one["chart"] == spec.id for spec in specs)]
+                    pictures.append(_picture(figure, named.id, named.title, note, told))
+        if (figure := draw_timeline(run)) is not None:
+            note = "Bars are phases; pale inside one, the rank waits."
+            pictures.append(_picture(figure, "timeline", "One step of all agents", note))
     return pictures
+
+
+def _picture(figure: Figure, stem: str, title: str, note: str, told: Sequence[Mapping[str, str]] = ()) -> Picture:
+    whole = " ".join(filter(None, (note, NOTES.get(stem))))
+    pairs = tuple((one["level"], one["text"]) for one in told)
+    return Picture(stem, title, whole, to_png(figure), to_inline_svg(figure, stem), pairs)

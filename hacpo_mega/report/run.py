@@ -223,9 +223,9 @@ def measure_of(found: Iterable[Accuracy]) -> str:
     return "accuracy" if are_accuracies(points) else "mean reward"
 
 
-def phase_series(run: Run, agent: str) -> dict[str, dict[int, float]]:
-    """Seconds by phase and step, of the agent's slowest rank."""
-    prefix = f"agent/{agent}/phase/"
+def phase_series(run: Run, agent: str, kind: str = "phase") -> dict[str, dict[int, float]]:
+    """Seconds by phase and step: of the agent's slowest rank, of the mean rank ("phase_mean"), or waited ("wait")."""
+    prefix = f"agent/{agent}/{kind}/"
     phases: dict[str, dict[int, float]] = {}
     for step, metrics in run.steps.items():
         for name, seconds in metrics.timing.items():

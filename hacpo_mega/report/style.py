@@ -35,7 +35,13 @@ article { margin:0 0 26px } .prompt { display:flex; gap:14px; align-items:baseli
 .skill { font-size:12px; color:var(--faint); border:1px solid var(--line); border-radius:99px; padding:0 9px }
 .gold { color:var(--faint); font-size:13px }
 .columns { display:grid; grid-template-columns:repeat(var(--columns),minmax(200px,1fr)); gap:14px; overflow-x:auto }
-@media (max-width:560px) { body { padding:24px 14px 60px } .columns { grid-template-columns:1fr } }
+.verdict { margin:0 0 4px; font-size:13.5px; padding-left:10px; border-left:3px solid var(--line) }
+.verdict.good { border-color:var(--right) } .verdict.warn { border-color:var(--partly) }
+.verdict.bad { border-color:var(--wrong) }
+@media (max-width:560px) {
+  body { padding:24px 14px 60px } .columns, .facts-grid { grid-template-columns:minmax(0,1fr) }
+  .facts-grid dd { margin-bottom:6px } .numbers td:first-child { min-width:9em }
+}
 .message { margin:0 0 6px } .message small { display:block; font-size:11px }
 .prompt .message.system pre { font-weight:400; color:var(--faint) }
 .column { min-width:0 }

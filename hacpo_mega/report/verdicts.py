@@ -71,7 +71,7 @@ def _of_pair(run: Run, learner: str, source: str) -> Verdicts:
         share = fmean(inside)
         advice = "" if share >= SHARE_GOOD else ": a wider algorithm.delta would let more of them in"
         text = f"{share:.0%} of {source}'s answers lie inside {learner}'s band{advice}"
-        yield _verdict("band", "good" if share >= SHARE_GOOD else "warn", text)
+        yield _verdict("bands", "good" if share >= SHARE_GOOD else "warn", text)
     if shares := _recent(run, f"{prefix}/grad_share"):
         overrules = fmean(shares) > 0.9 and cosines and fmean(cosines) < 0.0
         text = f"{source}'s answers are {fmean(shares):.0%} of {learner}'s gradient"
@@ -83,7 +83,7 @@ def _of_pair(run: Run, learner: str, source: str) -> Verdicts:
         usual = OMEGA[0] <= omegas[-1] <= OMEGA[1]
         text = f"{learner} is {omegas[-1]:.2f} times as capable as {source}"
         advice = "" if usual else ": set algorithm.omega_clip"
-        yield _verdict("capability", "good" if usual else "warn", text + advice)
+        yield _verdict("omega", "good" if usual else "warn", text + advice)
 
 
 def _sharing(learner: str, source: str, fates: Fates, cosines: list[float]) -> dict[str, Any]:
@@ -112,8 +112,9 @@ def _of_agent(run: Run, agent: str) -> Verdicts:
         is_sure = interval is not None and (interval[0] > 0.0 or interval[1] < 0.0)
         level = "none" if not is_sure else "good" if gain > 0.0 else "bad"
         words = "" if is_sure else ", which may be chance"
-        text = f"{agent}'s {measure_of(evaluated)} went from {first.value:.3f} to {last.value:.3f}{words}"
-        yield _verdict("accuracy", level, text)
+        measure = measure_of(evaluated)
+        text = f"{agent}'s {measure} went from {first.value:.3f} to {last.value:.3f}{words}"
+        yield _verdict(measure.replace(" ", "_"), level, text)
     if gaps := _recent(run, f"agent/{agent}/engine_gap_mean"):
         is_wide = median(map(abs, gaps)) > GAP_WARN
         text = f"engine and trainer of {agent} differ by {median(gaps):.2g} nats a token"

@@ -7,6 +7,8 @@ Every rank calls every observer, in the order in which they are listed.
 import inspect
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -227,6 +229,22 @@ class Rates(Observer):
             group = groups.setdefault(sample.prompt_index, (len(sample.prompt_ids), []))
             group[1].append(len(sample.answer_ids))
         return shared_learning_flops(self._architecture, groups.values(), self._lora)
+
+
+class Reports(Observer):
+    """Writes report.html every n-th step, of the steps before it, in a process beside the training; on rank 0."""
+
+    def __init__(self, config: Config, every: int) -> None:
+        self._run_dir, self._every, self._last = config.run_dir, every, config.num_steps
+        self._process: subprocess.Popen | None = None
+
+    def before_writing(self, step: int, found: StepResult) -> None:
+        """Begins a report if the one before is done; waits for it at the last step, after which one is written."""
+        if self._process is not None and step == self._last:
+            self._process.wait()
+        elif step % self._every == 0 and (self._process is None or self._process.poll() is not None):
+            command = [sys.executable, "-m", "hacpo_mega.report", str(self._run_dir)]
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 COLUMNS = ("prompt", "gold", "agent", "answer", "reward", "verdict", "num_tokens")

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.logbook.files.metrics import Metrics
+from hacpo_mega.logbook.steps.step_metrics import held_bytes
 
 # Further context around a phase of this name.
 Around = Callable[[str], AbstractContextManager[None]]
@@ -22,7 +23,7 @@ class Phases:
 
     @contextmanager
     def __call__(self, phase: str, when: str = "") -> Iterator[None]:
-        """Enters the phase; `when` replaces the step in its label."""
+        """Enters the phase; `when` replaces the step in its label. Notes the memory that is held at its end."""
         self._place.enter_phase(phase, when or f"of step {self.step}")
         with ExitStack() as stack:
             for around in self._around:
@@ -30,3 +31,4 @@ class Phases:
             stack.enter_context(self._metrics.time(phase))
             stack.enter_context(self._place.spans.span(phase, "phase"))
             yield
+        self._metrics.highest(f"agent/{self._place.coordinate.agent_name}/memory/{phase}_bytes", held_bytes())

@@ -231,7 +231,7 @@ class Trainer:
         with self.phase("export", "after the last step"):
             self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.lost)
         run_dir = self.config.run_dir
-        self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega report {run_dir}` draws the run")
+        self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega watch {run_dir}` shows the run")
         return True
 
     def step(self) -> None:

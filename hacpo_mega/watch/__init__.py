@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from hacpo_mega.report.catalogue import catalogue
 from hacpo_mega.watch.answers import Judges, exported, one_answer, page_of_answers
 from hacpo_mega.watch.runs import Runs, Watched
 from hacpo_mega.watch.server import Download, View, list_in, listen, make_app, number_in, selection_in, serve
@@ -45,6 +46,7 @@ def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
         return runs[request.path_params["run"]]
 
     return {
+        "/api/catalogue": lambda _: catalogue(),
         "/api/runs": lambda _: run_list(runs),
         "/api/compare": lambda request: comparison([runs[name] for name in list_in(request, "runs")]),
         f"{base}/metrics": lambda request: curves(

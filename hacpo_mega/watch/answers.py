@@ -10,7 +10,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Self
 
@@ -127,26 +127,32 @@ def exported(index: Index, selection: Mapping[str, Any], sort: str) -> Iterator[
     pattern = _compiled(selection["regex"]) if selection.get("regex") else None
     with index.reading() as db:
         where, values = _condition(db, selection)
-        query = f"SELECT prompt, place FROM answers WHERE {where} ORDER BY {_order(db, sort)}"
+        query = f"SELECT id, prompt, place FROM answers WHERE {where} ORDER BY {_order(db, sort)}"
         return _lines(index, db.execute(query, values).fetchall(), pattern)
 
 
-def _lines(index: Index, places: Sequence[tuple[int, int]], pattern: Any) -> Iterator[bytes]:
-    known, line = None, {}
+def _lines(index: Index, rows: Sequence[tuple[int, int, int]], pattern: Any) -> Iterator[bytes]:
     with index.reading() as db:
-        for prompt, place in places:
-            if prompt != known:
-                known = prompt
-                try:
-                    line = _line(index, db, prompt)
-                except Gone:
-                    line = {"answers": []}
-            if place >= len(line["answers"]):
-                continue
-            answer = line["answers"][place]
-            if pattern is None or _is_match(pattern, answer["text"], REGEX_S):
+        for _, line, answer in _logged(index, db, rows):
+            if answer is not None and (pattern is None or _is_match(pattern, answer["text"], REGEX_S)):
                 row = {name: value for name, value in line.items() if name != "answers"} | answer
                 yield json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def _logged(
+    index: Index, db: sqlite3.Connection, rows: Iterable[tuple[int, int, int]]
+) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Number, logged prompt and answer of rows (id, prompt, place); no answer where its file is gone."""
+    known, line = None, {}
+    for number, prompt, place in rows:
+        if prompt != known:
+            known = prompt
+            try:
+                line = _line(index, db, prompt)
+            except Gone:
+                line = {"answers": []}
+        answers = line["answers"]
+        yield number, line, answers[place] if place < len(answers) else None
 
 
 def _unread(db: sqlite3.Connection) -> str | None:
@@ -304,19 +310,13 @@ def _matching(
     index: Index, db: sqlite3.Connection, query: str, values: list[Any], pattern: Any, page: int
 ) -> tuple[list[int], int, str | None]:
     """Numbers of the answers on a page of those that match, how many do, and a note if the time did not suffice."""
-    end, found, known, line = time.monotonic() + REGEX_S, [], None, {}
+    end, found = time.monotonic() + REGEX_S, []
     query = query.replace("SELECT id", "SELECT id, prompt, place", 1)
-    for looked, (number, prompt, place) in enumerate(db.execute(query, values)):
+    for looked, (number, _, answer) in enumerate(_logged(index, db, db.execute(query, values))):
         left_s = end - time.monotonic()
         if left_s <= 0.0:
             note = f"search stopped after {REGEX_S:g} s and {looked:,} answers: narrow the selection, or export it"
             return found[page * PER_PAGE :][:PER_PAGE], len(found), note
-        if prompt != known:
-            known = prompt
-            try:
-                line = _line(index, db, prompt)
-            except Gone:
-                line = {"answers": []}
-        if place < len(line["answers"]) and _is_match(pattern, line["answers"][place]["text"], left_s):
+        if answer is not None and _is_match(pattern, answer["text"], left_s):
             found.append(number)
     return found[page * PER_PAGE :][:PER_PAGE], len(found), None

@@ -121,6 +121,8 @@ def test_phases_add_up_to_the_time_between_two_lines(three_agents):
             of_step = {key.removeprefix(prefix): value for key, value in timing.items() if key.startswith(prefix)}
             assert sum(of_step.values()) == pytest.approx(timing[f"agent/{name}/step_s"], abs=1e-4)
             seconds = {phase: seconds.get(phase, 0.0) + value for phase, value in of_step.items()}
+            held = [timing[f"agent/{name}/memory/{phase}_bytes"] for phase in ("roll_out", "learn")]
+            assert all(1e8 < number < 1e11 for number in held), "a process that has vLLM and Megatron"
         assert sum(seconds.values()) == pytest.approx(lines[1] - lines[0], rel=0.03)
 
 

@@ -303,6 +303,8 @@ class LoggingConfig(Section):
     """Steps that `trace` records, each once. The first also warms up; a run of one step records that."""
     rollout_tokens: Flag = False
     """Log every answer's tokens, their ids, log-probs and own ratios: rollouts/ is then several times larger."""
+    report: Literal["end", "never"] | Count = "end"
+    """When report.html is written: at the end of the run, never, or after so many steps each time and at the end."""
 
 
 class Mode(NamedTuple):

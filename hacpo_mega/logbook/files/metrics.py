@@ -38,6 +38,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     agent/<name>/wait/<phase>_s                                       seconds in which a rank waited for others, mean
     agent/<name>/rss_bytes, device_bytes                              memory of its largest rank, of its fullest device
     agent/<name>/asleep_bytes                                         and what is held there while its engine sleeps
+    agent/<name>/memory/<phase>_bytes                                 or as a phase ends; on the CPU by its largest rank
     agent/<name>/learn_mfu       model FLOP/s of learning over the peak of its GPUs, where models/flops.py knows that
     capability/<name>, omega/<learner>/<source>                                               the job
     rate/learn_mfu, answer_tokens_per_gpu_s        the same of all agents; tokens of answers per second and GPU

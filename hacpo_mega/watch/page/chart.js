@@ -1,6 +1,6 @@
 // One chart: uPlot drawn in the page's colours, with its own legend that tells the values, keys, and events on the axis.
 import { align, bin, spoken, stacked } from "./series.js";
-import { add, button, el, fill, show } from "./dom.js";
+import { add, button, el, fill, show, visible } from "./dom.js";
 
 const HEIGHT = 220;
 const MOST_BARS = 240;
@@ -159,7 +159,7 @@ export class Chart {
     fill(this.verdicts, (spec.verdicts ?? []).map(({ text, level }) => el("p", { class: `verdict ${level ?? "none"}` }, text)));
     const made = spec.layers ? barColumns(spec.x, spec.layers, this.#hidden) : curveColumns(spec.lines, this.#hidden);
     this.made = made;
-    this.canvas.setAttribute("aria-label", this.#spoken());
+    this.canvas.setAttribute("aria-label", visible(this.#spoken()));
     const cursor = this.#plot?.cursor.idx === null ? null : this.#plot?.cursor.left;
     this.#destroy();
     const log = spec.log && !spec.layers;

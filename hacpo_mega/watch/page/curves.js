@@ -128,7 +128,7 @@ export class Curves {
     }
     return this.runs.flatMap((run) => {
       const whose = this.runs.length > 1 ? `, ${run.name}` : "";
-      if (spec.of) return this.#pairs(spec, run, whose);
+      if (spec.parts) return this.#pairs(spec, run, whose);
       return run.agents
         .map((agent) => ({ ...spec, run, learner: agent, names: this.#phases(run, agent, spec.phases), title: `${spec.title}: ${agent}${whose}` }))
         .filter(({ names }) => names.length);
@@ -140,7 +140,7 @@ export class Curves {
     const known = new Set(this.metrics.get(run.id).names);
     const pairs = run.agents.flatMap((learner) => run.agents.filter((source) => source !== learner).map((source) => ({ learner, source })));
     return pairs
-      .map(({ learner, source }) => ({ ...spec, run, learner, source, names: spec.of.map((part) => `agent/${learner}/from/${source}/${part}`) }))
+      .map(({ learner, source }) => ({ ...spec, run, learner, source, names: spec.parts.map((part) => `agent/${learner}/from/${source}/${part}`) }))
       .filter(({ names }) => names.every((name) => known.has(name)))
       .map((one) => ({ ...one, title: `${spec.title}: ${one.learner} from ${one.source}${whose}` }));
   }
@@ -241,7 +241,7 @@ export class Curves {
     if (!found.length) return { x: [], layers: [] };
     const [, first] = found[0];
     const rows = first.steps.map((_, n) => n).filter((n) => found.some(([, { values }]) => values[n] !== null && first.steps[n] > 0));
-    const look = (name) => (id === "band" ? BAND[name.split("/").at(-1)] : [phaseOf(name).replaceAll("_", " "), PHASES[phaseOf(name)] ?? UNKNOWN_COLOUR]);
+    const look = (name) => (id === "bands" ? BAND[name.split("/").at(-1)] : [phaseOf(name).replaceAll("_", " "), PHASES[phaseOf(name)] ?? UNKNOWN_COLOUR]);
     const layers = found.map(([name, { values }]) => ({ label: look(name)[0], colour: look(name)[1], values: rows.map((n) => values[n]) }));
     return { x: rows.map((n) => first[this.how.axis][n]), layers };
   }
@@ -259,10 +259,9 @@ export class Curves {
   }
 
   #verdicts(spec) {
-    const chart = spec.verdict ?? spec.id;
-    return (spec.run ? [spec.run] : this.runs).flatMap((run) => {
+        return (spec.run ? [spec.run] : this.runs).flatMap((run) => {
       const found = (this.#details.get(run.id)?.verdicts ?? []).filter(
-        (one) => one.chart === chart && (!spec.learner || !one.learner || (one.learner === spec.learner && (!spec.source || one.source === spec.source))),
+        (one) => one.chart === spec.id && (!spec.learner || !one.learner || (one.learner === spec.learner && (!spec.source || one.source === spec.source))),
       );
       return found.map(({ text, level }) => ({ level, text: this.runs.length > 1 ? `${run.name}: ${text}` : text }));
     });

@@ -1,6 +1,19 @@
 // Elements made from data. Text becomes text nodes alone, so an answer that holds a tag shows the tag.
 
 const HANDLER = /^on[a-z]+$/;
+const SPOKEN = ["title", "aria-label"]; // attributes that people read
+// Signs that a browser obeys instead of showing, as models/files/visible.py has them; line ends and tabs stay.
+const OBEYED = /[^\P{C}\n\t]|[\p{Zl}\p{Zp}\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\u{e0100}-\u{e01ef}]/gu;
+
+/** Text whose direction, width and controls are written out, so that it cannot hide or reorder its neighbours. */
+export function visible(text) {
+  return text.replace(OBEYED, (sign) => {
+    if (sign === "\r") return "\\r";
+    const code = sign.codePointAt(0);
+    const [letter, digits] = code < 0x100 ? ["x", 2] : code < 0x10000 ? ["u", 4] : ["U", 8];
+    return `\\${letter}${code.toString(16).padStart(digits, "0")}`;
+  });
+}
 
 /**
  * An element. `props`: class, attributes, and handlers as functions (onclick); null and false leave an attribute out.
@@ -16,7 +29,7 @@ export function el(tag, props = {}, ...children) {
     } else if (name === "href" && !/^(#|\/(?!\/))/.test(value)) {
       throw new TypeError("a link leads into this page");
     } else {
-      node.setAttribute(name, value === true ? "" : String(value));
+      node.setAttribute(name, value === true ? "" : SPOKEN.includes(name) ? visible(String(value)) : String(value));
     }
   }
   add(node, children);
@@ -27,7 +40,7 @@ export function el(tag, props = {}, ...children) {
 export function add(node, ...children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    node.append(child instanceof Node ? child : document.createTextNode(visible(String(child))));
   }
   return node;
 }

@@ -44,6 +44,7 @@ def write_config(folder: Path, agents: list[dict], **tables) -> Path:
         "training": TRAINING,
         "evaluation": {"num_prompts": 8},
     } | tables
+    config["logging"] = {"report": "never"} | config.get("logging", {})  # it takes longer than these runs
     path = folder / "run.toml"
     path.write_text(tomli_w.dumps(config))
     return path

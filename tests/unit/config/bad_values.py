@@ -236,6 +236,8 @@ LOGGING = [
     Case("a step after the only one", ("num_steps=1", "logging={trace=true,trace_steps=[3]}"),
          ("logging.trace_steps: step 3 is after the last one (num_steps = 1). Nearest: [1]",)),
     one("no step", "logging.trace_steps=[]", "logging.trace_steps: "),
+    one("a report of no step", "logging.report=0", "logging.report: needs 'end' or 'never' or greater than or equal "
+        "to 1, found 0"),
     one("an adapter twice", "agents.a.lora={targets=['q_proj','v_proj','q_proj']}", "agents.a.lora.targets: ['q_proj', "
         "'v_proj', 'q_proj'] names one twice. Nearest: ['q_proj', 'v_proj']"),
 ]  # fmt: skip

@@ -2,12 +2,13 @@
 
 import functools
 import gzip
+import html
 import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from job import run_here
 from matplotlib import image
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
 from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
@@ -26,21 +28,12 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.colours import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS
+from hacpo_mega.report.canvas import label_ends, panels
+from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
-from hacpo_mega.report.plots import (
-    draw_bands,
-    draw_cosine,
-    draw_ess,
-    draw_fates,
-    draw_health,
-    draw_phases,
-    draw_pictures,
-    draw_ratio,
-    draw_reward,
-    draw_signs,
-)
-from hacpo_mega.report.run import Run, load_run
+from hacpo_mega.report.plots import draw, draw_pictures, figures_of
+from hacpo_mega.report.run import Run, Series, load_run
+from hacpo_mega.report.verdicts import verdicts
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
 
@@ -87,22 +80,8 @@ def test_page_shows_the_numbers_of_the_run(reported: Path) -> None:
 
 def test_curves_are_png_files_with_something_on_them(reported: Path) -> None:
     pictures = {path.stem: path for path in (reported / "report").glob("*.png")}
-    assert set(pictures) == {
-        *(
-            "accuracy",
-            "reward",
-            "omega",
-            "fates",
-            "bands",
-            "ratio",
-            "ess",
-            "signs",
-            "cosine",
-            "phases",
-            "timeline",
-            "health",
-        )
-    }
+    charts = "accuracy reward capability omega fates bands ratio ess signs cosine health phases time timeline"
+    assert set(pictures) == set(charts.split())
     for stem in ("accuracy", "reward", "omega", "ratio", "ess", "signs", "cosine"):
         for colour in AGENT_COLOURS[:2]:
             assert num_pixels(pictures[stem], colour) > 200, f"{stem} has no curve of colour {colour}"
@@ -146,7 +125,7 @@ def test_a_graded_reward_is_no_accuracy_in_a_report(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     pictures = {picture.stem: picture for picture in draw_pictures(run)}
     assert (
-        pictures["mean_reward"].title == "Mean reward"
+        pictures["mean_reward"].title == "Held-out mean reward"
         and "mean reward on held-out prompts" in pictures["mean_reward"].svg
     )
     text = Page(render_page(run, [])).text
@@ -300,7 +279,7 @@ def gappy(tmp_path_factory: pytest.TempPathFactory) -> Run:
             counts = {"answers": 64.0, "trained": trained} | lost
             values |= {f"{pair}/view/num_{what}": number for what, number in counts.items()}
         else:
-            line["timing"]["agent/a/phase/load_s"] = 1000.0
+            line["timing"]["agent/a/phase_mean/load_s"] = 1000.0
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return load_run(folder)
 
@@ -323,25 +302,36 @@ def spans(axis: Axes) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-@pytest.mark.parametrize("draw", [draw_reward, draw_ratio, draw_ess, draw_signs, draw_cosine, draw_bands, draw_health])
-def test_no_picture_covers_a_step_without_its_number(gappy: Run, draw: Callable) -> None:
+def drawn(run: Run, chart: str) -> Figure:
+    """The figure that has a chart of the catalogue."""
+    (figure,) = (
+        draw(run, *specs)
+        for section in SECTIONS
+        for specs in figures_of(section)
+        if any(spec.id == chart for spec in specs)
+    )
+    return figure
+
+
+@pytest.mark.parametrize("chart", ["reward", "ratio", "ess", "signs", "cosine", "bands", "grad_norm"])
+def test_no_picture_covers_a_step_without_its_number(gappy: Run, chart: str) -> None:
     """In steps: no line is drawn over one that is missing, no bar reaches into its half step to each side."""
-    axis = draw(gappy).axes[0]
+    axis = drawn(gappy, chart).axes[0]
     assert axis.get_xlim() == (-0.5, 17.5), "the run's steps, in every panel"
     marks = spans(axis)
-    of_a = AGENT_COLOURS[0] if draw in (draw_reward, draw_health) else AGENT_COLOURS[1]
-    colours = BAND_COLOURS.values() if draw is draw_bands else [of_a]
+    of_a = AGENT_COLOURS[0] if chart in ("reward", "grad_norm") else AGENT_COLOURS[1]
+    colours = BAND_COLOURS.values() if chart == "bands" else [of_a]
     for colour in colours:
         assert marks[colour], f"nothing is drawn in {colour}"
         for begin, end in marks[colour]:
             assert {step for step in range(18) if begin - 0.49 < step < end + 0.49} <= set(KNOWN), (begin, end)
-    drawn = {step for colour in colours for begin, end in marks[colour] for step in range(18) if begin <= step <= end}
-    assert drawn == set(KNOWN)
+    covered = {step for colour in colours for begin, end in marks[colour] for step in range(18) if begin <= step <= end}
+    assert covered == set(KNOWN)
 
 
 def test_the_number_of_answers_behind_a_point_shows(gappy: Run) -> None:
     """Bars below the points are as high as answers are many, and the panel's title says how many."""
-    axis = draw_bands(gappy).axes[0]
+    axis = drawn(gappy, "bands").axes[0]
     assert axis.get_title() == "a from b\n1 to 40 answers a step"
     bottom, tops = axis.get_ylim()[0], dict.fromkeys(KNOWN, 0.0)
     for path in axis.collections[-1].get_paths():
@@ -356,7 +346,7 @@ def test_the_number_of_answers_behind_a_point_shows(gappy: Run) -> None:
 
 
 def test_the_fate_of_every_answer_is_stacked_and_said_on_the_page(gappy: Run) -> None:
-    axis = draw_fates(gappy).axes[0]
+    axis = drawn(gappy, "fates").axes[0]
     marks = spans(axis)
     assert axis.get_title() == "a from b: 12% teach"
     top = max(path.vertices[:, 1].max() for marks in axis.collections for path in marks.get_paths())
@@ -385,16 +375,34 @@ def test_a_page_is_not_proud_where_nothing_was_shared(tmp_path: Path) -> None:
 
 
 def test_loading_neither_flattens_the_steps_nor_looks_like_another_phase(gappy: Run) -> None:
-    figure = draw_phases(gappy)
+    figure = drawn(gappy, "phases")
     assert figure.axes[0].get_ylim()[1] < 20, "1,000 s of loading are in no step"
     colours = [np.array(to_rgb(colour)) for colour in PHASE_COLOURS.values()]
     assert min(np.abs(one - two).max() for one, two in combinations(colours, 2)) > 0.08
 
 
+def test_names_of_curves_that_end_together_stay_apart_inside_their_panel() -> None:
+    _, (axis,) = panels(1, 1, 2.2)
+    last = Series((1,), (1.0,))
+    label_ends(axis, [(last, f"agent{n}", "#000000") for n in range(8)])
+    places = sorted(text.xy[1] for text in axis.texts)
+    assert places[-1] == 1.0 == axis.get_ylim()[1] and places[0] > 0.0
+    assert min(upper - lower for lower, upper in pairwise(places)) > 0.08
+
+
+def test_the_page_says_under_a_chart_what_it_means(reported: Path) -> None:
+    """The verdicts of the page of `watch`, at the chart that they are about."""
+    text = (reported / "report.html").read_text(encoding="utf-8")
+    said = verdicts(load_run(reported))
+    assert {one["chart"] for one in said} >= {"omega", "ratio", "bands", "accuracy"}
+    for one in said:
+        assert f'<p class="verdict {one["level"]}">{html.escape(one["text"])}</p>' in text
+
+
 def test_a_share_is_drawn_to_100_percent_and_panels_fill_their_row(gappy: Run) -> None:
-    axis = draw_ess(gappy).axes[0]
+    axis = drawn(gappy, "ess").axes[0]
     assert max(axis.get_yticks()) == 1.0 and axis.get_ylim()[1] == 1.02
-    right = [axis.get_subplotspec().get_position(axis.figure).x1 for axis in draw_health(gappy).axes]
+    right = [axis.get_subplotspec().get_position(axis.figure).x1 for axis in drawn(gappy, "grad_norm").axes]
     assert len(right) % 2 == 1 and right[-1] == max(right), "the last of an odd number is as wide as the page"
 
 

@@ -70,7 +70,8 @@ def routes(client: TestClient) -> list[str]:
     client.cookies.clear()
     base = f"/api/runs/{run['id']}"
     of_run = ("metrics", "metrics?names=agent/qwen/lr", "job", "verdicts", "answers", "export", "answers/1.0.0.qwen.0")
-    return ["/api/runs", f"/api/compare?runs={run['id']}", "/api/events?after=0", *(f"{base}/{one}" for one in of_run)]
+    of_all = ("runs", "catalogue", f"compare?runs={run['id']}", "events?after=0")
+    return [*(f"/api/{one}" for one in of_all), *(f"{base}/{one}" for one in of_run)]
 
 
 def test_every_route_needs_the_token_and_answers_with_it(client: TestClient) -> None:

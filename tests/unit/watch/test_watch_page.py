@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from repository import ROOT
 
+from hacpo_mega.report.catalogue import catalogue
+
 PAGE = ROOT / "hacpo_mega" / "watch" / "page"
 OURS = sorted(path for path in PAGE.glob("*.js") if path.name != "uplot.js")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -126,6 +128,8 @@ class Routes:
         """The table of a route; None for one that there is not."""
         parts = path.strip("/").split("/")
         match parts[1:]:
+            case ["catalogue"]:
+                return catalogue()
             case ["runs"]:
                 return self.runs()
             case ["events"]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence
 from hacpo_mega.report.canvas import dressed, panels, to_inline_svg, to_png
-from hacpo_mega.report.colours import AGENT_COLOURS
+from hacpo_mega.report.catalogue import AGENT_COLOURS
 from hacpo_mega.report.plots import Picture
 
 # The second round of the colours is dashed, the third dotted.

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.canvas import dressed, legend, to_png
-from hacpo_mega.report.colours import phase_colour
+from hacpo_mega.report.catalogue import phase_colour
 
 WAITING = "#e9ebee"
 
