@@ -51,6 +51,10 @@ TOWERS = {
         "vision_config": {"model_type": "qwen3_5_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
                           "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
     },
+    "Qwen3_5MoeForConditionalGeneration": {
+        "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
+                          "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
+    },
     "Mistral3ForConditionalGeneration": {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -111,8 +115,10 @@ def make_model(
     if traits.delta_net is not None:
         config.update(DELTA_NET)
     if traits.experts is not None:
-        config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
+        config.update({traits.experts.counts[-1]: num_experts, "num_experts_per_tok": experts_per_token})
         config.update({traits.experts.width: ffn_size})
+        if traits.experts.shared_gate is not None:  # another width than that of the others
+            config.update({traits.experts.says["shared_ffn"]: ffn_size // 2})
     config.update(said or {})
     if hasattr(config, "mlp_layer_types"):
         config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
