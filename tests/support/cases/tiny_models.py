@@ -134,7 +134,24 @@ def make_model(
     model = auto_class(images).from_config(config, dtype=dtype)
     _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if images and traits.experts is not None:
+        stack_experts(Path(folder))
     return Path(folder)
+
+
+def stack_experts(folder: Path) -> None:
+    """Gives a folder of one file its experts as published image checkpoints have them: [E, 2 F, H] and [E, H, F]."""
+    stored, found = load_file(folder / SINGLE), {}
+    experts = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    for block in {name.rpartition(".experts.")[0] for name in experts}:
+        count = sum(name.startswith(f"{block}.experts.") for name in experts) // 3
+        gate, up, down = (
+            torch.stack([experts[f"{block}.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{block}.experts.gate_up_proj": torch.cat([gate, up], dim=1), f"{block}.experts.down_proj": down}
+    plain = {name: tensor for name, tensor in stored.items() if name not in experts}
+    save_file(plain | found, folder / SINGLE, metadata={"format": "pt"})
 
 
 def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:
