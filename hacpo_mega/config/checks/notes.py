@@ -88,7 +88,7 @@ def unused_fields(config: Config) -> Iterator[str]:
     for agent in config.agents:
         family = FAMILIES.get(str(text_fields(agent.model).get("model_type")))
         if family is not None and family.delta_net is not None and config.training.share_prompts:
-            yield f"{agent.name}: training.share_prompts is not used: with gated delta nets each answer reads its prompt"
+            yield f"{agent.name}: training.share_prompts is not used: gated delta nets read it for each answer"
         fields = read_json(agent.model / "config.json")
         for name in UNUSED.keys() & fields.keys():
             if fields[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):

@@ -196,6 +196,31 @@ def test_both_exports_compute_what_the_checkpoint_does(folder, tmp_path):
     assert served == (expected if Architecture.from_folder(folder).query_beta else None)
 
 
+def test_a_plain_stack_of_experts_is_read_by_its_matrices_and_written_again(tmp_path):
+    """Beside layers of multi-token prediction, which stay as they are; the text alone has a matrix for each expert."""
+    folder = make_model(tmp_path / "model", "qwen3_5_moe_text", tied=False, images=True)
+    file, block = folder / "model.safetensors", "layers.1.mlp.experts."
+    tensors = {**load_file(file), "mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 192, 64)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    sources = {source.name: source for source in all_sources(Architecture.from_folder(folder))}
+    wanted = {name: source.shape for name, source in sources.items()}
+    assert weight_problems(folder, wanted, family="qwen3_5_moe_text", tied=False) == []
+    gate_up, down = (tensors[f"model.language_model.{block}{part}"] for part in ("gate_up_proj", "down_proj"))
+    with ExitStack() as stack:
+        reader = FolderReader(folder, stack)
+        for part, stored in (("gate_proj", gate_up[3, :96]), ("up_proj", gate_up[3, 96:]), ("down_proj", down[3])):
+            source = sources[f"model.{block}3.{part}.weight"]
+            assert torch.equal(reader.read(source, 0, source.shape[0], dim=0), stored), part
+    write_text(folder, tmp_path / "whole", base=folder)
+    write_text(folder, tmp_path / "text")
+    written = {name: t for part in (tmp_path / "whole").glob("*.safetensors") for name, t in load_file(part).items()}
+    assert written.keys() == tensors.keys() and all(torch.equal(t, tensors[name]) for name, t in written.items())
+    tokens_T = torch.arange(60)[None] % 131
+    exact = reference_model(folder)(input_ids=tokens_T).logits
+    for out in ("whole", "text"):
+        assert torch.equal(reference_model(tmp_path / out)(input_ids=tokens_T).logits, exact), out
+
+
 def test_an_adapter_is_put_on_the_text_model_alone(folder, tmp_path):
     """By peft's rules: a text is matched with a module's whole name, whose adapter has that name."""
     name = "layers.0.self_attn.q_proj"
