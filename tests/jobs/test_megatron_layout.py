@@ -193,7 +193,7 @@ WAIT_S = 6.5
 def run_layouts(runs: list[tuple], folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
     seen = {}
     for tp, pp in sorted({(tp, pp) for _, tp, pp in runs}):
-        initialize_parallel(tp, pp, seed=1)
+        initialize_parallel(tp, pp, seed=1, ep=1)
         for name in [name for name in folders if (name, tp, pp) in runs]:
             export = exports / f"{name}-tp{tp}pp{pp}"
             options = {"recompute": "full" if name == RECOMPUTED else "none", "overrides": RUNS[name, tp, pp]}
