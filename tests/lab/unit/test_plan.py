@@ -284,7 +284,7 @@ def test_experts_of_another_family_are_planned_on_as_many_devices(tmp_path):
 
 
 @pytest.mark.nightly
-def test_experts_beside_delta_nets_and_gpt_oss_need_larger_devices_or_more_nodes(tmp_path):
+def test_two_models_with_experts_need_large_devices_or_more_nodes(tmp_path):
     """A terabyte of state on 16 devices: those of 141 GB hold it beside the engines, those of 80 GB do not."""
     first = "model=Qwen/Qwen3.5-35B-A3B", "pp=4"
     second = "model=openai/gpt-oss-20b", "tp=4", "ep=4", "pp=2", "cp=1", "engine_tp=4"

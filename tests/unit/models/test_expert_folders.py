@@ -103,7 +103,7 @@ def test_layers_that_predict_further_tokens_are_left_where_they_are(tmp_path):
         assert any("num_nextn_predict_layers = 1, which is not used" in line for line in unused_fields(asked)) == count
 
 
-def test_prediction_beside_the_model_is_left_there_and_unshared_prompts_are_told(tmp_path):
+def test_prediction_beside_a_model_and_unshared_prompts(tmp_path):
     folder = make_model(tmp_path, "qwen3_next", tied=False)
     file = folder / "model.safetensors"
     wanted = {source.name: source.shape for source in all_sources(Architecture.from_folder(folder))}

@@ -196,7 +196,7 @@ def test_both_exports_compute_what_the_checkpoint_does(folder, tmp_path):
     assert served == (expected if Architecture.from_folder(folder).query_beta else None)
 
 
-def test_a_plain_stack_of_experts_is_read_by_its_matrices_and_written_again(tmp_path):
+def test_a_plain_stack_of_experts_is_read_and_written_again(tmp_path):
     """Beside layers of multi-token prediction, which stay as they are; the text alone has a matrix for each expert."""
     folder = make_model(tmp_path / "model", "qwen3_5_moe_text", tied=False, images=True)
     file, block = folder / "model.safetensors", "layers.1.mlp.experts."
