@@ -65,10 +65,8 @@ def joined_experts(tensors: Iterable[tuple[str, Tensor]], *, plain: bool = False
             yield name, tensor
             continue
         block, expert, part, ending = place
-        tensor, joined = (
-            tensor.T if tensor.dim() == 2 and not plain else tensor,
-            f"{block}.{expert}.{_base(part)}{ending}",
-        )
+        joined = f"{block}.{expert}.{_base(part)}{ending}"
+        tensor = tensor.T if tensor.dim() == 2 and not plain else tensor
         if part == DOWN:
             yield joined, tensor.contiguous()
         elif joined not in gates:
