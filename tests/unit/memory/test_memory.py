@@ -96,7 +96,7 @@ def test_the_weights_of_a_model_are_those_that_it_has(folder):
 
 
 def test_stages_of_delta_nets_and_attention_have_all_weights_together():
-    """Those of transformers' model: 40 layers of two kinds, experts in all of them."""
+    """Transformers' model has as many: 40 layers of two kinds, experts in all of them."""
     a = public_architecture("Qwen/Qwen3.5-35B-A3B")
     assert sum(num_weights(a, Layout(pp=4), stage) for stage in range(4)) == 34_660_610_688
 
