@@ -87,17 +87,21 @@ def models() -> str:
     ]
     below = (
         "All of them: any `pp` that the layers can be dealt out to, sequence parallelism with `tp` above 1, data "
-        "and context parallelism, virtual pipelines, LoRA, tied and untied embeddings. Where the table does not name "
-        "key/value heads, `tp` may be a multiple of them, too; query, key and value together must have rows for every "
-        "rank. `hacpo-mega check` says the nearest layout of a model that cannot have what is asked."
+        "and context parallelism, virtual pipelines, LoRA, tied and untied embeddings; with delta nets no context "
+        "parallelism and no LoRA, with shared experts no LoRA. Where the table does not name key/value heads, `tp` may "
+        "be a multiple of them, too; query, key and value together must have rows for every rank. "
+        "`hacpo-mega check` says the nearest layout of a model that cannot have what is asked."
     )
     return _page(["# Models and layouts", NOTE, more, _table(head, rows), below])
 
 
 def _columns(family: Family) -> str:
-    if family.experts is None:
-        return ", feed-forward columns"
-    return ", columns of feed-forwards and shared experts" * (family.experts.shared is not None)
+    heads, experts = ", key heads of delta nets" * (family.delta_net is not None), family.experts
+    if experts is None:
+        return f"{heads}, feed-forward columns"
+    if experts.shared is None:
+        return heads
+    return f"{heads}, columns of {'feed-forwards and ' * ('dense_layers' in experts.says)}shared experts"
 
 
 # By Family.windows.

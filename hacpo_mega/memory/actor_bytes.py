@@ -204,8 +204,8 @@ class _Layer:
             norm=norm,
             attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
-            # Gate and up, and their product.
-            mlp=3 * ffn + experts.kept + _factors(plan, "mlp"),
+            # Gate and up, and their product; the output of shared experts, which their gate multiplies.
+            mlp=3 * ffn + residual * a.gates_shared + experts.kept + _factors(plan, "mlp"),
             down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.traits.norms) - 2) * norm,

@@ -52,7 +52,7 @@ def pairs_per_token(model: Architecture) -> int:
 def feed_forward_parameters(model: Architecture) -> int:
     """The same for all feed-forwards: routers, the experts of a token, and shared ones."""
     columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn
-    routers = model.expert_layers * model.num_experts
+    routers = model.expert_layers * (model.num_experts + model.gates_shared)
     return active_experts(model) + model.hidden_size * (3 * columns + routers)
 
 

@@ -26,7 +26,9 @@ from hacpo_mega.models.families.families import (
     QWEN2,
     QWEN3,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
+    QWEN3_NEXT,
     SEED_OSS,
     SMOLLM3,
     Family,
@@ -126,6 +128,10 @@ _LONG = {**_TEKKEN, "max_position_embeddings": 262144}
 _SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
 _DELTA = {"linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144, "rope_theta": 1e7}
 _DELTA_NAMES = [f"Qwen/Qwen3.{generation}-27B" for generation in (5, 6, 8)]
+_DELTA_MOE = {**_DELTA, "linear_num_value_heads": 32}
+_DELTA_MOE_NAMES = [f"Qwen/Qwen3.{generation}-35B-A3B" for generation in (5, 6)]
+_NEXT = {"max_position_embeddings": 262144, "rope_theta": 1e7}
+_NEXT_NAMES = [f"Qwen/Qwen3-Next-80B-A3B-{kind}" for kind in ("Instruct", "Thinking")]
 _SEED_OSS_NAMES = [f"ByteDance-Seed/Seed-OSS-36B-{kind}" for kind in ("Base", "Base-woSyn", "Instruct")]
 _SEED_OSS = {"vocab_size": 155136, "max_position_embeddings": 524288, "rope_theta": 1e7}
 _SMOLLM3 = {"vocab_size": 128256, "max_position_embeddings": 65536, "rope_theta": 5e6}
@@ -139,6 +145,9 @@ _TEXTS = {
     **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
     **_text(_DELTA_NAMES, QWEN3_5, 64, 5120, 17408, 24, 4, **_DELTA),
+    **_text(_DELTA_MOE_NAMES, QWEN3_5_MOE, 40, 2048, 512, 16, 2, **_DELTA_MOE),
+    **_text(_NEXT_NAMES, QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT),
+    **_text(["Qwen/Qwen3-Coder-Next"], QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT | {"rope_theta": 5e6}),
     **_text(_SMALL_NAMES, MISTRAL, 40, 5120, 32768, 32, 8, **_SMALL),
     **_text(["HuggingFaceTB/SmolLM3-3B"], SMOLLM3, 36, 2048, 11008, 16, 4, **_SMOLLM3),
     **_text(_SEED_OSS_NAMES, SEED_OSS, 64, 5120, 27648, 80, 8, **_SEED_OSS),

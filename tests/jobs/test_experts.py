@@ -41,6 +41,10 @@ MODELS = {
                    "rope_scaling": {"partial_rotary_factor": 0.5}},
     # The first layer dense, a shared expert.
     "hy_v3": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4},
+    # Gated delta nets, which refuse cp, and a shared expert with a gate; every layer has experts.
+    "qwen3_5_moe_text": {"tied": True, "num_experts": 8, "experts_per_token": 3, "said": {"rms_norm_eps": 1e-2}},
+    "qwen3_next": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_layers": 4,
+                   "said": {"rms_norm_eps": 1e-2}},
 }  # fmt: skip
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
@@ -50,11 +54,15 @@ RUNS = [*(("qwen3_moe", layout) for layout in LAYOUTS), ("mixtral", (2, 2, 1, 2)
 RUNS += [("glm4_moe", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (1, 4, 1, 4), (2, 2, 1, 2), (2, 1, 2, 2))]
 RUNS += [("gpt_oss", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 4), (2, 1, 2, 1))]
 RUNS += [(name, layout) for name in ("minimax_m2", "hy_v3") for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2))]
+DELTA_NETS = "qwen3_5_moe_text", "qwen3_next"
+RUNS += [(name, layout) for name in DELTA_NETS for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2), (1, 1, 2, 2))]
 # Biases for the choice of experts, one a layer that has experts.
 BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1}
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
+# Hugging Face computes a delta net's states in float32 whatever the weights are.
+DELTA_ERROR = 2e-5
 # Small gradients would be lost where a weight is rounded.
 STEEP = 100
 STEEPER = DESCENT.model_copy(update={"lr": DESCENT.lr * STEEP})
@@ -155,7 +163,7 @@ def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected
     for found in seen[name, layout]:
         biases = {name for name in found["gradient"] if name.endswith((CORRECTION, EXPERT_BIAS))}
         assert len(biases) == BIASES.get(name, 0) and not any(found["gradient"].pop(bias).any() for bias in biases)
-        assert worst(found["gradient"], expected[name][1])[0] < AGREED
+        assert worst(found["gradient"], expected[name][1])[0] < (DELTA_ERROR if name in DELTA_NETS else AGREED)
 
 
 @pytest.mark.parametrize("name, layout", [run for run in RUNS if run[0] in WITH_LOSSES], ids=str)

@@ -6,7 +6,7 @@ loaded. Four gloo processes run all layouts: with tp * pp < 4 they are several c
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,14 @@ CASES = {
         "num_layers": 4,
         "said": {"rms_norm_eps": 1e-2},
     },
+    # experts in a plain stack, a shared one with a gate
+    "qwen3.5-moe-images": {
+        "family": "qwen3_5_moe_text",
+        "tied": False,
+        "images": True,
+        "num_layers": 4,
+        "said": {"rms_norm_eps": 1e-2},
+    },
     # norms around both blocks, neighbours of half a head turn, gate and up in one stored matrix
     "glm4": {"family": "glm4", "tied": False, "attention_bias": True},
     # every second layer without rotation; a bias on queries, keys and values alone
@@ -68,6 +76,7 @@ CASES = {
 LATER = (
     "qwen3.5",
     "qwen3.5-images",
+    "qwen3.5-moe-images",
     "gemma3-images",
     "ministral3-images",
     "mistral-six-layers",
@@ -149,8 +158,22 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         # Of an image checkpoint those of its text model, by their names in one of text.
-        answers[name] = logits, {text_name(name) or name: g for name, g in gradients.items() if g is not None}
+        named = {text_name(name) or name: g for name, g in gradients.items() if g is not None}
+        answers[name] = logits, dict(each_expert(named))
     return answers
+
+
+def each_expert(gradients: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same with the matrices of every expert in the place of Hugging Face's stacks."""
+    for name, gradient in gradients.items():
+        block, _, last = name.rpartition(".")
+        if not block.endswith(".experts"):
+            yield name, gradient
+            continue
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        for expert, matrix in enumerate(gradient):
+            for part, half in zip(parts, matrix.chunk(len(parts)), strict=True):
+                yield f"{block}.{expert}.{part}.weight", half
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +194,7 @@ WAIT_S = 6.5
 def run_layouts(runs: list[tuple], folders: dict[str, Path], exports: Path) -> dict[tuple[str, int, int], dict]:
     seen = {}
     for tp, pp in sorted({(tp, pp) for _, tp, pp in runs}):
-        initialize_parallel(tp, pp, seed=1)
+        initialize_parallel(tp, pp, seed=1, ep=1)
         for name in [name for name in folders if (name, tp, pp) in runs]:
             export = exports / f"{name}-tp{tp}pp{pp}"
             options = {"recompute": "full" if name == RECOMPUTED else "none", "overrides": RUNS[name, tp, pp]}

@@ -46,6 +46,8 @@ MODELS = {
     "hy3": {"family": "hy_v3", "tied": False},
     "qwen3.5": {"family": "qwen3_5_text", "tied": True, "said": {"rms_norm_eps": 1e-2}},
     "qwen3.5-images": {"family": "qwen3_5_text", "tied": False, "images": True, "said": {"rms_norm_eps": 1e-2}},
+    "qwen3.5-moe": {"family": "qwen3_5_moe_text", "tied": False, "images": True, "said": {"rms_norm_eps": 1e-2}},
+    "qwen3-next": {"family": "qwen3_next", "tied": False, "said": {"rms_norm_eps": 1e-2}},
 }
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
@@ -56,6 +58,8 @@ DENSE = re.compile(r"^(?!.*down_proj)")
 BESIDE_UP = {
     "experts": re.compile(r"\.experts\."),
     "hy3": re.compile(r"\.experts\.|\.shared_mlp\.(gate|up)_proj"),
+    "qwen3.5-moe": re.compile(r"\.experts\.|\.shared_expert\.(gate|up)_proj"),
+    "qwen3-next": re.compile(r"\.experts\.|\.shared_expert\.(gate|up)_proj"),
 }
 NO_UP = STACKED, "minimax-m2"
 # A bias of a sum over ranks.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from hacpo_mega.config.checks.device_memory import agents_in_bf16
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.models.files.folder import PREDICTS, read_json
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.files.folder import PREDICTS, read_json, text_fields
 from hacpo_mega.models.sharding.megatron_fields import AUX_LOSS
 
 # While nothing has moved, 98 % of own ratios to a bf16 engine's log-probs are this near to 1 (docs/guide/speed.md).
@@ -83,8 +84,11 @@ def default_success_note(config: Config) -> Iterator[str]:
 
 
 def unused_fields(config: Config) -> Iterator[str]:
-    """A line for each such field of an agent's folder, if it has one."""
+    """A line for each such field of an agent's folder, if it has one, and for prompts that it cannot share."""
     for agent in config.agents:
+        family = FAMILIES.get(str(text_fields(agent.model).get("model_type")))
+        if family is not None and family.delta_net is not None and config.training.share_prompts:
+            yield f"{agent.name}: training.share_prompts is not used: gated delta nets read it for each answer"
         fields = read_json(agent.model / "config.json")
         for name in UNUSED.keys() & fields.keys():
             if fields[name] and not (name == "router_aux_loss_coef" and agent.megatron.get(AUX_LOSS)):

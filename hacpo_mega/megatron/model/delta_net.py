@@ -18,6 +18,7 @@ head, R rows of the projection.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -84,14 +85,14 @@ class GatedDeltaNet(torch.nn.Module):
         mixed = silu(causal_convolution(mixed, self.conv1d.weight, packed))
         keys = self.sizes[0] - self.sizes[1]
         query, key, value = mixed.split([keys // 2, keys // 2, self.sizes[1]], dim=1)
-        query_TND, key_TND = (
+        repeated = (
             rows.unflatten(1, (-1, delta.key_dim)).repeat_interleave(delta.value_heads // delta.key_heads, dim=1)
             for rows in (query, key)
         )
         value_TNE = value.unflatten(1, (-1, delta.value_dim))
         log_decay_TN = -self.A_log.float().exp() * softplus(decay_TN.float() + self.dt_bias.float())
         rule = fused_rule if value.is_cuda and DELTA_RULE is not None else delta_rule
-        output_TNE = rule(query_TND, key_TND, value_TNE, log_decay_TN, share_TN.float().sigmoid(), packed)
+        output_TNE = rule(DeltaInputs(*repeated, value_TNE, log_decay_TN, share_TN.float().sigmoid()), packed)
         normed = rms_norm(output_TNE.float(), (delta.value_dim,), self.norm.weight.float(), self.eps)
         gated = normed * silu(gate.unflatten(1, (-1, delta.value_dim)).float())
         return gated.type_as(projected_TR).flatten(1)
@@ -130,42 +131,38 @@ def causal_convolution(rows_TR: torch.Tensor, weight_R1W: torch.Tensor, packed: 
     return output
 
 
-def fused_rule(
-    query_TND: torch.Tensor,
-    key_TND: torch.Tensor,
-    value_TNE: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    share_TN: torch.Tensor,
-    packed: PackedSegments,
-) -> torch.Tensor:
+class DeltaInputs(NamedTuple):
+    """Queries, keys and values of every token and head, the logarithms of decays, and shares."""
+
+    query_TND: torch.Tensor
+    key_TND: torch.Tensor
+    value_TNE: torch.Tensor
+    log_decay_TN: torch.Tensor
+    share_TN: torch.Tensor
+
+
+def fused_rule(inputs: DeltaInputs, packed: PackedSegments) -> torch.Tensor:
     """`delta_rule` by flash-linear-attention's kernel."""
-    tensors = (tensor[None].contiguous() for tensor in (query_TND, key_TND, value_TNE, log_decay_TN, share_TN))
+    tensors = (tensor[None].contiguous() for tensor in inputs)
     output, _ = DELTA_RULE(*tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=packed.cu_seqlens_q.long())
     return output[0]
 
 
-def delta_rule(
-    query_TND: torch.Tensor,
-    key_TND: torch.Tensor,
-    value_TNE: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    share_TN: torch.Tensor,
-    packed: PackedSegments,
-) -> torch.Tensor:
+def delta_rule(inputs: DeltaInputs, packed: PackedSegments) -> torch.Tensor:
     """Outputs [T, N, E] of the rule in every segment, in chunks: within a chunk by matrices, then chunk after chunk.
 
     With c_i the decays of a chunk multiplied up to token i, G_ij = c_i / c_j for i >= j, and S the state before it, the
     rows U of new values solve (1 + strict(b K K^T * G)) U = b (V - c K S), and O = c Q S + (Q K^T * G) U.
     Computes in float32.
     """
-    places_MC, order_T, counts = chunk_places(packed.cu_seqlens_q.diff().tolist(), value_TNE.device)
+    places_MC, order_T, counts = chunk_places(packed.cu_seqlens_q.diff().tolist(), inputs.value_TNE.device)
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         """[T, N, ...] as [M, N, C, ...], in float32, zero behind the end of a segment."""
         padded = torch.cat([tensor.float(), tensor.new_zeros(1, *tensor.shape[1:], dtype=torch.float32)])
         return padded[places_MC].transpose(1, 2)
 
-    query, key, value, decay, share = map(chunks, (query_TND, unit(key_TND), value_TNE, log_decay_TN, share_TN))
+    query, key, value, decay, share = map(chunks, inputs._replace(key_TND=unit(inputs.key_TND)))
     query = unit(query) * query.shape[-1] ** -0.5
     above = decay.cumsum(-1)
     ratio = (above[..., :, None] - above[..., None, :]).tril().exp().tril()
@@ -189,7 +186,7 @@ def delta_rule(
             outputs.append(query[now] @ state + within[now] @ values)
             state = state * left[now] + key[now].mT @ values
         first += count
-    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[order_T].type_as(value_TNE)
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[order_T].type_as(inputs.value_TNE)
 
 
 def chunk_places(lengths: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

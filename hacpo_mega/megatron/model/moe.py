@@ -7,7 +7,8 @@ dispatcher needs CUDA streams, its grouped experts a package that no lock has. T
     dispatch    an all-to-all sends the rows of this rank's tokens, sorted by expert, to the ranks with the experts
     experts     down(act(gate x) * up x), for all rows of an expert together
     combine     rows come back, and a token's are summed by its shares, in float32
-    shared      a feed-forward for all tokens, where the family has one: split over tp, as every other is
+    shared      a feed-forward for all tokens, where the family has one: split over tp, as every other is; some
+                multiply its output with the sigmoid of a number per token, its gate
 
 Each rank brings its own tokens: of tp under sequence parallelism, of cp. So a rank adds to the router's gradient the
 part of its own tokens, as with a norm, and to an expert's gradient the part of all rows it was sent.
@@ -57,6 +58,11 @@ class ExpertLayer(torch.nn.Module):
         self.router = Router(self.architecture, config)
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
         self.shared = _shared_experts(self.architecture, config) if self.architecture.shared_ffn else None
+        self.shared_gate: torch.nn.Linear | None = None
+        if self.architecture.traits.experts.shared_gate is not None:
+            place = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+            self.shared_gate = torch.nn.Linear(config.hidden_size, 1, bias=False, **place)
+            self.shared_gate.weight.sequence_parallel = config.sequence_parallel  # as the router's
 
     def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
         """[n, 1, H] -> the same shape, and no bias.
@@ -75,7 +81,12 @@ class ExpertLayer(torch.nn.Module):
             exchange = ExpertDispatch.of(counts_E, len(order), self.group)
             rows_RH = exchange.combine(self.experts(exchange.dispatch(rows_RH), exchange.counts_e))
         output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
-        return output if self.shared is None else output + self.shared(hidden)[0], None
+        if self.shared is None:
+            return output, None
+        shared = self.shared(hidden)[0]
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(hidden).sigmoid()
+        return output + shared, None
 
 
 def expert_layer(architecture: Architecture) -> type[ExpertLayer]:

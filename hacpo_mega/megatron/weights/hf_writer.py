@@ -26,6 +26,7 @@ from hacpo_mega.models.files.weight_files import (
     StoredTensor,
     stacks_experts,
     stored_tensors,
+    text_name,
     tower_tensors,
     without_extra_layers,
 )
@@ -67,16 +68,17 @@ def write_weights(
 ) -> None:
     """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    Experts of a family that stacks them are stacked. All get the names that they have in `base`, if that is an image
-    checkpoint, and its tower follows in a file of its own, byte by byte. Files are about `file_bytes` each. A process
-    that does not write only iterates, since making the tensors is collective.
+    Experts of a family that stacks them are stacked. In `base`, if that is an image checkpoint, all have names, experts
+    may be stacked, and a tower follows in a file of its own, byte by byte: so it is written again. Files are about
+    `file_bytes` each. A process that does not write only iterates, since making the tensors is collective.
     """
     shapes = {source.name: source.shape for source in sources}
-    if stacks_experts(shapes):
-        shapes = stack_shapes(shapes.items())
-        tensors, sources = stacked_experts(tensors, shapes), [Source(*one) for one in shapes.items()]
-    tower = tower_tensors(base) if writes and base is not None else {}
-    names = {name: stored.name for name, stored in stored_tensors(base).items()} if tower else {}
+    stored = stored_tensors(base).values() if base is not None and has_tower(base) else ()
+    if (plain := any(tensor.plain for tensor in stored)) or stacks_experts(shapes):
+        shapes = stack_shapes(shapes.items(), plain=plain)
+        tensors, sources = stacked_experts(tensors, shapes, plain=plain), [Source(*one) for one in shapes.items()]
+    tower = tower_tensors(base) if writes and stored else {}
+    names = {text_name(tensor.name): tensor.name for tensor in stored}
     files = _plan_files(sources, dtype, file_bytes, has_more=bool(tower))
     for name, planned in files.items():
         taken = {}

@@ -182,6 +182,11 @@ class Architecture:
         return self.num_experts > 0
 
     @property
+    def gates_shared(self) -> bool:
+        """True if its shared experts have a gate, a number per token."""
+        return self.has_experts and self.traits.experts.shared_gate is not None
+
+    @property
     def expert_layers(self) -> int:
         """Number of layers with experts."""
         return self.num_layers - self.dense_layers if self.has_experts else 0

@@ -35,7 +35,9 @@ class Experts:
                     choice; None: a softmax
     shared          the choice may be limited to groups; all tokens go to shared experts, by this name; first layers
                     may be dense
-    says            the fields about these: those of an Architecture -> names in config.json; shared_ffn: in experts
+    shared_gate     the row by this name weighs what shared experts give to a token, by a sigmoid; None: nothing does
+    says            the fields about these: those of an Architecture -> names in config.json; shared_ffn: in experts or,
+                    with a gate, in columns
     dense_kinds     whether `mlp_layer_types` names the layers that are dense; without it the first one is
     router          what folders call the matrix that makes the scores
     biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
@@ -51,6 +53,7 @@ class Experts:
     counts: tuple[str, ...] = ("num_experts", "num_local_experts")
     correction: str | None = None
     shared: str | None = None
+    shared_gate: str | None = None
     says: Mapping[str, str] = field(default_factory=lambda: SHARED_FIELDS)
     dense_kinds: bool = False
     router: str = "gate"
@@ -82,15 +85,14 @@ def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping
         return found
     says = experts.says
     counts = {name: says[name] for name in ("num_groups", "groups_per_token") if name in says}
-    dense_layers = _dense_layers(fields, experts, defaults)
-    return {
-        **found,
-        **{name: fields.count(key, default=defaults[key]) for name, key in counts.items()},
-        "routed_scale": fields.positive(says["routed_scale"], default=defaults[says["routed_scale"]]),
-        "shared_ffn": width * fields.count(says["shared_ffn"], default=defaults[says["shared_ffn"]]),
-        "dense_layers": dense_layers,
-        "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"]) if dense_layers else 0,
-    }
+    shared = fields.count(says["shared_ffn"], default=defaults[says["shared_ffn"]], most=MOST["shared_ffn"])
+    found |= {name: fields.count(key, default=defaults[key]) for name, key in counts.items()}
+    found["shared_ffn"] = shared if experts.shared_gate is not None else width * shared
+    if (key := says.get("routed_scale")) is not None:
+        found["routed_scale"] = fields.positive(key, default=defaults[key])
+    if "dense_layers" in says and (dense_layers := _dense_layers(fields, experts, defaults)):
+        found |= {"dense_layers": dense_layers, "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
+    return found
 
 
 def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:

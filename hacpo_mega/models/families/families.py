@@ -493,11 +493,48 @@ QWEN3_5 = Family(
     ignores=_PREDICTION | {"mamba_ssm_dtype"},
     only={"attn_output_gate": True, "output_gate_type": "swish"},
 )  # fmt: skip
+# A shared expert beside the others, of a width of its own, and a gate on it.
+_SHARED_EXPERT = Experts(
+    "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
+    counts=("num_experts",), shared="shared_expert", shared_gate="shared_expert_gate",
+    says={"shared_ffn": "shared_expert_intermediate_size"},
+)  # fmt: skip
+_MOE_SIZES = {
+    **_DELTA, "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    models="text of Qwen3.5, 3.6 with experts",
+    experts=_SHARED_EXPERT,
+    image_class="Qwen3_5MoeForConditionalGeneration",
+    defaults={**_MOE_SIZES, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8},
+    ignores=QWEN3_5.ignores - {"mlp_only_layers"} | _BALANCE,
+    only={**QWEN3_5.only, "mlp_only_layers": []},
+)
+QWEN3_NEXT = replace(
+    QWEN3_5_MOE,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    models="Qwen3-Next, Qwen3-Coder-Next",
+    delta_net="by heads",
+    rope_ignores=frozenset(),
+    experts=replace(_SHARED_EXPERT, may_normalise=True),
+    image_class=None,
+    defaults={**_MOE_SIZES, "vocab_size": 151936, "num_experts": 512, "num_experts_per_tok": 10,
+              "norm_topk_prob": True},
+    ignores=_NO_WINDOW | _BALANCE,
+    only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
+    why={"tie_word_embeddings": "vLLM gives it a head of its own, so it would sample from another model than the one "
+         "that is trained"},
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
-        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5,
+        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
     )
 }  # fmt: skip
 

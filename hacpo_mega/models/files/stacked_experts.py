@@ -1,7 +1,8 @@
-"""Experts that a folder stacks, as gpt-oss does: one matrix of one expert out of a stack, and the stack again.
+"""Experts that a folder stacks: one matrix of one expert out of a stack, and the stack again.
 
-A folder has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
+gpt-oss has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
 MXFP4 (OCP Microscaling 1.0) blocks of 32 numbers [E, rows, blocks, 16], two a byte, and their scales [E, rows, blocks].
+Image checkpoints of Qwen3.5 have plain stacks: gate_up_proj [E, 2 F, H], gate above up, and down_proj [E, H, F].
 Everywhere else experts have a gate_proj [F, H], an up_proj [F, H] and a down_proj [H, F] each, and the biases of these.
 A folder in fp8 has a scale for every block of a matrix, of an expert or not.
 Tensors are torch's, and nothing here imports it. Not here: names and shapes (weight_files.py).
@@ -28,6 +29,8 @@ def unpacked_tensor(stored: StoredTensor, read: Callable[[StoredTensor], Tensor]
     if stored.expert is None:
         assert stored.scales is not None, stored.name
         return unpacked_fp8(whole, read(stored.scales))
+    if stored.plain:
+        return whole if stored.half is None else whole.chunk(2)[stored.half]
     if stored.scales is not None:
         whole = unpacked_mxfp4(whole, read(replace(stored.scales, expert=stored.expert)))
     elif whole.dim() == 2:
@@ -51,9 +54,10 @@ def unpacked_fp8(numbers: Tensor, scales: Tensor) -> Tensor:
     return numbers.float() * by_row.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns]
 
 
-def joined_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def joined_experts(tensors: Iterable[tuple[str, Tensor]], *, plain: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The same with gate and up of every expert as one, [H, 2 F], and down as [F, H], as a stack has them, under its
-    names with the number of the expert before the last word; others as they are."""
+    names with the number of the expert before the last word; others as they are. Of a `plain` stack [2 F, H], [H, F].
+    """
     gates: dict[str, Tensor] = {}
     for name, tensor in tensors:
         place = expert_place(name)
@@ -61,19 +65,27 @@ def joined_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
             yield name, tensor
             continue
         block, expert, part, ending = place
-        tensor, joined = tensor.T if tensor.dim() == 2 else tensor, f"{block}.{expert}.{_base(part)}{ending}"
+        joined = f"{block}.{expert}.{_base(part)}{ending}"
+        tensor = tensor.T if tensor.dim() == 2 and not plain else tensor
         if part == DOWN:
             yield joined, tensor.contiguous()
         elif joined not in gates:
             gates[joined] = tensor
         else:
-            gate = gates.pop(joined)
-            both = gate.new_empty((*gate.shape[:-1], 2 * gate.shape[-1]))
-            both[..., 0::2], both[..., 1::2] = gate, tensor
-            yield joined, both
+            yield joined, _both(gates.pop(joined), tensor, plain=plain)
 
 
-def stack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+def _both(gate: Tensor, up: Tensor, *, plain: bool) -> Tensor:
+    if plain:
+        both = gate.new_empty((2 * len(gate), *gate.shape[1:]))
+        both[: len(gate)], both[len(gate) :] = gate, up
+        return both
+    both = gate.new_empty((*gate.shape[:-1], 2 * gate.shape[-1]))
+    both[..., 0::2], both[..., 1::2] = gate, up
+    return both
+
+
+def stack_shapes(shapes: Iterable[tuple[str, Sequence[int]]], *, plain: bool = False) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors of a folder that stacks the experts of these, in the order of `stacked_experts`."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes:
@@ -84,16 +96,17 @@ def stack_shapes(shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, tuple
         block, expert, part, ending = place
         rows, *columns = shape
         width = rows if part == DOWN else 2 * rows
-        found[f"{block}.{_base(part)}{ending}"] = (int(expert) + 1, *columns, width)
+        sizes = (width, *columns) if plain else (*columns, width)
+        found[f"{block}.{_base(part)}{ending}"] = (int(expert) + 1, *sizes)
     return found
 
 
 def stacked_experts(
-    tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Sequence[int]]
+    tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Sequence[int]], *, plain: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder of these shapes (`stack_shapes`): experts, which come in order, stacked."""
     stack = None
-    for joined, tensor in joined_experts(tensors):
+    for joined, tensor in joined_experts(tensors, plain=plain):
         block, _, last = joined.rpartition(".")
         block, _, expert = block.rpartition(".")
         name = f"{block}.{last}"

@@ -51,6 +51,8 @@ TEXT_PREFIXES = {
 # A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type; by
 # the names of most families and of Hy3.
 CORRECTION, EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
+# Prefix of multi-token prediction layers that do not lie behind the others.
+BESIDE = "mtp."
 # Last names of stacks of experts (stacked_experts.py), and the matrices of an expert that are in them.
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
@@ -74,7 +76,8 @@ class StoredTensor:
 
     `name` is the one in the file. Its bytes are those from `start` to `stop` of the file.
     Of a stack of experts (stacked_experts.py), `shape` is that of a matrix of number `expert`, which with a `half` is
-    every second row, from 0 or 1 on. `scales` are those of a stack in MXFP4, or of a matrix in fp8.
+    every second row, from 0 or 1 on, or of a `plain` stack the upper or the lower half. `scales` are those of a stack
+    in MXFP4, or of a matrix in fp8.
     """
 
     file: str
@@ -85,6 +88,7 @@ class StoredTensor:
     stop: int
     expert: int | None = None
     half: int | None = None
+    plain: bool = False
     scales: "StoredTensor | None" = None
 
     @property
@@ -103,7 +107,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         tensors = _with_scales(tensors)
     if not has_tower(folder):
         return tensors
-    return {name: stored for stored in tensors.values() if (name := text_name(stored.name)) is not None}
+    return {name: stored for key, stored in tensors.items() if (name := text_name(key)) is not None}
 
 
 def _with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -118,29 +122,30 @@ def _with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
 
 
 def _unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same with the matrices and biases of every expert in the place of stacks, which of gpt-oss alone have biases;
-    what has not the dimensions of a stack stays what it is."""
+    """The same with the matrices and biases of every expert in the place of stacks, which of gpt-oss alone have biases,
+    while those of others are plain; what has not the dimensions of a stack stays what it is."""
     found: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, last = name.rpartition(".")
-        match = _STACK.fullmatch(last) if f"{block}.{GATE_UP}_bias" in tensors else None
+        plain = f"{block}.{GATE_UP}_bias" not in tensors
+        match = _STACK.fullmatch(last) if not plain or (last in _IN_STACK and block.endswith(".experts")) else None
         base, kind = match.groups(default="") if match is not None else ("", "")
         scales = tensors.get(f"{block}.{base}_scales") if kind == "_blocks" else None
         fits = scales is None if kind != "_blocks" else scales is not None and scales.shape == stored.shape[:-1]
         if match is None or len(stored.shape) != _DIMENSIONS[kind] or not fits:
             found[name] = stored
         elif kind != "_scales":
-            found |= _members(block, base, stored, scales)
+            found |= _members(block, base, replace(stored, plain=plain, scales=scales))
     return found
 
 
-def _members(block: str, base: str, stack: StoredTensor, scales: StoredTensor | None) -> dict[str, StoredTensor]:
+def _members(block: str, base: str, stack: StoredTensor) -> dict[str, StoredTensor]:
     """The matrices or biases of the experts of a stack."""
-    count, *sizes = stack.shape
-    rows, *columns = reversed(sizes) if scales is None else (sizes[0], 32 * sizes[1])
+    (count, *sizes), is_packed = stack.shape, stack.scales is not None
+    sizes = sizes if stack.plain else [sizes[0], 32 * sizes[1]] if is_packed else sizes[::-1]
+    rows, *columns = sizes
     parts, kind = _IN_STACK[base], "weight" if columns else "bias"
-    dtype = stack.dtype if scales is None else "BF16"
-    whole = replace(stack, dtype=dtype, shape=(rows // len(parts), *columns), scales=scales)
+    whole = replace(stack, dtype="BF16" if is_packed else stack.dtype, shape=(rows // len(parts), *columns))
     return {
         f"{block}.{expert}.{part}.{kind}": replace(whole, expert=expert, half=half if len(parts) > 1 else None)
         for expert in range(count)
@@ -307,11 +312,12 @@ def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] =
 
 
 def extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name prefixes of multi-token prediction layers: they lie behind the last layer, and are not used."""
+    """Name prefixes of multi-token prediction layers: they lie behind the last layer or, as Qwen3-Next's, beside the
+    model, and are not used."""
     first, counts = config.get("num_hidden_layers"), [config.get(name) or 0 for name in PREDICTS]
     if any(type(count) is not int or not 0 <= count < 100 for count in counts) or type(first) is not int:
-        return ()
-    return tuple(f"model.layers.{first + number}." for number in range(max(counts)))
+        return (BESIDE,)
+    return BESIDE, *(f"model.layers.{first + number}." for number in range(max(counts)))
 
 
 def without_extra_layers(config: Mapping[str, Any]) -> dict[str, Any]:

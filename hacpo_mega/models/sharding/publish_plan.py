@@ -23,9 +23,9 @@ from hacpo_mega.models.sharding.segments import (
     Rectangle,
     Slot,
     gate_rows,
+    group_rows,
     padded_vocab_size,
     rectangles,
-    segments,
     shard_shape,
 )
 from hacpo_mega.models.sharding.shards import Shard, runs, stack_name, stacked
@@ -227,7 +227,7 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
             continue
         if slot.cut is Cut.HEADS:  # as Megatron's ranks
             whole = (Shard(source.name, (0,) * len(source.shape), source.shape) for source in slot.sources)
-            held, pieces = tuple(whole), segments(slot, architecture, tp=tp, tp_rank=rank)
+            held, pieces = tuple(whole), group_rows(slot, tp=tp, tp_rank=rank)
             yield from (held[piece.source].part(0, piece.start, piece.stop - piece.start) for piece in pieces)
             continue
         sources = slot.sources

@@ -257,6 +257,9 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
     if named.shared is not None:
         shared = f"{megatron}mlp.shared.", f"{block}{named.shared}.", architecture.shared_ffn
         slots += _feed_forward_slots(architecture, *shared)
+    if named.shared_gate is not None:
+        gate = Source(f"{block}{named.shared_gate}.weight", (1, hidden))
+        slots.append(Slot(f"{megatron}mlp.shared_gate.weight", Cut.WHOLE, (gate,)))
     return slots
 
 
@@ -324,6 +327,15 @@ def _head_rows(slot: Slot, *, tp: int, tp_rank: int) -> Iterator[Segment]:
         for group in range(first, last):
             start = part.start + group * part.step
             yield Segment(part.source, start, start + part.rows)
+
+
+def group_rows(slot: Slot, *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
+    """The rank's rows of a slot of heads as an engine has them: the parts of a group that lie side by side as one."""
+    first, last = slot.groups * tp_rank // tp, slot.groups * (tp_rank + 1) // tp
+    beside = {part.source: part.step for part in slot.parts if part.rows < part.step}
+    if beside:
+        return tuple(Segment(source, first * step, last * step) for source, step in beside.items())
+    return tuple(_head_rows(slot, tp=tp, tp_rank=tp_rank))
 
 
 def rectangles(

@@ -46,6 +46,8 @@ PARAMETERS = {
     "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23_572_403_200,
     "Qwen/Qwen3.5-27B": 26_895_998_464,
+    "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
     "openai/gpt-oss-20b": 20_914_757_184,
@@ -279,6 +281,18 @@ def test_experts_of_another_family_are_planned_on_as_many_devices(tmp_path):
     """A node and a half for the state of 21 billion parameters; experts are cut by ranks of an engine."""
     planned, work, machines = planned_on(EXPERTS, ON[EXPERTS], "agents.qwen-30b-a3b.model=openai/gpt-oss-20b")
     assert planned.models["qwen-30b-a3b"].num_experts == 32 and fits(planned, work, machines)
+
+
+@pytest.mark.nightly
+def test_two_models_with_experts_need_large_devices_or_more_nodes(tmp_path):
+    """A terabyte of state on 16 devices: those of 141 GB hold it beside the engines, those of 80 GB do not."""
+    first = "model=Qwen/Qwen3.5-35B-A3B", "pp=4"
+    second = "model=openai/gpt-oss-20b", "tp=4", "ep=4", "pp=2", "cp=1", "engine_tp=4"
+    layout = [f"agents.qwen-30b-a3b.{key}" for key in first] + [f"agents.qwen-8b.{key}" for key in second]
+    found = command(EXPERTS, *layout, "--cluster", ON[EXPERTS])
+    assert "agents.qwen-30b-a3b: the phase 'publish' needs" in found and "but with nodes = 4: lanes=2" in found
+    larger = *layout, "device_memory_gib=139"
+    assert fits(*planned_on(EXPERTS, of_kind(tmp_path, "h200", 2), *larger))
 
 
 @pytest.mark.nightly

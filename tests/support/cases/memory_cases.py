@@ -36,7 +36,9 @@ EXPERTS = replace(SMALL, family="qwen3_moe", ffn_size=0, num_experts=16, experts
                   normalises_experts=True)  # fmt: skip
 SHARED = replace(EXPERTS, family="glm4_moe", ffn_size=1536, shared_ffn=384, dense_layers=1, num_groups=4,
                  groups_per_token=2, routed_scale=2.5, rotary_share=0.5)  # fmt: skip
-
+# The gated shared expert beside experts, and delta nets.
+DELTA_EXPERTS = replace(DELTA, family="qwen3_5_moe_text", ffn_size=0, num_experts=16, experts_per_token=4,
+                        expert_ffn=192, normalises_experts=True, shared_ffn=256)  # fmt: skip
 # A norm over all heads beside experts.
 MINIMAX = replace(EXPERTS, family="minimax_m2", rotary_share=0.5)
 GPT_OSS = replace(EXPERTS, family="gpt_oss", qk_norm=False, qkv_bias=True, output_bias=True, windows=(128, None) * 2)

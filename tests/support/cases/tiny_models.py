@@ -51,6 +51,10 @@ TOWERS = {
         "vision_config": {"model_type": "qwen3_5_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
                           "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
     },
+    "Qwen3_5MoeForConditionalGeneration": {
+        "vision_config": {"model_type": "qwen3_5_moe_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
+                          "num_heads": 2, "patch_size": 4, "out_hidden_size": 64, "num_position_embeddings": 16},
+    },
     "Mistral3ForConditionalGeneration": {
         "vision_config": {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
@@ -111,8 +115,10 @@ def make_model(
     if traits.delta_net is not None:
         config.update(DELTA_NET)
     if traits.experts is not None:
-        config.update({"num_local_experts": num_experts, "num_experts_per_tok": experts_per_token})
+        config.update({traits.experts.counts[-1]: num_experts, "num_experts_per_tok": experts_per_token})
         config.update({traits.experts.width: ffn_size})
+        if traits.experts.shared_gate is not None:  # another width than that of the others
+            config.update({traits.experts.says["shared_ffn"]: ffn_size // 2})
     config.update(said or {})
     if hasattr(config, "mlp_layer_types"):
         config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
@@ -128,7 +134,24 @@ def make_model(
     model = auto_class(images).from_config(config, dtype=dtype)
     _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if images and traits.experts is not None:
+        stack_experts(Path(folder))
     return Path(folder)
+
+
+def stack_experts(folder: Path) -> None:
+    """Gives a folder of one file its experts as published image checkpoints have them: [E, 2 F, H] and [E, H, F]."""
+    stored, found = load_file(folder / SINGLE), {}
+    experts = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    for block in {name.rpartition(".experts.")[0] for name in experts}:
+        count = sum(name.startswith(f"{block}.experts.") for name in experts) // 3
+        gate, up, down = (
+            torch.stack([experts[f"{block}.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{block}.experts.gate_up_proj": torch.cat([gate, up], dim=1), f"{block}.experts.down_proj": down}
+    plain = {name: tensor for name, tensor in stored.items() if name not in experts}
+    save_file(plain | found, folder / SINGLE, metadata={"format": "pt"})
 
 
 def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hacpo_mega.megatron.model import delta_net
-from hacpo_mega.megatron.model.delta_net import causal_convolution, delta_rule, fused_rule
+from hacpo_mega.megatron.model.delta_net import DeltaInputs, causal_convolution, delta_rule, fused_rule
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.rollout.cpu.delta_net import delta_step
 
@@ -41,7 +41,7 @@ def token_by_token(query, key, value, decay, share, lengths):
 @pytest.mark.parametrize("lengths", PACKS)
 def test_chunks_and_tokens_agree_and_so_do_their_gradients(lengths):
     ours, exact = inputs(lengths, torch.float32), inputs(lengths, torch.float64)
-    output, expected = delta_rule(*ours, packed(lengths)), token_by_token(*exact, lengths)
+    output, expected = delta_rule(DeltaInputs(*ours), packed(lengths)), token_by_token(*exact, lengths)
     torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=1e-5)
     weight = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
     (output * weight.float()).sum().backward()
@@ -52,11 +52,11 @@ def test_chunks_and_tokens_agree_and_so_do_their_gradients(lengths):
 
 def test_a_segment_has_the_same_output_alone():
     lengths = PACKS[0]
-    together = delta_rule(*inputs(lengths, torch.float32), packed(lengths))
+    together = delta_rule(DeltaInputs(*inputs(lengths, torch.float32)), packed(lengths))
     first = 0
     for length in lengths:
         part = [tensor[first : first + length] for tensor in inputs(lengths, torch.float32)]
-        alone = delta_rule(*part, packed([length]))
+        alone = delta_rule(DeltaInputs(*part), packed([length]))
         torch.testing.assert_close(alone, together[first : first + length], atol=1e-6, rtol=1e-5)
         first += length
 
@@ -78,9 +78,9 @@ def test_the_kernel_of_flash_linear_attention_gets_what_it_takes(monkeypatch):
     def twin(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
         assert use_qk_l2norm_in_kernel and cu_seqlens.dtype is torch.int64 and q.is_contiguous()
         segments = SimpleNamespace(cu_seqlens_q=cu_seqlens)
-        return delta_rule(*(tensor[0] for tensor in (q, k, v, g, beta)), segments)[None], None
+        return delta_rule(DeltaInputs(*(tensor[0] for tensor in (q, k, v, g, beta))), segments)[None], None
 
     monkeypatch.setattr(delta_net, "DELTA_RULE", twin)
     lengths = (30, 70)
-    given = inputs(lengths, torch.float32)
-    assert torch.equal(fused_rule(*given, packed(lengths)), delta_rule(*given, packed(lengths)))
+    given = DeltaInputs(*inputs(lengths, torch.float32))
+    assert torch.equal(fused_rule(given, packed(lengths)), delta_rule(given, packed(lengths)))

@@ -23,6 +23,7 @@ from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorPlan, actor_memory, lo
 from hacpo_mega.memory.budget import GIB, PHASES, copies_s
 from hacpo_mega.memory.weight_numbers import num_weights
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.layout import Layout
 
 PAPER = ROOT / "configs" / "paper"
@@ -92,6 +93,12 @@ def test_the_weights_of_a_model_are_those_that_it_has(folder):
     tied = replace(a, tied=True)
     assert num_weights(tied, Layout()) == 36 * (matrices + norms) + vocabulary + 4096
     assert num_weights(tied, Layout(pp=2), stage=1) == num_weights(a, Layout(pp=2), stage=1)
+
+
+def test_stages_of_delta_nets_and_attention_have_all_weights_together():
+    """Transformers' model has as many: 40 layers of two kinds, experts in all of them."""
+    a = public_architecture("Qwen/Qwen3.5-35B-A3B")
+    assert sum(num_weights(a, Layout(pp=4), stage) for stage in range(4)) == 34_660_610_688
 
 
 @pytest.mark.parametrize("columns", [1, 131, 75_968, 128_256, 151_936, 10**7])

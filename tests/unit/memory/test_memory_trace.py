@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from memory_cases import (
     DELTA,
+    DELTA_EXPERTS,
     EXPERTS,
     GEMMA3,
     GLM4,
@@ -65,6 +66,8 @@ OTHER_CHOICES = [
     *OTHER_NORMS,
     plan_of(DELTA, device=CPU),
     plan_of(DELTA, tp=2),
+    plan_of(DELTA_EXPERTS, tp=2, ep=2),
+    plan_of(DELTA_EXPERTS, device=CPU),
     plan_of(EXPERTS),
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),

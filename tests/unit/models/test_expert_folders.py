@@ -103,6 +103,19 @@ def test_layers_that_predict_further_tokens_are_left_where_they_are(tmp_path):
         assert any("num_nextn_predict_layers = 1, which is not used" in line for line in unused_fields(asked)) == count
 
 
+def test_prediction_beside_a_model_and_unshared_prompts(tmp_path):
+    folder = make_model(tmp_path, "qwen3_next", tied=False)
+    file = folder / "model.safetensors"
+    wanted = {source.name: source.shape for source in all_sources(Architecture.from_folder(folder))}
+    save_file({**load_file(file), "mtp.fc.weight": torch.zeros(2, 2)}, file)
+    assert published_names(folder, tied=False) == wanted.keys()
+    assert weight_problems(folder, wanted, family="qwen3_next", tied=False) == []
+    agents = [SimpleNamespace(name="a", model=folder, megatron={})]
+    for shares in (True, False):
+        asked = SimpleNamespace(agents=agents, training=SimpleNamespace(share_prompts=shares))
+        assert any("a: training.share_prompts is not used" in line for line in unused_fields(asked)) == shares
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_a_folder_that_transformers_saves_has_these_tensors(tmp_path, family):
     folder = make_model(tmp_path, family, num_experts=6)

@@ -129,6 +129,16 @@ GPT_OSS = """{"architectures": ["GptOssForCausalLM"], "attention_bias": true, "a
   "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
   "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
   "tie_word_embeddings": false, "transformers_version": "4.55.0.dev0", "use_cache": true, "vocab_size": 201088}"""
+QWEN3_NEXT = """{"architectures": ["Qwen3NextForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+  "decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4, "head_dim": 256,
+  "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5120,
+  "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+  "linear_value_head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": [], "model_type": "qwen3_next",
+  "moe_intermediate_size": 512, "norm_topk_prob": true, "num_attention_heads": 16, "num_experts": 512,
+  "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_router_logits": false,
+  "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000000,
+  "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}"""
 MINIMAX_M2 = """{"architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "head_dim": 128,
   "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608,
   "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
@@ -153,7 +163,7 @@ PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DIS
              "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4, "Olmo-3-7B-Instruct": OLMO3,
              "gemma-3-1b-it": GEMMA3, "Qwen3-30B-A3B": QWEN3_MOE, "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
              "SmolLM3-3B": SMOLLM3, "Seed-OSS-36B-Instruct": SEED_OSS, "gpt-oss-20b": GPT_OSS,
-             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3}  # fmt: skip
+             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3, "Qwen3-Next-80B-A3B-Instruct": QWEN3_NEXT}  # fmt: skip
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "n_shared_experts": 1, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -178,7 +188,8 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
         assert found == public_architecture(name)
 
 
-BY_NAME = ("SmolLM3-3B", "Seed-OSS-36B-Instruct", "gpt-oss-20b", "MiniMax-M2", "Hy3-preview")
+BY_NAME = ("SmolLM3-3B", "Seed-OSS-36B-Instruct", "gpt-oss-20b", "MiniMax-M2", "Hy3-preview",
+           "Qwen3-Next-80B-A3B-Instruct")  # fmt: skip
 # The one family that knows it.
 KNOWN = {("SmolLM3-3B", "no_rope_layers")}
 
@@ -267,6 +278,9 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
         (HY3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported, only None"),
         (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
         (MINIMAX_M2, {"use_routing_bias": False}, "use_routing_bias = False is not supported, only True"),
+        (QWEN3_NEXT, {"tie_word_embeddings": True}, "with qwen3_next: vLLM gives it a head of its own"),
+        (QWEN3_NEXT, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported, only \[\]"),
+        (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
         (HY3, {"route_norm": False}, "route_norm = False is not supported, only True"),
         (HY3, {"first_k_dense_replace": 2}, "mlp_layer_types must be 2 times 'dense', as first_k_dense_replace says"),
         (HY3, {"mlp_layer_types": ["sparse"] * 79 + ["dense"]}, "mlp_layer_types must be 1 times 'dense'"),

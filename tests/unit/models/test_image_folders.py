@@ -82,7 +82,26 @@ QWEN36_27B = {
                                         "rope_type": "default"}},
     "vision_config": {"model_type": "qwen3_5_vision"},
 }  # fmt: skip
-PUBLISHED = {"Qwen3.6-27B": QWEN36_27B, "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
+QWEN35_35B = QWEN36_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "text_config": {"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True,
+                    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2048,
+                    "initializer_range": 0.02, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+                    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+                    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+                    "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [],
+                    "model_type": "qwen3_5_moe_text", "moe_intermediate_size": 512, "mtp_num_hidden_layers": 1,
+                    "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16, "num_experts": 256,
+                    "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 2,
+                    "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
+                    "shared_expert_intermediate_size": 512, "use_cache": True, "vocab_size": 248320,
+                    "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                                        "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+                                        "rope_type": "default"}},
+    "vision_config": {"model_type": "qwen3_5_moe"},
+}  # fmt: skip
+PUBLISHED = {"Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
+             "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
              "Ministral-3-8B-Base-2512": MINISTRAL3_8B, "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
 KINDS = {
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
@@ -108,7 +127,11 @@ def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, n
     found, theirs = Architecture.from_folder(tmp_path), AutoConfig.for_model(**PUBLISHED[name]).text_config
     assert (found.num_layers, found.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
     assert (found.num_heads, found.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert (found.head_dim, found.ffn_size) == (theirs.head_dim, theirs.intermediate_size)
+    assert (found.head_dim, found.ffn_size) == (theirs.head_dim, getattr(theirs, "intermediate_size", 0))
+    assert (found.num_experts, found.experts_per_token, found.expert_ffn, found.shared_ffn) == tuple(
+        getattr(theirs, name, 0)
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    )
     assert (found.vocab_size, found.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
@@ -171,6 +194,31 @@ def test_both_exports_compute_what_the_checkpoint_does(folder, tmp_path):
     served = json.loads((tmp_path / "text" / "config.json").read_text()).get("llama_4_scaling")
     expected = {"original_max_position_embeddings": 16, "beta": 0.1}
     assert served == (expected if Architecture.from_folder(folder).query_beta else None)
+
+
+def test_a_plain_stack_of_experts_is_read_and_written_again(tmp_path):
+    """Beside layers of multi-token prediction, which stay as they are; the text alone has a matrix for each expert."""
+    folder = make_model(tmp_path / "model", "qwen3_5_moe_text", tied=False, images=True)
+    file, block = folder / "model.safetensors", "layers.1.mlp.experts."
+    tensors = {**load_file(file), "mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 192, 64)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    sources = {source.name: source for source in all_sources(Architecture.from_folder(folder))}
+    wanted = {name: source.shape for name, source in sources.items()}
+    assert weight_problems(folder, wanted, family="qwen3_5_moe_text", tied=False) == []
+    gate_up, down = (tensors[f"model.language_model.{block}{part}"] for part in ("gate_up_proj", "down_proj"))
+    with ExitStack() as stack:
+        reader = FolderReader(folder, stack)
+        for part, stored in (("gate_proj", gate_up[3, :96]), ("up_proj", gate_up[3, 96:]), ("down_proj", down[3])):
+            source = sources[f"model.{block}3.{part}.weight"]
+            assert torch.equal(reader.read(source, 0, source.shape[0], dim=0), stored), part
+    write_text(folder, tmp_path / "whole", base=folder)
+    write_text(folder, tmp_path / "text")
+    written = {name: t for part in (tmp_path / "whole").glob("*.safetensors") for name, t in load_file(part).items()}
+    assert written.keys() == tensors.keys() and all(torch.equal(t, tensors[name]) for name, t in written.items())
+    tokens_T = torch.arange(60)[None] % 131
+    exact = reference_model(folder)(input_ids=tokens_T).logits
+    for out in ("whole", "text"):
+        assert torch.equal(reference_model(tmp_path / out)(input_ids=tokens_T).logits, exact), out
 
 
 def test_an_adapter_is_put_on_the_text_model_alone(folder, tmp_path):
