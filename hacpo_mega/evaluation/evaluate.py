@@ -225,7 +225,7 @@ class _Run:
     def _judgements(
         self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
     ) -> list[Judgement]:
-        """Those of the environment where it gives a reward or has failed; the judge's of all others."""
+        """Judgements by the environment where it gives a reward or has failed, else by the judge."""
         rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
         judged = iter(judge.judge([one for one, is_settled in zip(questions, settled, strict=True) if not is_settled]))
         return [
