@@ -99,9 +99,16 @@ function judged({ extracted, rule }) {
   return parts.length ? el("p", { class: "facts" }, parts) : null;
 }
 
+/** Turns behind what a program wrote as the prompt, or what an environment said behind the task. */
+function turns({ turns: all, task, opening }) {
+  const before = [["the program's prompt", task], ["behind the task", opening]].filter(([, text]) => text);
+  const said = all.map(({ role, name, text }) => [[role, name].filter(Boolean).join(" "), text]);
+  return [...before, ...said].map(([who, text]) => el("div", { class: "message" }, el("small", {}, who), el("pre", {}, text)));
+}
+
 /** The turns of a conversation, the tokens of an answer, or its text. */
 function body(answer, how) {
-  if (answer.turns?.length) return answer.turns.map(({ role, text }) => el("div", { class: "message" }, el("small", {}, role), el("pre", {}, text)));
+  if (answer.turns?.length) return turns(answer);
   if (!answer.tokens?.length || how.measure === "none") return el("pre", {}, answer.text);
   return strip(answer, how);
 }

@@ -98,7 +98,7 @@ def test_an_agent_that_conversed_is_evaluated_in_conversations(tmp_path):
         assert (other.conversation.environment, other.longest_answer) == ("number_game", 30)
         alone = ask(given("environment=none"), model, [])
         assert alone.longest_answer == 21 and "conversation" not in alone.record("w")
-    with pytest.raises(ValueError, match=r"conversation\.environment = .*own\.py:Shop: their code is not run"):
+    with pytest.raises(ValueError, match=r"conversation\.environment = .*: their code is not run"):
         ask(given(), model, [])
     with pytest.raises(ValueError, match=r"^environment: .*unknown; known: calculator"):
         ask(given("environment=calculater"), model, [])

@@ -23,7 +23,7 @@ def rules_of(sources, **changes):
         eos_in_loss=True,
         ratio_length="own",
         max_answer_tokens=24,
-        max_prompt_tokens=16,
+        max_prompt_tokens=100,
     )
     return replace(rules, **changes)
 

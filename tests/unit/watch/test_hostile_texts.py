@@ -55,7 +55,11 @@ def write_hostile(folder: Path, texts: tuple[str, ...]) -> None:
             {"agent": text, "rollout": 0, "text": text, "reward": 0.0, "verdict": text, "stop": text, "num_tokens": 1}
             | {"mean_logprob": -0.5, "advantage": {text: 1.0}, "ratio": {text: 1.0}, "not_trained": {text: text}}
             | ({"tokens": [text], "token_logprob": [-1.0], "token_ratio": [1.0]} if place % 2 else {})
-            | ({"turns": [{"role": text, "content": text}]} if place % 3 else {})
+            | (
+                {"turns": [{"role": text, "content": text, "name": text}], "task": text, "opening": text}
+                if place % 3
+                else {}
+            )
             for place, text in enumerate(own)
         ]
         prompts.append(
