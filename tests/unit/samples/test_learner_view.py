@@ -20,6 +20,7 @@ from view_cases import (
 )
 
 from hacpo_mega.records import Conversation, Pool, ReencodingCounts, Rollout, Stop, Trajectory, Turn, Verdict
+from hacpo_mega.rollout.wire import conversation_of, conversation_text
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
 
@@ -287,3 +288,22 @@ def test_an_own_conversation_keeps_what_was_sampled_and_what_was_read(codecs):
     assert own.answer_ids.tolist() == pool.trajectories_PNG[0][0][0].rollout.token_ids.tolist()
     assert own.trained_places.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
     assert own.target_ids.tolist() == [*codecs[0].encode_answer("12+3", True), *codecs[0].encode_answer("15", True)]
+
+
+def test_a_prompt_that_a_program_has_written_is_the_one_of_its_answer(codecs):
+    """Both agents read the program's text in place of the row's; one that cannot, or has no room, drops the answer."""
+    for task, longest, outcome in (
+        ("s12=", 100, "num_cross"),
+        ("s12=", 3, "num_too_long"),
+        ("ä", 100, "num_unencodable"),
+    ):
+        source = played(codecs[0], 0, ["12+3", "15", "15"])
+        talk = replace(source.rollout.conversation, task=task)
+        source = replace(source, rollout=replace(source.rollout, conversation=talk))
+        assert conversation_of(conversation_text(talk)) == talk
+        pool = one_prompt([source], [trajectory(codecs[1], 1, 0, "7")])
+        rules = rules_of(codecs, continuation=lambda *_, **__: [3, 4], max_prompt_tokens=longest)
+        samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], rules)
+        assert getattr(counts, outcome) == 1
+        prompts = [sample.prompt_ids.tolist() for sample in samples if sample.source == 0]
+        assert prompts == ([list(codecs[1].encode_prompt(task))] if outcome == "num_cross" else [])
