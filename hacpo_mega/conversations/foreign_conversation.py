@@ -198,7 +198,7 @@ class ForeignConversation:
         num_ids, name = len(prompt.ids), f"{self.name}/{self._num_asked}"
         longest = limits.max_model_len if prompt.task is None else terms.max_prompt_tokens or limits.max_model_len
         if prompt.parent is None and num_ids > longest:
-            raise Refusal(400, "length", f"prompt of {num_ids} tokens: the longest first one has {longest} tokens")
+            raise Refusal(400, "length", f"first prompt of {num_ids} tokens: its maximum context length is {longest}")
         longest = min(
             limits.max_model_len,
             terms.max_total_tokens + (num_ids if prompt.parent is None else prompt.parent.num_before),
