@@ -294,7 +294,7 @@ def test_a_prompt_that_a_program_has_written_is_the_one_of_its_answer(codecs):
     """Both agents read the program's text in place of the row's; one that cannot, or has no room, drops the answer."""
     for task, longest, outcome in (
         ("s12=", 100, "num_cross"),
-        ("s12=", 3, "num_too_long"),
+        ("s12=", 2, "num_too_long"),
         ("ä", 100, "num_unencodable"),
     ):
         source = played(codecs[0], 0, ["12+3", "15", "15"])
