@@ -176,15 +176,16 @@ def train(
     if not this_process_is_a_rank(config, "hacpo_mega.trainer.trainer"):
         return
     begin_attempt(config.run_dir)
+    is_first = is_first_of_the_job()  # an engine leaves other variables behind
     from hacpo_mega.trainer.trainer import Trainer
 
     with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
     if not is_done:
-        if is_first_of_the_job():
+        if is_first:
             record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
-    if config.logging.report != "never" and is_first_of_the_job():
+    if config.logging.report != "never" and is_first:
         from hacpo_mega.report import write_report
 
         try:

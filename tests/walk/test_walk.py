@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from job import run_here, start_ranks, wait_for_ranks
+from job import play_command, run_here, start_ranks, wait_for_ranks
 from repository import ROOT
-from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, train, write_config
+from run_cases import CHARACTERS, GRADER, PAIRS, agent_table, write_config
 from safetensors.torch import load_file
 from told_job import told_at_call
 from transformers import AutoModelForCausalLM
@@ -60,7 +60,11 @@ def walk(tmp_path_factory) -> Path:
     said = [(logs / f"{rank}.err").read_text() for rank in range(NUM_RANKS)]
     assert [rank.exitcode for rank in ranks] == [75] * NUM_RANKS, said
     assert committed_steps(folder / "run") == [1, 2] == logged_steps(folder / "run")
-    train(config, "agents.wide.tp=1")
+    rest = folder / "rest"
+    rest.mkdir()
+    ranks = start_ranks(2, rest, play_command, "train", str(config), "agents.wide.tp=1")
+    wait_for_ranks(ranks)
+    assert [rank.exitcode for rank in ranks] == [0, 0], [(rest / f"{rank}.err").read_text() for rank in (0, 1)]
     return folder
 
 
@@ -172,7 +176,8 @@ def test_the_traced_step_and_the_report_are_there(walk, steps):
     for rank in range(NUM_RANKS):
         mine = {event["name"] for event in drawn if event["tid"] == rank}
         assert {"roll_out", "exchange", "score", "learn", "forward and backward", "publish"} <= mine
-    page = (run / "report.html").read_text(encoding="utf-8")  # by the run itself
+    page = (run / "report.html").read_text(encoding="utf-8")  # by the run itself, its first rank alone
+    assert [(walk / "rest" / f"{rank}.out").read_text().count("the report: ") for rank in (0, 1)] == [1, 0]
     assert "ratio 1.000" in page and "3 of 3 steps" in page
     assert (run / "report" / "timeline.png").is_file()
     short = json.loads(run_here("report", run, "--json").stdout)
