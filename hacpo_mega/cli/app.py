@@ -186,12 +186,17 @@ def train(
             record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
     if config.logging.report != "never" and is_first:
-        from hacpo_mega.report import write_report
+        say(_report_of(config.run_dir))
 
-        try:
-            say(f"the report: {write_report(config.run_dir)}")
-        except (OSError, ValueError) as error:  # the models are there
-            say(f"no report: {error}")
+
+def _report_of(run_dir: Path) -> str:
+    """Line on the report of a run that has ended. Nothing in it fails the run: the models are there."""
+    from hacpo_mega.report import write_report
+
+    try:
+        return f"the report: {write_report(run_dir)}"
+    except Exception as error:
+        return f"no report: {type(error).__name__}: {error}"
 
 
 def _require_inputs(config: Config, how: StartOptions) -> int:

@@ -84,6 +84,10 @@ def test_conversations_are_logged_turn_by_turn(run):
 
 
 def test_engine_and_actor_agree_and_first_ratios_are_one(run):
+    require_engine_and_actor_agree(run)
+
+
+def require_engine_and_actor_agree(run: Path) -> None:
     metrics = read_metrics(run / "metrics.jsonl")
     for name, other in (("wide", "small"), ("small", "wide")):
         for values in (metrics[1].values, metrics[2].values):
@@ -304,13 +308,10 @@ def test_an_agent_program_written_with_openai_is_trained(config_file, programs_f
         assert said["content"] == str(len(first["content"])) and answer["text"] == last["content"]
         text = first["content"] + last["content"]
         assert answer["reward"] == pytest.approx(sum(map(text.count, "01234")) / max(1, len(text)))
+    require_engine_and_actor_agree(run)
     metrics = read_metrics(run / "metrics.jsonl")
-    for name, other in (("wide", "small"), ("small", "wide")):
-        for values in (metrics[1].values, metrics[2].values):
-            assert 0 < values[f"agent/{name}/engine_gap_max"] < 1e-4
-            assert values[f"agent/{name}/from/{other}/view/num_trained"] > 0
-            assert values[f"agent/{name}/self/first_ratio_error"] == 0.0
-            assert values[f"agent/{name}/conversation/failed_mean"] == 0
+    for name in ("wide", "small"):
+        assert all(metrics[step].values[f"agent/{name}/conversation/failed_mean"] == 0 for step in (1, 2))
         require_hugging_faces_logprobs(run, config_file.parent / name)
 
 

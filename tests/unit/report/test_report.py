@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
+from hacpo_mega import report
+from hacpo_mega.cli import app
 from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.logbook.console import PHASES
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -510,3 +512,9 @@ def test_a_row_of_another_shape_is_shown_or_named_by_line_and_field(name: str, s
         assert not said or said.startswith(f"{tmp_path / name}, line 1: not "), (way, other, said)
         assert not said or ("\n" not in said and re.search(r"is missing|, needs |invalid|deep", said)), said
     assert num_refused > len(cases) / (4 * share)
+
+
+def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch):
+    assert app._report_of(tmp_path).startswith("no report: ValueError: ")
+    monkeypatch.setattr(report, "write_report", lambda run_dir: 1 // 0)
+    assert app._report_of(tmp_path).startswith("no report: ZeroDivisionError: ")
