@@ -11,8 +11,10 @@
 
 The first four are the quickstart's, with answers of 12 to 19 characters; those of `sum` have 38 to 51.
 
-The working is what the warm start teaches; only the result after `;` is judged (graders.py). A prompt is held out for
-evaluation when sha256(prompt)[0] % 5 == 0, so which prompts are held out depends on nothing but their text.
+The working is what the warm start teaches; only the result after `;` is judged (graders.py). Three sets of prompts are
+disjoint in content: training, validation (the evaluations of a run) and test (what an experiment reports). A prompt's
+set follows from the sha256 of its content, in which terms that commute and digits to sort have one order: no set has a
+prompt that another one has in another order.
 Everything here is a pure function of its arguments: every process of a run makes the same examples.
 """
 
@@ -21,6 +23,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -139,30 +142,43 @@ SKILLS: Mapping[str, Callable[[], Iterable[Example]]] = {
 }
 
 
-def is_held_out(prompt: str) -> bool:
-    """True if a prompt belongs to evaluation: about one in five, decided by its text alone."""
-    return hashlib.sha256(prompt.encode()).digest()[0] % 5 == 0
+PromptSet = Literal["training", "validation", "test"]
+
+
+def content_of(prompt: str) -> str:
+    """The prompt with its commuting terms, or the digits to sort, in ascending order: 85+47= is 47+85=, s5281= s1258=."""
+    if prompt.startswith("s"):
+        return f"s{''.join(sorted(prompt[1:-1]))}="
+    terms, *rest = re.split("(?=[-=])", prompt)  # what is subtracted keeps its place
+    return "".join(("+".join(sorted(terms.split("+"))), *rest))
+
+
+def prompt_set(prompt: str) -> PromptSet:
+    """The set of a prompt, by its content alone: one in five is for validation, one in five for the test."""
+    place = hashlib.sha256(content_of(prompt).encode()).digest()[0] % 5
+    return "validation" if place == 0 else "test" if place == 1 else "training"
 
 
 @functools.cache
-def _split(skill: str) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    examples = tuple(SKILLS[skill]())
-    return (
-        tuple(e for e in examples if not is_held_out(e.prompt)),
-        tuple(e for e in examples if is_held_out(e.prompt)),
-    )
+def _examples(skill: str, chosen: PromptSet) -> tuple[Example, ...]:
+    return tuple(e for e in SKILLS[skill]() if prompt_set(e.prompt) == chosen)
 
 
 def training_examples(skill: str) -> tuple[Example, ...]:
-    """Every example of a skill that is not held out, in a fixed order."""
-    return _split(skill)[0]
+    """Every training example of a skill, in a fixed order."""
+    return _examples(skill, "training")
 
 
 def evaluation_examples(skill: str, num_examples: int = EVALUATION_PROMPTS_PER_SKILL) -> tuple[Example, ...]:
-    """The fixed evaluation set of a skill: held-out prompts in order of their sha256."""
-    held_out = _split(skill)[1]
+    """The validation set of a skill: its first prompts in order of their sha256."""
+    held_out = _examples(skill, "validation")
     assert num_examples <= len(held_out), (skill, num_examples, len(held_out))
     return tuple(sorted(held_out, key=lambda e: hashlib.sha256(e.prompt.encode()).digest())[:num_examples])
+
+
+def examples_for_test(skill: str) -> tuple[Example, ...]:
+    """Every test example of a skill, in a fixed order: no run reads them but an experiment's, at its end."""
+    return _examples(skill, "test")
 
 
 @dataclass(frozen=True)
@@ -182,7 +198,7 @@ class WarmStartStream:
     """Batches of worked examples: `.at(update)` is a pure function of (seed, update).
 
     A weak skill is a small share of the batches drawn from few distinct examples, which are chosen once by the seed.
-    Held-out prompts never occur.
+    Prompts of the validation and test sets never occur.
     """
 
     def __init__(self, mix: Iterable[SkillMix], batch_size: int, seed: int) -> None:

@@ -64,7 +64,7 @@ def agents(folder: Path) -> list[dict]:
 
 
 TOO_LONG = (
-    "rollout.max_prompt_tokens (3) leaves 0 of 3269 prompts of 'sub', and 4 are needed; the shortest has 6 tokens"
+    "rollout.max_prompt_tokens (3) leaves 0 of 2457 prompts of 'sub', and 4 are needed; the shortest has 6 tokens"
 )
 
 

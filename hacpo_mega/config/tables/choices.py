@@ -22,12 +22,12 @@ class SkillSize:
 
 
 SKILLS: Mapping[Skill, SkillSize] = {
-    "add": SkillSize(6445, 1655),
-    "sub": SkillSize(3269, 826),
-    "mul": SkillSize(570, 150),
-    "srt": SkillSize(8010, 1990),
-    "sum": SkillSize(7925, 2075),
-    "chain": SkillSize(7603, 1952),
+    "add": SkillSize(4867, 1601),
+    "sub": SkillSize(2457, 826),
+    "mul": SkillSize(420, 150),
+    "srt": SkillSize(6138, 1877),
+    "sum": SkillSize(5992, 2005),
+    "chain": SkillSize(5724, 1948),
 }
 
 # Words of other trainers (verl, TRL, NeMo-RL, OpenRLHF, slime) by the key that means the same here.

@@ -71,7 +71,7 @@ SKILL_CASES = [
     one("a step that does not divide", "data.skills=['add', 'sub', 'srt']", "training.prompts_per_step (8) must be a "
         "multiple of the 3 skills of data.skills. Nearest: 12"),
     Case("a step beyond the data", ("data.skills=['mul']", "training.prompts_per_step=572"),
-         ("training.prompts_per_step (572) takes more prompts of 'mul' than the 570 there are. Nearest: 568",)),
+         ("training.prompts_per_step (572) takes more prompts of 'mul' than the 420 there are. Nearest: 420",)),
     one("fewer evaluation prompts than skills", "evaluation.num_prompts=3", "evaluation.num_prompts (3) is less than "
         "one prompt of each of the 4 skills. Nearest: 4"),
     one("more evaluation prompts than held out", "evaluation.num_prompts=604", "evaluation.num_prompts (604) takes "
@@ -134,7 +134,7 @@ ROW_CASES = [
          ("rollout.max_prompt_tokens (2) leaves 0 of 12 prompts, and 8 are needed; the shortest has 4 tokens for some "
           "agent. Nearest: 4",), DATA),
     Case("prompts of a skill too long", ("data.skills=['mul', 'srt']", "rollout.max_prompt_tokens=5"),
-         ("rollout.max_prompt_tokens (5) leaves 0 of 8010 prompts of 'srt', and 4 are needed; the shortest has 6 "
+         ("rollout.max_prompt_tokens (5) leaves 0 of 6138 prompts of 'srt', and 4 are needed; the shortest has 6 "
           "tokens for some agent. Nearest: 6",), DATA),
 ]  # fmt: skip
 TOKENIZERS = [

@@ -221,7 +221,7 @@ WARM_STARTS = [
     one("an unknown skill", INIT % "div={share=1.0}", "agents.a.init.warm_start.skills.div: must be 'add', 'sub', '"),
     one("shares", INIT % "add={share=0.9}", "agents.a.init.warm_start: the shares of warm_start.skills add up to 0."),
     one("too many examples", INIT % "mul={share=1.0,num_examples=571}", "agents.a.init.warm_start.skills.mul."
-        "num_examples (571) is more than there are. Nearest: 570"),
+        "num_examples (571) is more than there are. Nearest: 420"),
 ]  # fmt: skip
 LOGGING = [
     one("an unknown tracker", "logging.trackers=['mlflo']", "logging.trackers.0: must be one of wandb, trackio"),

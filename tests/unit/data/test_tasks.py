@@ -1,5 +1,6 @@
 """The arithmetic task against the specification's own examples, an evaluator of the working, and exact pool sizes."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from hacpo_mega.data.tasks import (
     addition,
     chain,
     column_sum,
+    content_of,
     evaluation_examples,
-    is_held_out,
+    examples_for_test,
     multiplication,
+    prompt_set,
     sorting,
     subtraction,
     training_examples,
@@ -104,12 +107,42 @@ def test_pools_have_the_specified_sizes_and_do_not_overlap():
     for skill, size in sizes.items():
         training = {e.prompt for e in training_examples(skill)}
         evaluation = [e.prompt for e in evaluation_examples(skill)]
+        test = {e.prompt for e in examples_for_test(skill)}
         assert len({e.prompt for e in SKILLS[skill]()}) == size
         assert len(evaluation) == len(set(evaluation)) == 150
-        assert not training & set(evaluation)
-        assert all(map(is_held_out, evaluation))
-        assert not any(map(is_held_out, training))
-        assert 0.15 < 1 - len(training) / size < 0.25
+        assert not training & set(evaluation) and not training & test and not test & set(evaluation)
+        assert {prompt_set(prompt) for prompt in evaluation} == {"validation"}
+        assert 0.55 < len(training) / size < 0.65 and 0.17 < len(test) / size < 0.23
+
+
+def reordered(example):
+    """All prompts that ask the same of the same digits, written by hand for each skill."""
+    numbers = re.findall(r"\d+", example.prompt)
+    if example.skill == "srt":
+        return {f"s{''.join(digits)}=" for digits in itertools.permutations(numbers[0])}
+    if example.skill in ("add", "sum"):
+        return {f"{'+'.join(terms)}=" for terms in itertools.permutations(numbers)}
+    if example.skill == "chain":
+        a, b, c = numbers
+        return {f"{a}+{b}-{c}=", f"{b}+{a}-{c}="}
+    return {example.prompt}  # a difference and a product of unequal factors have one order
+
+
+@pytest.mark.parametrize("skill", list(SKILLS))
+def test_no_set_has_a_prompt_that_another_has_in_another_order(skill):
+    set_of = {e.prompt: prompt_set(e.prompt) for e in SKILLS[skill]()}
+    for example in SKILLS[skill]():
+        same = reordered(example)
+        assert {set_of[prompt] for prompt in same & set_of.keys()} == {set_of[example.prompt]}, same
+        assert len({content_of(prompt) for prompt in same}) == 1, same
+
+
+def test_prompts_of_other_content_are_not_one():
+    """A content has as many prompts as its digits or terms have orders, so none was taken for another one."""
+    for skill in ("add", "srt", "sub", "mul"):
+        prompts = [e.prompt for e in SKILLS[skill]()]
+        orders = Counter(map(content_of, prompts))
+        assert all(orders[content_of(e.prompt)] == len(reordered(e)) for e in SKILLS[skill]())
 
 
 def test_answers_have_the_length_that_the_ratio_needs():
@@ -162,7 +195,7 @@ def test_warm_start_keeps_shares_and_distinct_examples():
         assert abs(len(of_skill) - expected) < 5 * (expected * (1 - part.share)) ** 0.5, part
         if part.num_examples:
             assert len(set(of_skill)) == part.num_examples
-    assert not any(is_held_out(e.prompt) for e in drawn)
+    assert {prompt_set(e.prompt) for e in drawn} == {"training"}
 
 
 @given(seed=st.integers(0, 2**31), update=st.integers(0, 10_000))
