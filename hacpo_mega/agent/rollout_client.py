@@ -132,10 +132,12 @@ class RolloutClient:
         with self.devices.answering(then_learns=True):
             return self._answered(asked, step, texts, on_answer=None if on_answer is None else told)
 
-    def answer_greedily(self, prompts: Sequence[Prompt], max_tokens: int, step: int) -> list[Rollout]:
-        """One greedy answer per prompt from the policy after `step`, as a deployed model would give."""
+    def answer_once(
+        self, prompts: Sequence[Prompt], max_tokens: int, step: int, temperature: float = 0.0
+    ) -> list[Rollout]:
+        """One answer per prompt from the policy after `step`, as a deployed model would give; temperature 0: greedy."""
         with self.devices.answering():
-            return self._answered(self.sampler.greedy(prompts, max_tokens), step, {})
+            return self._answered(self.sampler.once(prompts, max_tokens, temperature), step, {})
 
     def _answered(
         self, asked: Requests, step: int, texts: Mapping[tuple[int, int], str], **options: Any

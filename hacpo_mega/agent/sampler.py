@@ -20,6 +20,7 @@ from hacpo_mega.rollout.vllm.row_noise import answer_seed
 from hacpo_mega.samples.tokenizers import TextCodec
 
 AnswerPlace = tuple[Prompt, int]  # prompt, rollout index
+NO_STEP = -1  # of answers that are no rollouts
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,13 @@ class Sampler:
             return_logprobs=True,
         )
 
-    def greedy(self, prompts: Sequence[Prompt], max_tokens: int) -> Requests:
-        """Requests for one greedy answer to each prompt."""
+    def once(self, prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> Requests:
+        """Requests for one answer to each prompt; temperature 0: greedy. No rollout shares the noise of another one."""
         places = [(prompt, 0) for prompt in prompts]
-        return self._requests(places, [0] * len(places), max_tokens=max_tokens, temperature=0.0)
+        seeds = [0] * len(places)
+        if temperature:
+            seeds = [answer_seed(self._seed, NO_STEP, prompt.index, 0, self._agent) for prompt in prompts]
+        return self._requests(places, seeds, max_tokens=max_tokens, temperature=temperature)
 
     def places(self, prompts: Sequence[Prompt]) -> list[AnswerPlace]:
         """Places of all answers to `prompts`, by prompt, then by rollout."""

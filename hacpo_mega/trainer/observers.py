@@ -158,7 +158,7 @@ class Evaluation(Observer):
         if not self._is_on:
             return
         with self._phase("evaluate", when):
-            answers = self._rollout.answer_greedily(self._mine, self._longest, after)
+            answers = self._rollout.answer_once(self._mine, self._longest, after)
             judgements = self._judge.judge(self._mine, answers)
         if self._rollout.place.is_leader:
             graded = self._config.reward.may_be_graded

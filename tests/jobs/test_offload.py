@@ -199,7 +199,7 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
     """Two steps of every agent as (method, where the state was before it, where after it)."""
     for rank in range(3):
         noted = [tuple(note) for note in json.loads((offloading.parent / "noted" / f"{rank}.json").read_text())]
-        start = noted.index(("answer_greedily", "ON_HOST", "ON_HOST"))
+        start = noted.index(("answer_once", "ON_HOST", "ON_HOST"))
         assert noted[:start] == [("publish_weights", "ON_HOST", "ON_HOST"), ("verify_weights", "ON_HOST", "ON_HOST")]
         step = [
             ("roll_out", "ON_HOST", "ONLOADING"),
@@ -215,7 +215,7 @@ def test_the_state_is_away_whenever_the_engine_is_awake(offloading):
         ]
         assert noted[start + 1 :] == [
             *(*step, ("save", "ON_HOST", "ON_HOST")),
-            *(*step, ("answer_greedily", "ON_HOST", "ON_HOST"), ("save", "ON_HOST", "ON_HOST")),
+            *(*step, ("answer_once", "ON_HOST", "ON_HOST"), ("save", "ON_HOST", "ON_HOST")),
         ]
 
 

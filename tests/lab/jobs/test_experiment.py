@@ -7,12 +7,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
+import torch
 from job import run_here, start_command
+from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hacpo_lab.experiments.final_answers import FinalAnswers
+from hacpo_lab.experiments.identity import folder_digest
+from hacpo_mega.data.tasks import examples_for_test
 
 pytestmark = pytest.mark.nightly
+AGENTS = ("qwen", "llama")
 
 
 def write_grid(folder: Path, config: Path, *regimes: str) -> Path:
@@ -108,6 +117,55 @@ def test_killed_in_the_middle_and_started_again_it_shows_the_same(tmp_path, conf
     assert packed.name == "runs.jsonl" and len(runs) == 4, "a grid of which no run is missing is one file"
     assert all(result in runs for result in finished), "what is finished is not run again: seconds are the same"
     assert shown(folder) == shown(undisturbed[0])
+
+
+@pytest.fixture(scope="module")
+def own_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished grid of two seeds, each with warm starts of its own, on products alone."""
+    folder = tmp_path_factory.mktemp("own") / "grid"
+    short = ["num_steps=1", "training.prompts_per_step=4", "training.prompts_per_update=4", "data.skills=['mul']"]
+    short += ["evaluation.num_prompts=8", "evaluation.every_steps=1", "rollout.rollouts_per_prompt=4"]
+    short += ["agents.*.init.warm_start={num_updates=120, batch_size=64, skills={mul={share=1.0}}}"]
+    table = {
+        **{"results": str(folder / "results"), "work_dir": str(folder / "work"), "warm_starts": str(folder / "starts")},
+        **{"seeds": [1, 2], "learning_rates": [2e-4], "keep_runs": True},
+        "regimes": {"mul": {"config": str(ROOT / "configs/quickstart.toml"), "set": short}},
+        "methods": {"naive": {"set": ['algorithm.method="naive"']}},
+    }
+    folder.mkdir()
+    (folder / "grid.toml").write_text(tomli_w.dumps(table))
+    done = run_here("experiment", folder / "grid.toml")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return folder
+
+
+def test_every_seed_has_warm_starts_of_its_own_and_they_are_kept_with_their_digests(own_starts):
+    runs = [json.loads(line) for line in (own_starts / "results/runs.jsonl").read_text().splitlines()]
+    kept = [{name: folder_digest(own_starts / f"starts/mul/seed-{seed}" / name) for name in AGENTS} for seed in (1, 2)]
+    assert [run["identity"]["models"] for run in runs] == kept
+    assert all(kept[0][name] != kept[1][name] for name in AGENTS)
+    assert runs[0]["identity"]["config"] == runs[1]["identity"]["config"]
+
+
+def test_the_final_answers_are_those_of_the_exported_models_to_the_whole_test_set(own_starts):
+    """Greedy answers by Hugging Face, of the models that a run has exported, judged by the gold alone."""
+    run = json.loads((own_starts / "results/runs.jsonl").read_text().splitlines()[0])
+    final, examples = FinalAnswers.model_validate(run["final"]), examples_for_test("mul")
+    assert final.num_prompts == {"mul": 150} == {"mul": len(examples)}
+    for name in AGENTS:
+        folder = own_starts / f"work/runs/mul.naive.lr-0.0002.seed-{run['seed']}/agents" / name
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        right = [greedy_answer(model, tokenizer, e.prompt).rpartition(";")[2] == e.result for e in examples]
+        found, sampled = final.right("greedy", name)["mul"], final.right("sampled", name)["mul"]
+        assert (found != np.array(right, float)).sum() <= 3, "of two equally likely tokens, rounding may choose another"
+        assert 0 < found.sum() != sampled.sum()
+
+
+def greedy_answer(model: Any, tokenizer: Any, prompt: str) -> str:
+    """The text up to the end token; nothing for an answer that does not end in 23 tokens."""
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=False).input_ids])
+    found = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :].tolist()
+    return tokenizer.decode(found[:-1]) if found[-1] == model.generation_config.eos_token_id else ""
 
 
 def test_the_table_alone_is_made_from_what_is_there(undisturbed):

@@ -1,5 +1,7 @@
 """The file of an experiment, the order of its runs, and the choice of a learning rate."""
 
+import math
+
 import pytest
 from experiment_cases import grid_file, make_grid
 from repository import ROOT
@@ -71,6 +73,29 @@ def test_the_best_mean_wins_a_tie_goes_to_the_smaller_and_an_edge_is_named(tmp_p
     highest = tuned(grid, "skills", "alone", {cell: cell.learning_rate for cell in cells})
     assert (highest.learning_rate, highest.edge) == (8e-4, "highest")
     assert tuned(grid, "skills", "alone", dict.fromkeys(cells[:-1], 0.5)) is None, "one run is missing"
+
+
+def test_a_best_rate_at_an_end_is_followed_until_it_lies_inside(tmp_path):
+    """Scores with a single top at 6e-5 (in the logarithm): 2e-4 and 4e-4 are followed by 1e-4, 5e-5, 2.5e-5."""
+    grid, scores = make_grid(tmp_path, further_rates=9), {}
+    while missing := [cell for cell in tuning_cells(grid, "skills", "alone", scores) if cell not in scores]:
+        assert tuned(grid, "skills", "alone", scores) is None
+        scores |= {cell: -abs(math.log(cell.learning_rate / 6e-5)) for cell in missing}
+    found = tuned(grid, "skills", "alone", scores)
+    assert list(found.mean_scores) == [2.5e-5, 5e-5, 1e-4, 2e-4, 4e-4]
+    assert (found.learning_rate, found.edge) == (5e-5, None)
+    assert {cell.learning_rate for cell in tuning_cells(grid, "skills", "shared", scores)} == {2e-4, 4e-4}
+    assert set(found.mean_scores) <= set(grid.possible_rates())
+
+
+def test_a_rate_that_stays_at_an_end_is_named_after_the_last_further_rate(tmp_path):
+    grid, scores = make_grid(tmp_path, further_rates=2), {}
+    while missing := [cell for cell in tuning_cells(grid, "skills", "alone", scores) if cell not in scores]:
+        scores |= {cell: cell.learning_rate for cell in missing}
+    found = tuned(grid, "skills", "alone", scores)
+    assert list(found.mean_scores) == [2e-4, 4e-4, 8e-4, 1.6e-3] and found.edge == "highest"
+    largest = make_grid(tmp_path, learning_rates=[0.3, 0.9], further_rates=3)
+    assert max(largest.possible_rates()) == 0.9, "a rate above 1 is none"
 
 
 def test_an_ablation_waits_for_the_rate_of_its_method(tmp_path):

@@ -136,8 +136,9 @@ def test_a_seed_is_not_finished_from_other_warm_starts(tmp_path):
     here = {(cell.regime, cell.method): make_result(cell, (0.5,)).identity for cell in cells}
     there = {cell: make_result(cell, (0.5,), models={"A": "there"}) for cell in cells}
     require_same(grid, {cell: there[cell] for cell in cells[:3]}, here, COMMIT)
-    assert seeds_begun_elsewhere(there, here) == [1, 2]
-    assert seeds_begun_elsewhere({cells[0]: make_result(cells[0], (0.5,)), cells[3]: there[cells[3]]}, here) == [2]
+    assert seeds_begun_elsewhere(grid, there, here) == [1, 2]
+    mixed = {cells[0]: make_result(cells[0], (0.5,)), cells[3]: there[cells[3]]}
+    assert seeds_begun_elsewhere(grid, mixed, here) == [2]
     with pytest.raises(ValueError, match=rf"{cells[3].name}.json: warm start of A there, expected start"):
         require_same(grid, {cell: there[cell] for cell in cells[:4]}, here, COMMIT)
 

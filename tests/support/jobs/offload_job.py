@@ -15,7 +15,7 @@ from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.rollout.engine import Engine
 
 METHODS = {
-    **dict.fromkeys(("roll_out", "answer_greedily", "publish_weights", "verify_weights"), RolloutClient),
+    **dict.fromkeys(("roll_out", "answer_once", "publish_weights", "verify_weights"), RolloutClient),
     **dict.fromkeys(("diagnose", "score", "learn", "save"), Agent),
 }
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hacpo_lab.commands.ranks import train_rank
+from hacpo_lab.commands.ranks import experiment_rank, warm_start_rank
 from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.models.files.visible import say
 
@@ -42,7 +42,7 @@ def _run(grid: "Grid", limit: int | None, part: "Part") -> bool:
     prepare_environment()
     from hacpo_lab.experiments.campaign import run_campaign
 
-    outcome = run_campaign(grid, train_rank, limit, part)
+    outcome = run_campaign(grid, experiment_rank, warm_start_rank, limit, part)
     say(f"{outcome.num_made} runs made, {len(outcome.failed)} failed, {outcome.num_missing} of the grid still missing")
     return bool(outcome.failed)
 

@@ -21,6 +21,27 @@ def train_rank(config_file: str) -> None:
         raise SystemExit(RESUMABLE)
 
 
+def experiment_rank(config_file: str, answers_test: bool) -> None:
+    """Runs one rank of an experiment's run, which at its end `answers_test` sets of prompts that no run else reads."""
+    from hacpo_lab.experiments.final_answers import answer_test_set
+    from hacpo_mega.config import load_config
+    from hacpo_mega.trainer.trainer import Trainer
+
+    with Trainer(load_config(config_file, try_templates=False)) as trainer:
+        if not trainer.fit():
+            raise SystemExit("told to end")
+        if answers_test:
+            answer_test_set(trainer)
+
+
+def warm_start_rank(config_file: str) -> None:
+    """Runs one rank that makes the models of a run: the same as `hacpo-mega init`."""
+    from hacpo_mega.commands.warm_start import initialize
+    from hacpo_mega.config import load_config
+
+    initialize(load_config(config_file, try_templates=False))
+
+
 def bench_rank(config_file: str, num_steps: int, workload: "Workload") -> None:
     """Runs one rank of a block, in a process forked from the server."""
     from hacpo_lab.throughput.measured_trainer import take_steps

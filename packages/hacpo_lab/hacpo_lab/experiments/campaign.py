@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tomli_w
 
-from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, overrides_of
-from hacpo_lab.experiments.identity import Identity
+from hacpo_lab.experiments.final_answers import final_prompts, read_final_answers
+from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, overrides_of, warm_starts_of
+from hacpo_lab.experiments.identity import Identity, model_digests
 from hacpo_lab.experiments.order import EVERYTHING, Part, num_cells, num_done, pending_cells
 from hacpo_lab.experiments.result import Measured, Result, measure, pack_results, this_machine, write_result
 from hacpo_lab.experiments.trust import (
@@ -29,6 +31,7 @@ from hacpo_lab.experiments.trust import (
 )
 from hacpo_lab.forked import JobServer
 from hacpo_mega.cluster.rank_map import RankMap
+from hacpo_mega.config import Config
 from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.logbook.run.run_lock import RunLock
@@ -37,7 +40,8 @@ from hacpo_mega.models.files.visible import say
 PRELOAD = "hacpo_lab.experiments.preloaded"
 LAST_LINES = 12  # of a failed rank's standard error
 
-TrainRank = Callable[[str], None]
+TrainRank = Callable[[str, bool], None]
+WarmStartRank = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,18 @@ class Outcome:
     num_missing: int
 
 
-def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, part: Part = EVERYTHING) -> Outcome:
+def run_campaign(
+    grid: Grid,
+    train_rank: TrainRank,
+    warm_start_rank: WarmStartRank,
+    limit: int | None = None,
+    part: Part = EVERYTHING,
+) -> Outcome:
     """Runs at most `limit` missing cells of this machine's part, in order.
 
-    `train_rank(config_file)` is what each rank of a run does. ValueError, before any run, for a grid or a results
-    folder that must not be used; and when the source changes while the queue runs, since results are of one source.
+    `train_rank(config_file, answers_test)` is what each rank of a run does, `warm_start_rank(config_file)` what it does
+    where models of a seed's own are missing. ValueError, before any run, for a grid or a results folder that must not
+    be used; and when the source changes while the queue runs, since results are of one source.
     """
     identities = check_identities(check_cells(grid))
     commit = source_commit()
@@ -63,22 +74,23 @@ def run_campaign(grid: Grid, train_rank: TrainRank, limit: int | None = None, pa
         if commit and commit.endswith("+"):
             say("warning: files differ from the commit; every result will say so")
         results, others = read_results(grid)
-        if seeds := seeds_begun_elsewhere(results, identities):
+        if seeds := seeds_begun_elsewhere(grid, results, identities):
             say(f"seeds {seeds} began from other warm starts than those here; the tables will name both")
         if others:
             say(f"{len(others)} files of {grid.results} are of no run of this grid, such as {others[0]}: left alone")
-        return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank).run(limit, part)
+        return Queue(grid, identities, commit, JobServer(PRELOAD), train_rank, warm_start_rank).run(limit, part)
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The things that a queue's runs share: the grid, what they must be, the source, the server, what a rank does."""
+    """The things that a queue's runs share: the grid, what they must be, the source, the server, what ranks do."""
 
     grid: Grid
     identities: Mapping[Setting, Identity]
     commit: str | None
     server: JobServer
     train_rank: TrainRank
+    warm_start_rank: WarmStartRank
 
     def run(self, limit: int | None, part: Part) -> Outcome:
         """Runs cells until none is left, or `limit` have been tried."""
@@ -97,9 +109,9 @@ class Queue:
                 continue
             num_made += 1
             found = ", ".join(f"{agent} {values[-1]:.3f}" for agent, values in result.curves.accuracy.items())
-            whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid)}"
+            whole = f"{num_done(self.grid, scores)}/{num_cells(self.grid, scores)}"
             say(f"{whole} {cell.name}: {found} ({time.monotonic() - start:.0f} s)")
-        num_missing = num_cells(self.grid) - num_done(self.grid, scores)
+        num_missing = num_cells(self.grid, scores) - num_done(self.grid, scores)
         if num_made and not num_missing:  # nobody writes here any more
             pack_results(self.grid.results, read_results(self.grid)[0].values())
         return Outcome(num_made, tuple(failed), num_missing)
@@ -119,21 +131,25 @@ class Queue:
         file = folder / "config.toml"
         file.write_text(resolved_toml(config), encoding="utf-8")
         say(f"{cell.name} runs; what it says goes to {folder / '0.out'}")
-        statuses = self.server.run(RankMap.of(config).world_size, folder, self.train_rank, str(file))
+        job, statuses = partial(self.server.run, RankMap.of(config).world_size, folder), [0]
+        if any(not (model / "config.json").is_file() for model in warm_starts_of(self.grid, cell).values()):
+            statuses = job(self.warm_start_rank, str(file))
+        if set(statuses) == {0}:
+            statuses = job(self.train_rank, str(file), cell.stage == "reported" and bool(final_prompts(config)))
         agents = tuple(agent.name for agent in config.agents)
         every = config.evaluation.every_steps
         found = measure(config.run_dir, agents, every) if set(statuses) == {0} else None
         if found is None:
             self.keep_failed(cell, folder, statuses)
             return None
-        result = self.result_of(cell, found)
+        result = self.result_of(cell, config, found)
         write_result(self.grid.results, result)
         if self.grid.keep_runs:
             _replace(config.run_dir, self.grid.work_dir / "runs" / cell.name)
         shutil.rmtree(folder)
         return result
 
-    def result_of(self, cell: Cell, found: Measured) -> Result:
+    def result_of(self, cell: Cell, config: Config, found: Measured) -> Result:
         """A finished run's result. ValueError when the source is no longer the one that the queue began with."""
         if (now := source_commit()) != self.commit:
             raise ValueError(
@@ -151,7 +167,8 @@ class Queue:
             machine=this_machine(),
             config_file=str(self.grid.regimes[cell.regime].config),
             overrides=tuple(overrides_of(self.grid, cell)),
-            identity=self.identities[cell.regime, cell.method],
+            identity=self.identities[cell.regime, cell.method].model_copy(update={"models": model_digests(config)}),
+            final=read_final_answers(config.run_dir, config),
             **dict(found),
         )
 

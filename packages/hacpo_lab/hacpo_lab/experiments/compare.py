@@ -3,17 +3,23 @@
 Runs are paired by seed: one seed has the same prompts in the same order for every method, so what a seed makes easy or
 hard for both cancels in their difference. The interval is scipy's percentile bootstrap (Efron 1979) of the mean of the
 differences: with few seeds it is too narrow rather than too wide, and below MIN_PAIRS none is given.
+
+Where the answer of every run to every prompt is known, seeds and prompts are resampled independently of each other, so
+that the interval speaks of other prompts, too (Owen, "The pigeonhole bootstrap", 2007: conservative, not exact).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Self
 
 import numpy as np
 from scipy.stats import bootstrap
 
 MIN_PAIRS = 3
 NUM_RESAMPLES = 10_000
+NUM_CROSSED = 2_000  # resamples of seeds and prompts
 CONFIDENCE = 0.95
 BOOTSTRAP_SEED = 0
 
@@ -45,14 +51,59 @@ def summarize(values: Sequence[float]) -> Summary:
     return Summary(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
 
-def paired_difference(by_seed: Mapping[int, float], reference_by_seed: Mapping[int, float]) -> Difference | None:
+@dataclass(frozen=True)
+class Ends:
+    """The ends of a method's runs, by seed: accuracies, and the answers that they are means of where those are known.
+
+    An answer is 0 or 1, a mean of several agents' lies between. Each skill has an array [prompts], the same prompts for
+    all seeds and methods; an accuracy is the mean over skills of their means.
+    """
+
+    accuracy: Mapping[int, float]
+    answers: Mapping[int, Sequence[np.ndarray]] | None = None
+
+    @classmethod
+    def of(cls, answers: Mapping[int, Sequence[np.ndarray]]) -> Self:
+        """From answers alone."""
+        means = {seed: fmean(float(skill.mean()) for skill in skills) for seed, skills in answers.items()}
+        return cls(means, answers)
+
+
+def paired_difference(ends: Ends, reference: Ends, confidence: float = CONFIDENCE) -> Difference | None:
     """The mean difference over the common seeds with its interval; None without a common seed."""
-    seeds = sorted(by_seed.keys() & reference_by_seed.keys())
+    seeds = sorted(ends.accuracy.keys() & reference.accuracy.keys())
     if not seeds:
         return None
-    differences = [by_seed[seed] - reference_by_seed[seed] for seed in seeds]
-    interval = bootstrap_interval(differences) if len(seeds) >= MIN_PAIRS else None
+    differences = [ends.accuracy[seed] - reference.accuracy[seed] for seed in seeds]
+    interval = None
+    if len(seeds) >= MIN_PAIRS and ends.answers is not None and reference.answers is not None:
+        pairs = [zip(ends.answers[seed], reference.answers[seed], strict=True) for seed in seeds]
+        interval = crossed_interval([[one - other for one, other in pair] for pair in pairs], confidence)
+    elif len(seeds) >= MIN_PAIRS:
+        interval = bootstrap_interval(differences)
     return Difference(fmean(differences), interval, sum(value > 0 for value in differences), len(seeds))
+
+
+def crossed_interval(differences: Sequence[Sequence[np.ndarray]], confidence: float) -> tuple[float, float]:
+    """Percentile interval of the mean over seeds, skills and prompts when seeds and each skill's prompts are resampled.
+
+    differences[seed][skill] is an array [prompts]. The same values always give the same interval.
+    """
+    num_seeds, num_skills = len(differences), len(differences[0])
+    seeds_RS, total_R = _resample(num_seeds, 0), np.zeros(NUM_CROSSED)
+    for skill in range(num_skills):
+        differences_SP = np.stack([of_seed[skill] for of_seed in differences])
+        prompts_RP = _resample(differences_SP.shape[1], skill + 1)
+        total_R += ((seeds_RS @ differences_SP) * prompts_RP).sum(axis=1) / num_skills
+    low, high = np.quantile(total_R, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+@functools.lru_cache(maxsize=16)
+def _resample(size: int, stream: int) -> np.ndarray:
+    """Shares of `size` things in NUM_CROSSED draws of as many with replacement, float64 [NUM_CROSSED, size]."""
+    rng = np.random.default_rng((BOOTSTRAP_SEED, stream))
+    return rng.multinomial(size, np.full(size, 1 / size), size=NUM_CROSSED) / size
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from hacpo_lab.experiments.compare import Difference, Summary, paired_difference, summarize
+from hacpo_lab.experiments.compare import CONFIDENCE, Difference, Ends, Summary, paired_difference, summarize
+from hacpo_lab.experiments.final_answers import GREEDY, SAMPLED
 from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
 from hacpo_lab.experiments.result import Result
 
 ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
+SAMPLED_MEAN = "mean sampled"  # the same of answers that are sampled as in training
 # Metrics of a run under agent/<learner>/from/<source>/ that say what a source's answers did to its learner.
 CROSS = ("grad_share", "grad_cosine", "inside", "ratio_mean", "weight_mean", "weight_ess", "positive_share")
 
@@ -29,7 +31,8 @@ class Band:
 
 @dataclass(frozen=True)
 class MethodEvidence:
-    """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS."""
+    """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS: of all prompts of the
+    test set, each skill alike, where runs have answered it (then for SAMPLED_MEAN, too), else of the validation set."""
 
     tuned: Tuned | None
     seeds: tuple[int, ...]
@@ -41,7 +44,7 @@ class MethodEvidence:
     """To the method whose learning rate it takes; empty for one that is tuned itself."""
     steps: tuple[int, ...]
     curves: Mapping[str, Band]
-    """Accuracy, by agent and for ALL_AGENTS."""
+    """Accuracy on the validation set, by agent and for ALL_AGENTS."""
     generated_answers: tuple[float, ...]
     """The number of all agents' generated answers, at the steps, mean over seeds."""
     trained_answers: tuple[float, ...]
@@ -78,6 +81,10 @@ class RegimeEvidence:
     measure: str
     """The name of all accuracies of the regime: "accuracy", or "mean reward" where a reward lay between 0 and 1."""
     reference: str
+    has_test_set: bool
+    """Tells whether accuracies at the end are those of a test set that chose nothing."""
+    confidence: float
+    """Of every interval of a difference: corrected by Bonferroni for the methods compared where there is a test set."""
     methods: Mapping[str, MethodEvidence]
 
 
@@ -102,7 +109,7 @@ def as_table(grid: Grid, results: Mapping[Cell, Result]) -> dict[str, Any]:
     return {
         "grid": grid.model_dump(mode="json", exclude={"results", "work_dir", "keep_runs"}),
         "num_runs": num_done(grid, scores),
-        "num_missing": num_cells(grid) - num_done(grid, scores),
+        "num_missing": num_cells(grid, scores) - num_done(grid, scores),
         "regimes": {name: _jsonable(dataclasses.asdict(regime)) for name, regime in evidence.items()},
         "runs": [results[cell].model_dump(mode="json") for cell in known_cells(grid, scores) if cell in results],
     }
@@ -113,6 +120,9 @@ def _regime(
 ) -> RegimeEvidence:
     every = [result for results in reported.values() for result in results]
     agents = every[0].agents
+    has_test_set = all(result.final is not None for result in every)
+    ends = {method: _ends(results, has_test_set) for method, results in reported.items()}
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(reported) - 1) if has_test_set else CONFIDENCE
     return RegimeEvidence(
         commit=every[0].commit,
         machines=tuple(sorted({f"{result.machine.cpu}, {result.machine.cores} cores" for result in every})),
@@ -122,12 +132,15 @@ def _regime(
         start={name: _start(every, name) for name in (*agents, ALL_AGENTS)},
         measure="mean reward" if any(result.curves.is_graded for result in every) else "accuracy",
         reference=grid.reference_method,
+        has_test_set=has_test_set,
+        confidence=confidence,
         methods={
             method: _method(
                 results,
                 tuned(grid, regime, method, scores),
-                difference=_differences(grid.reference_method, method, reported),
-                ablation=_differences(grid.tuned_as(method), method, reported),
+                ends[method],
+                difference=_differences(grid.reference_method, method, ends, confidence),
+                ablation=_differences(grid.tuned_as(method), method, ends, confidence),
             )
             for method, results in reported.items()
         },
@@ -149,18 +162,41 @@ def _warm_starts(results: Sequence[Result]) -> tuple[WarmStarts, ...]:
     return tuple(WarmStarts(dict(models), tuple(sorted(seeds))) for models, seeds in seeds_of.items())
 
 
-def _differences(of: str, method: str, reported: Mapping[str, list[Result]]) -> dict[str, Difference]:
+def _differences(
+    of: str, method: str, ends: Mapping[str, Mapping[str, Ends]], confidence: float
+) -> dict[str, Difference]:
     """A method minus `of`, by agent and for ALL_AGENTS; empty for a method and itself, and without a common seed."""
-    if method == of or of not in reported:
+    if method == of or of not in ends:
         return {}
-    names = (*reported[method][0].agents, ALL_AGENTS)
-    found = {name: paired_difference(_final(reported[method], name), _final(reported[of], name)) for name in names}
+    found = {name: paired_difference(mine, ends[of][name], confidence) for name, mine in ends[method].items()}
     return {name: difference for name, difference in found.items() if difference is not None}
+
+
+def _ends(results: Sequence[Result], has_test_set: bool) -> dict[str, Ends]:
+    """The ends of a method's runs, by agent and for ALL_AGENTS, with a test set for SAMPLED_MEAN, too."""
+    agents = results[0].agents
+    names = {name: (name,) for name in agents} | {ALL_AGENTS: agents}
+    if not has_test_set:
+        return {name: Ends({result.seed: _accuracy(result, name)[-1] for result in results}) for name in names}
+    found = {name: _answers(results, GREEDY, chosen) for name, chosen in names.items()}
+    if all(result.final.sampled for result in results):
+        found[SAMPLED_MEAN] = _answers(results, SAMPLED, agents)
+    return found
+
+
+def _answers(results: Sequence[Result], how: str, agents: Sequence[str]) -> Ends:
+    """The answers of some agents to the test set, mean over them, skill by skill."""
+    by_seed = {}
+    for result in results:
+        right = [result.final.right(how, agent) for agent in agents]
+        by_seed[result.seed] = [sum(one[skill] for one in right) / len(right) for skill in result.final.num_prompts]
+    return Ends.of(by_seed)
 
 
 def _method(
     results: Sequence[Result],
     rate: Tuned | None,
+    ends: Mapping[str, Ends],
     difference: Mapping[str, Difference],
     ablation: Mapping[str, Difference],
 ) -> MethodEvidence:
@@ -170,14 +206,8 @@ def _method(
     return MethodEvidence(
         tuned=rate,
         seeds=tuple(result.seed for result in results),
-        accuracy={name: summarize(list(_final(results, name).values())) for name in names},
-        accuracy_by_skill={
-            agent: {
-                skill: summarize([result.curves.accuracy_by_skill[agent][skill][-1] for result in results])
-                for skill in first.curves.accuracy_by_skill.get(agent, {})
-            }
-            for agent in agents
-        },
+        accuracy={name: summarize(list(found.accuracy.values())) for name, found in ends.items()},
+        accuracy_by_skill={agent: _by_skill(results, agent, ends[agent]) for agent in agents},
         difference=difference,
         ablation=ablation,
         steps=first.steps,
@@ -211,8 +241,18 @@ def _accuracy(result: Result, name: str) -> tuple[float, ...]:
     return result.mean_accuracy if name == ALL_AGENTS else result.curves.accuracy[name]
 
 
-def _final(results: Sequence[Result], name: str) -> dict[int, float]:
-    return {result.seed: _accuracy(result, name)[-1] for result in results}
+def _by_skill(results: Sequence[Result], agent: str, ends: Ends) -> dict[str, Summary]:
+    first = results[0]
+    if ends.answers is not None and first.final is not None:
+        skills = list(first.final.num_prompts)
+        return {
+            skill: summarize([float(answers[place].mean()) for answers in ends.answers.values()])
+            for place, skill in enumerate(skills)
+        }
+    return {
+        skill: summarize([result.curves.accuracy_by_skill[agent][skill][-1] for result in results])
+        for skill in first.curves.accuracy_by_skill.get(agent, {})
+    }
 
 
 def _band(curves: Sequence[Sequence[float]]) -> Band:

@@ -25,6 +25,7 @@ NAME_MAX, PID_DIGITS = 255, 7
 
 # What the grid itself sets in every run.
 OWN_KEYS = re.compile(r"(run_dir|seed|agents\.[^.]+\.optimizer\.lr)=")
+OWN_MODEL = re.compile(r"agents\.[^.]+\.model=")
 
 
 class Regime(Section):
@@ -64,8 +65,14 @@ class Grid(Section):
     """Seeds of the runs that choose the learning rate, none of them reported."""
     learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1)]
     """Rates that every method is tried with on every tuning seed; a single one is taken without a trial."""
+    further_rates: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
+    """Most rates that are tried, at the same ratio, beyond the end at which a method's best one lies, until the best one
+    lies inside."""
     reference: Name | None = None
     """The method that the others are compared with, seed by seed; not given: the first."""
+    warm_starts: FilePath | None = None
+    """Folder of models, REGIME/seed-SEED/AGENT, made as `init` makes them where they are missing: every seed has warm
+    starts of its own. Not given: the models that a regime's file names, for all seeds."""
     keep_runs: Flag = False
     """Tells whether a finished run's folder is kept (work_dir/runs) beside its small file."""
     regimes: Annotated[dict[Name, Regime], Field(min_length=1)]
@@ -86,9 +93,21 @@ class Grid(Section):
         own = self.methods[method].seeds
         return self.seeds if own is None else tuple(seed for seed in self.seeds if seed in own)
 
+    def possible_rates(self) -> list[float]:
+        """The rates that a run may have: those given, and those that may be tried beyond them, in order of size."""
+        rates = sorted(self.learning_rates)
+        for _ in range(self.further_rates if len(rates) > 1 else 0):
+            rates = [next_rate(rates[0], rates[1]), *rates, next_rate(rates[-1], rates[-2])]
+        return [rate for rate in rates if rate <= 1.0]
+
     def tuned_as(self, method: str) -> str:
         """The method whose tuning runs choose this one's learning rate: itself, unless it says another."""
         return self.methods[method].learning_rate_of or method
+
+
+def next_rate(end: float, inner: float) -> float:
+    """The rate beyond the end of a bracket at the ratio of its last two, to two digits."""
+    return float(f"{end * end / inner:.2g}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,17 @@ def load_grid(path: Path) -> Grid:
 def overrides_of(grid: Grid, cell: Cell) -> list[str]:
     """The changes that a cell makes in its regime's file, except the run folder; the later one holds."""
     given = (*grid.regimes[cell.regime].set, *grid.methods[cell.method].set)
-    return [*given, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
+    own = [f"agents.{agent}.model={str(folder)!r}" for agent, folder in warm_starts_of(grid, cell).items()]
+    return [*given, *own, f"seed={cell.seed}", f"agents.*.optimizer.lr={cell.learning_rate!r}"]
+
+
+def warm_starts_of(grid: Grid, cell: Cell) -> dict[str, Path]:
+    """The folder of every agent's own model for a seed, by agent; none where all seeds begin from the same models."""
+    if grid.warm_starts is None:
+        return {}
+    agents = toml_file(grid.regimes[cell.regime].config, "the configuration of a regime").get("agents", ())
+    names = [str(agent.get("name")) for agent in agents if isinstance(agent, dict)]
+    return {name: grid.warm_starts / cell.regime / f"seed-{cell.seed}" / name for name in names}
 
 
 def config_of_cell(grid: Grid, cell: Cell, run_dir: Path) -> Config:
@@ -194,11 +223,13 @@ def _own_keys(grid: Grid) -> Iterator[str]:
         for override in overrides:
             if found := OWN_KEYS.match(override):
                 yield f"{key}.set: {override!r}: {found[1]} is set by the grid (seeds, learning_rates, work_dir)"
+            if grid.warm_starts is not None and OWN_MODEL.match(override):
+                yield f"{key}.set: {override!r}: models are those of warm_starts; leave one of the two out"
 
 
 def _long_names(grid: Grid) -> Iterator[str]:
     """Names that make a run's folder or file longer than a file system takes."""
-    rate, seed = max(map(repr, grid.learning_rates), key=len), max((*grid.seeds, *grid.tuning_seeds))
+    rate, seed = max(map(repr, grid.possible_rates()), key=len), max((*grid.seeds, *grid.tuning_seeds))
     for regime in grid.regimes:
         for method in grid.methods_of(regime):
             name = f".{Cell(regime, method, float(rate), seed, 'reported').name}.json.{'9' * PID_DIGITS}.tmp"

@@ -31,8 +31,13 @@ def identity_of(config: Config) -> Identity:
     return Identity(
         config=digest_of(_what_a_method_is(config)),
         held_out=digest_of(_how_it_is_measured(config)),
-        models={agent.name: folder_digest(agent.model) for agent in config.agents},
+        models=model_digests(config),
     )
+
+
+def model_digests(config: Config) -> dict[str, str]:
+    """Digest of every agent's model folder, by its name; "absent" for one that is not made yet."""
+    return {agent.name: folder_digest(agent.model) if agent.model.is_dir() else "absent" for agent in config.agents}
 
 
 @functools.cache
@@ -43,11 +48,14 @@ def folder_digest(folder: Path) -> str:
 
 
 def _what_a_method_is(config: Config) -> dict[str, Any]:
-    """All that changes results, but the seed and the learning rate, which a grid varies; not what layouts round."""
+    """All that changes results, but the seed and the learning rate, which a grid varies; not what layouts round.
+
+    Models are compared by their own digests, wherever they lie.
+    """
     table = {
         key: value
         for key, value in flat(config.model_dump(mode="json"))
-        if effect_of(key) == "results" and key != "seed" and not key.endswith(".optimizer.lr")
+        if effect_of(key) == "results" and key != "seed" and not key.endswith((".optimizer.lr", ".model"))
     }
     return {**table, "training_files": [data_digest(file) for file in config.data.files]}
 

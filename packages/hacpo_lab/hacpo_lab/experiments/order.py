@@ -5,14 +5,16 @@ A regime's tuning runs come first, method by method; then its reported seeds, ev
 the second, so that a queue that is cut short leaves whole pairs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import MappingProxyType
 from typing import Self
 
-from hacpo_lab.experiments.grid import Cell, Grid
+from hacpo_lab.experiments.grid import Cell, Grid, next_rate
 
 Scores = Mapping[Cell, float]
+NO_SCORES: Scores = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ EVERYTHING = Part(0, 1)
 class Tuned:
     """The rate of a method in a regime: the one with the best mean over the tuning seeds, of equals the smaller.
 
-    `mean_scores` has every rate that was tried, in order of size; none when the grid has a single rate.
+    `mean_scores` has every rate that was tried, in order of size; none when the grid has a single rate. The rate is at
+    an `edge` of them where `further_rates` of the grid were not enough.
     """
 
     learning_rate: float
@@ -63,25 +66,53 @@ class Tuned:
         return {rates[0]: "lowest", rates[-1]: "highest"}.get(self.learning_rate)
 
 
-def tuning_cells(grid: Grid, regime: str, method: str) -> list[Cell]:
-    """The runs that choose a method's rate: every rate on every tuning seed; none for a method that takes another's."""
+def tuning_cells(grid: Grid, regime: str, method: str, scores: Scores = NO_SCORES) -> list[Cell]:
+    """The runs that choose a method's rate, as far as they can be named by now: every rate on every tuning seed.
+
+    None for a method that takes another's rate.
+    """
     if grid.methods[method].learning_rate_of is not None or len(grid.learning_rates) == 1:
         return []
-    return [
-        Cell(regime, method, rate, seed, "tuning") for rate in sorted(grid.learning_rates) for seed in grid.tuning_seeds
-    ]
+    rates = tried_rates(grid, regime, method, scores)
+    return [Cell(regime, method, rate, seed, "tuning") for rate in rates for seed in grid.tuning_seeds]
+
+
+def tried_rates(grid: Grid, regime: str, method: str, scores: Scores) -> list[float]:
+    """The rates that a method is tried with, in order of size: the grid's, and beyond the end where the best one lies."""
+    rates = sorted(grid.learning_rates)
+    for _ in range(grid.further_rates):
+        means = _mean_scores(grid, regime, method, rates, scores)
+        if means is None:
+            break
+        best = _best(means)
+        end, inner = (rates[0], rates[1]) if best == rates[0] else (rates[-1], rates[-2])
+        if best != end or (further := next_rate(end, inner)) > 1.0:
+            break
+        rates = sorted([*rates, further])
+    return rates
+
+
+def _mean_scores(
+    grid: Grid, regime: str, method: str, rates: Sequence[float], scores: Scores
+) -> dict[float, float] | None:
+    """Score of every rate, mean over the tuning seeds; None while a run is missing."""
+    cells = {rate: [Cell(regime, method, rate, seed, "tuning") for seed in grid.tuning_seeds] for rate in rates}
+    if not all(cell in scores for of_rate in cells.values() for cell in of_rate):
+        return None
+    return {rate: fmean(scores[cell] for cell in of_rate) for rate, of_rate in cells.items()}
+
+
+def _best(means: Mapping[float, float]) -> float:
+    return max(means, key=lambda rate: (means[rate], -rate))
 
 
 def tuned(grid: Grid, regime: str, method: str, scores: Scores) -> Tuned | None:
     """The rate of a method, None while a run that chooses it is missing."""
     if len(grid.learning_rates) == 1:
         return Tuned(grid.learning_rates[0], {})
-    cells = tuning_cells(grid, regime, grid.tuned_as(method))
-    if not all(cell in scores for cell in cells):
-        return None
-    rates = sorted(grid.learning_rates)
-    means = {rate: fmean(scores[cell] for cell in cells if cell.learning_rate == rate) for rate in rates}
-    return Tuned(max(rates, key=lambda rate: (means[rate], -rate)), means)
+    method = grid.tuned_as(method)
+    means = _mean_scores(grid, regime, method, tried_rates(grid, regime, method, scores), scores)
+    return None if means is None else Tuned(_best(means), means)
 
 
 def reported_cells(grid: Grid, regime: str, scores: Scores) -> list[Cell]:
@@ -99,7 +130,7 @@ def known_cells(grid: Grid, scores: Scores) -> Iterator[Cell]:
     """All runs of a grid that can be named by now, in order."""
     for regime in grid.regimes:
         for method in grid.methods_of(regime):
-            yield from tuning_cells(grid, regime, method)
+            yield from tuning_cells(grid, regime, method, scores)
         yield from reported_cells(grid, regime, scores)
 
 
@@ -108,10 +139,10 @@ def pending_cells(grid: Grid, scores: Scores, part: Part = EVERYTHING) -> list[C
     return [cell for cell in known_cells(grid, scores) if cell not in scores and part.has(grid, cell)]
 
 
-def num_cells(grid: Grid) -> int:
-    """Runs of the whole grid."""
+def num_cells(grid: Grid, scores: Scores = NO_SCORES) -> int:
+    """Runs of the whole grid, as far as it is known which rates have to be tried."""
     return sum(
-        len(tuning_cells(grid, regime, method)) + len(grid.seeds_of(method))
+        len(tuning_cells(grid, regime, method, scores)) + len(grid.seeds_of(method))
         for regime in grid.regimes
         for method in grid.methods_of(regime)
     )

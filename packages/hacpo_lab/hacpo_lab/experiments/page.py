@@ -21,8 +21,9 @@ def write_evidence(grid: Grid, results: Mapping[Cell, Result]) -> list[Path]:
     evidence = evidence_of(grid, results)
     ablation_of = {name: method.learning_rate_of for name, method in grid.methods.items() if method.learning_rate_of}
     pictures = {name: draw_curves(name, regime, ablation_of) for name, regime in evidence.items()}
-    used = num_done(grid, {cell: result.score for cell, result in results.items()})
-    missing = num_cells(grid) - used
+    scores = {cell: result.score for cell, result in results.items()}
+    used = num_done(grid, scores)
+    missing = num_cells(grid, scores) - used
     files = {
         "evidence.json": json.dumps(as_table(grid, results), indent=1).encode() + b"\n",
         "evidence.md": to_markdown(grid, evidence, used, missing).encode(),

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from hacpo_lab.experiments.final_answers import FinalAnswers
 from hacpo_lab.experiments.grid import Cell, Stage
 from hacpo_lab.experiments.identity import Identity
 from hacpo_mega.config.tables.section import Section
@@ -101,6 +102,8 @@ class Result(Measured):
     overrides: tuple[str, ...]
     """The changes that the run made in it, except run_dir."""
     identity: Identity
+    final: FinalAnswers | None = None
+    """Right answers to the test set at the end; None of a run that only tunes, or whose task has no test set."""
 
     @property
     def cell(self) -> Cell:
@@ -113,7 +116,7 @@ class Result(Measured):
 
     @property
     def score(self) -> float:
-        """The number that tuning compares: accuracy at the end, mean over all agents."""
+        """The number that tuning compares: accuracy on the validation set at the end, mean over all agents."""
         return self.mean_accuracy[-1]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hacpo_lab.experiments.compare import MIN_PAIRS, Difference, Summary
-from hacpo_lab.experiments.evidence import ALL_AGENTS, MethodEvidence, RegimeEvidence, WarmStarts
+from hacpo_lab.experiments.evidence import ALL_AGENTS, SAMPLED_MEAN, MethodEvidence, RegimeEvidence, WarmStarts
 from hacpo_lab.experiments.grid import Grid
 
 NOTHING = "–"
@@ -78,12 +78,18 @@ def _markdown_rows(table: Table) -> Iterator[str]:
 
 
 def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
-    names = _names(regime)
-    rows = [("(start)", "", *(_number(regime.start[name]) for name in names), "", "")]
+    names = _measured(regime)
+    starts = (_number(regime.start[name]) if name in regime.start else NOTHING for name in names)
+    rows = [("(start)", "", *starts, "", "")]
     for method, found in regime.methods.items():
         accuracies = (_mean_sd(found.accuracy[name]) for name in names)
         rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
-    notes = [f"Held-out {regime.measure} at the end of a run: mean over seeds ± sample standard deviation."]
+    notes = [
+        f"{regime.measure.capitalize()} on the test set, each skill alike, at the end of a run, greedy unless it says "
+        "sampled (start: on the validation set): mean over seeds ± sample standard deviation."
+        if regime.has_test_set
+        else f"Held-out {regime.measure} at the end of a run: mean over seeds ± sample standard deviation."
+    ]
     if len(regime.warm_starts) > 1:
         notes.append(
             f"The seeds began from {len(regime.warm_starts)} sets of warm starts, so methods that ran on other seeds "
@@ -100,16 +106,19 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
 
 
 def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Mapping[str, Difference]]) -> Table:
-    names = _names(regime)
+    names = _measured(regime)
     compared = {method: found for method, found in by_method.items() if found}
     rows = [
-        (method, *(_difference(found[name]) for name in names), str(found[ALL_AGENTS].n))
+        (method, *(_difference(found[name]) if name in found else NOTHING for name in names), str(found[ALL_AGENTS].n))
         for method, found in compared.items()
     ]
-    notes = [
-        "Mean difference over the seeds that both have; [95 % percentile bootstrap interval of that mean, 10,000 "
-        "resamples of seeds]; in how many seeds it was positive."
-    ]
+    how = (
+        f"[{regime.confidence:.1%} percentile bootstrap interval of that mean, 2,000 resamples of seeds and prompts: 95 % "
+        f"for all {len(regime.methods) - 1} methods together]"
+        if regime.has_test_set
+        else "[95 % percentile bootstrap interval of that mean, 10,000 resamples of seeds]"
+    )
+    notes = [f"Mean difference over the seeds that both have; {how}; in how many seeds it was positive."]
     if any(found[ALL_AGENTS].interval is None for found in compared.values()):
         notes.append(f"Fewer than {MIN_PAIRS} common seeds: no interval is given.")
     return Table(title, ("method", *_spoken(names), "common seeds"), tuple(rows), tuple(notes))
@@ -171,19 +180,20 @@ def _cost(regime: RegimeEvidence) -> Table:
 
 
 def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
-    rates = sorted(grid.learning_rates) if len(grid.learning_rates) > 1 else []
+    tried = {rate for found in regime.methods.values() if found.tuned for rate in found.tuned.mean_scores}
+    rates = sorted(tried)
     rows = []
     for method, found in regime.methods.items():
         if grid.methods[method].learning_rate_of is None and found.tuned:
             scores = found.tuned.mean_scores
-            cells = (
-                f"**{scores[rate]:.3f}**" if rate == found.tuned.learning_rate else f"{scores[rate]:.3f}"
-                for rate in rates
-            )
-            rows.append((method, *cells))
+            cells = {rate: f"{score:.3f}" for rate, score in scores.items()}
+            if cells:
+                cells[found.tuned.learning_rate] = f"**{cells[found.tuned.learning_rate]}**"
+            rows.append((method, *(cells.get(rate, NOTHING) for rate in rates)))
     seeds, measure = ", ".join(map(str, grid.tuning_seeds)), regime.measure.removeprefix("mean ")
+    where = " on the validation set" if regime.has_test_set else ""
     notes = (
-        f"Mean {measure} of all agents at the end of a run, over the tuning seeds {seeds}, none of which is reported; "
+        f"Mean {measure} of all agents at the end of a run{where}, over the tuning seeds {seeds}, none of which is reported; "
         "bold is the rate that was taken.",
     )
     head = ("method", *(f"{rate:g}" for rate in rates))
@@ -195,8 +205,15 @@ def _names(regime: RegimeEvidence) -> tuple[str, ...]:
     return regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
 
 
+def _measured(regime: RegimeEvidence) -> tuple[str, ...]:
+    """The names of all accuracies at the end of a run."""
+    has_sampled = any(SAMPLED_MEAN in found.accuracy for found in regime.methods.values())
+    return (*_names(regime), SAMPLED_MEAN) if has_sampled else _names(regime)
+
+
 def _spoken(names: Sequence[str]) -> list[str]:
-    return ["mean of agents" if name == ALL_AGENTS else name for name in names]
+    spoken = {ALL_AGENTS: "mean of agents", SAMPLED_MEAN: "mean, sampled"}
+    return [spoken.get(name, name) for name in names]
 
 
 def _rate(found: MethodEvidence) -> str:

@@ -7,8 +7,8 @@ Every complaint is one line that names the file, what was found, what was expect
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell
-from hacpo_lab.experiments.identity import Identity, identity_of
+from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, warm_starts_of
+from hacpo_lab.experiments.identity import Identity, folder_digest, identity_of
 from hacpo_lab.experiments.order import pending_cells
 from hacpo_lab.experiments.result import Result, read_packed, read_result
 from hacpo_mega.config import Config
@@ -57,7 +57,7 @@ def check_cells(grid: Grid) -> dict[Setting, Config]:
     for cell in _every_cell(grid):
         try:
             config = config_of_cell(grid, cell, grid.work_dir / "running" / cell.name / "run")
-            found = [f"{grid.regimes[cell.regime].config}: {line}" for line in _unfit(config)]
+            found = [f"{grid.regimes[cell.regime].config}: {line}" for line in _unfit(grid, config)]
         except ValueError as error:
             found = str(error).split("\n")
         else:
@@ -101,7 +101,7 @@ def require_same(
             differences.append(("configuration", result.identity.config, expected.config))
         differences += _held_out_difference(result.identity, expected)
         if (cell.regime, cell.seed) in unfinished:
-            differences += _warm_start_differences(result.identity, expected)
+            differences += _warm_start_differences(result.identity.models, _models_here(grid, cell, expected))
         for what, found, wanted in differences:
             complaints.setdefault(what, []).append(
                 f"{grid.results / cell.name}.json: {what} {found}, expected {wanted}; {_remedy(what)}, give another "
@@ -122,7 +122,10 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
         same = first_of_method.setdefault((result.regime, result.method), result)
         differences = [("commit", result.commit, first.commit, first)] if result.commit != first.commit else []
         differences += [(*found, first) for found in _held_out_difference(result.identity, first.identity)]
-        differences += [(*found, of_seed) for found in _warm_start_differences(result.identity, of_seed.identity)]
+        starts = result.identity.models, of_seed.identity.models
+        differences += [(*found, of_seed) for found in _warm_start_differences(*starts)]
+        if result.final is not None and first.final is not None and result.final.prompts != first.final.prompts:
+            differences.append(("test set", result.final.prompts, first.final.prompts, first))
         if result.identity.config != same.identity.config:
             differences.append(("configuration", result.identity.config, same.identity.config, same))
         for what, found, wanted, other in differences:
@@ -133,10 +136,25 @@ def require_agreement(grid: Grid, results: Sequence[Result]) -> None:
     _refuse(complaints)
 
 
-def seeds_begun_elsewhere(results: Mapping[Cell, Result], identities: Mapping[Setting, Identity]) -> list[int]:
+def seeds_begun_elsewhere(
+    grid: Grid, results: Mapping[Cell, Result], identities: Mapping[Setting, Identity]
+) -> list[int]:
     """The seeds of results whose warm starts are not those that are here now."""
-    here = {regime: identity.models for (regime, _), identity in identities.items()}
-    return sorted({cell.seed for cell, result in results.items() if result.identity.models != here[cell.regime]})
+    return sorted(
+        {
+            cell.seed
+            for cell, result in results.items()
+            if result.identity.models != _models_here(grid, cell, identities[cell.regime, cell.method])
+        }
+    )
+
+
+def _models_here(grid: Grid, cell: Cell, expected: Identity) -> dict[str, str]:
+    """Digests of the models that a cell begins from: a seed's own, or those of the regime."""
+    own = warm_starts_of(grid, cell)
+    return {name: folder_digest(folder) if folder.is_dir() else "absent" for name, folder in own.items()} or (
+        expected.models
+    )
 
 
 def _refuse(complaints: Mapping[str, list[str]]) -> None:
@@ -150,7 +168,7 @@ def _is_of(grid: Grid, cell: Cell) -> bool:
     if cell.regime not in grid.regimes or cell.method not in grid.methods_of(cell.regime):
         return False
     seeds = grid.tuning_seeds if cell.stage == "tuning" else grid.seeds_of(cell.method)
-    return cell.seed in seeds and cell.learning_rate in grid.learning_rates
+    return cell.seed in seeds and cell.learning_rate in grid.possible_rates()
 
 
 def _every_cell(grid: Grid) -> Iterator[Cell]:
@@ -161,13 +179,16 @@ def _every_cell(grid: Grid) -> Iterator[Cell]:
                 yield Cell(regime, method, rate, grid.seeds[0], "reported")
 
 
-def _unfit(config: Config) -> Iterator[str]:
+def _unfit(grid: Grid, config: Config) -> Iterator[str]:
     """Why a run cannot be compared, or cannot start."""
     if config.evaluation.every_steps == 0:
         yield "evaluation.every_steps is 0: a run of an experiment needs evaluations to draw a curve of. Nearest: 1"
     if not config.evaluation.files and config.data.generator is None:
         yield "evaluation.files is not given: a run of an experiment needs held-out prompts"
-    yield from missing_models(config)
+    if grid.warm_starts is None:
+        yield from missing_models(config)
+    elif plain := [agent.name for agent in config.agents if agent.init is None]:
+        yield f"agents.{plain[0]} has no init table, so no seed can have a model of its own: leave warm_starts out"
 
 
 def _unfinished_seeds(grid: Grid, results: Mapping[Cell, Result]) -> set[tuple[str, int]]:
@@ -183,7 +204,7 @@ Difference = tuple[str, str, str]  # (what, found, expected)
 
 def _shared_differences(found: Identity, expected: Identity) -> list[Difference]:
     """The differences between the digests that all methods share."""
-    return [*_held_out_difference(found, expected), *_warm_start_differences(found, expected)]
+    return [*_held_out_difference(found, expected), *_warm_start_differences(found.models, expected.models)]
 
 
 def _held_out_difference(found: Identity, expected: Identity) -> list[Difference]:
@@ -191,10 +212,10 @@ def _held_out_difference(found: Identity, expected: Identity) -> list[Difference
     return [] if is_same else [("held-out data", found.held_out, expected.held_out)]
 
 
-def _warm_start_differences(found: Identity, expected: Identity) -> list[Difference]:
+def _warm_start_differences(found: Mapping[str, str], expected: Mapping[str, str]) -> list[Difference]:
     different = []
-    for name in sorted(found.models.keys() | expected.models.keys()):
-        pair = found.models.get(name, "absent"), expected.models.get(name, "absent")
+    for name in sorted(found.keys() | expected.keys()):
+        pair = found.get(name, "absent"), expected.get(name, "absent")
         if pair[0] != pair[1]:
             different.append((f"warm start of {name}", *pair))
     return different
