@@ -146,7 +146,7 @@ PromptSet = Literal["training", "validation", "test"]
 
 
 def content_of(prompt: str) -> str:
-    """The prompt with its commuting terms, or the digits to sort, in ascending order: 85+47= is 47+85=, s5281= s1258=."""
+    """The prompt with terms that commute, or digits to sort, in ascending order: 85+47= is 47+85=, s5281= s1258=."""
     if prompt.startswith("s"):
         return f"s{''.join(sorted(prompt[1:-1]))}="
     terms, *rest = re.split("(?=[-=])", prompt)  # what is subtracted keeps its place

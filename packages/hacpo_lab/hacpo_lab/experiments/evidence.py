@@ -31,8 +31,11 @@ class Band:
 
 @dataclass(frozen=True)
 class MethodEvidence:
-    """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS: of all prompts of the
-    test set, each skill alike, where runs have answered it (then for SAMPLED_MEAN, too), else of the validation set."""
+    """A method in a regime. Accuracies are those at the end of a run, by agent and for ALL_AGENTS.
+
+    They are those of the test set, each skill alike, where runs have answered it (then for SAMPLED_MEAN, too), else of
+    the validation set.
+    """
 
     tuned: Tuned | None
     seeds: tuple[int, ...]

@@ -63,7 +63,7 @@ def final_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def answer_test_set(trainer: "Trainer") -> None:
-    """Answers the test set with the agents of a run that has ended, into files of its folder. Collective over the job."""
+    """Answers the test set with the agents of a run that has ended, into files of its folder. Collective."""
     config, rollout, place = trainer.config, trainer.rollout, trainer.place
     mine = final_prompts(config)[place.rank_map.share_of_agent(place.coordinate)]
     longest = config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens

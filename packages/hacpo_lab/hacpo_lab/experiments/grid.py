@@ -66,8 +66,8 @@ class Grid(Section):
     learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1)]
     """Rates that every method is tried with on every tuning seed; a single one is taken without a trial."""
     further_rates: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
-    """Most rates that are tried, at the same ratio, beyond the end at which a method's best one lies, until the best one
-    lies inside."""
+    """Most rates that are tried, at the same ratio, beyond the end at which a method's best one lies, until it lies
+    inside."""
     reference: Name | None = None
     """The method that the others are compared with, seed by seed; not given: the first."""
     warm_starts: FilePath | None = None

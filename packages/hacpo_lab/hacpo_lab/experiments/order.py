@@ -78,7 +78,7 @@ def tuning_cells(grid: Grid, regime: str, method: str, scores: Scores = NO_SCORE
 
 
 def tried_rates(grid: Grid, regime: str, method: str, scores: Scores) -> list[float]:
-    """The rates that a method is tried with, in order of size: the grid's, and beyond the end where the best one lies."""
+    """The rates that a method is tried with, in order of size: the grid's, and those beyond a best one at an end."""
     rates = sorted(grid.learning_rates)
     for _ in range(grid.further_rates):
         means = _mean_scores(grid, regime, method, rates, scores)

@@ -113,8 +113,8 @@ def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Map
         for method, found in compared.items()
     ]
     how = (
-        f"[{regime.confidence:.1%} percentile bootstrap interval of that mean, 2,000 resamples of seeds and prompts: 95 % "
-        f"for all {len(regime.methods) - 1} methods together]"
+        f"[{regime.confidence:.1%} percentile bootstrap interval of that mean, 2,000 resamples of seeds and prompts: "
+        f"95 % for all {len(regime.methods) - 1} methods together]"
         if regime.has_test_set
         else "[95 % percentile bootstrap interval of that mean, 10,000 resamples of seeds]"
     )
@@ -193,8 +193,8 @@ def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
     seeds, measure = ", ".join(map(str, grid.tuning_seeds)), regime.measure.removeprefix("mean ")
     where = " on the validation set" if regime.has_test_set else ""
     notes = (
-        f"Mean {measure} of all agents at the end of a run{where}, over the tuning seeds {seeds}, none of which is reported; "
-        "bold is the rate that was taken.",
+        f"Mean {measure} of all agents at the end of a run{where}, over the tuning seeds {seeds}, none of which is "
+        "reported; bold is the rate that was taken.",
     )
     head = ("method", *(f"{rate:g}" for rate in rates))
     return Table("tuning of the learning rate", head, tuple(rows) if rates else (), notes)
