@@ -68,7 +68,7 @@ def test_an_interval_over_seeds_and_prompts_holds_what_it_promises():
     """400 made-up experiments of 16 seeds and two skills whose true difference is .02, with a difficulty that a prompt
     keeps for all seeds and one that a seed has for all prompts: 95 % intervals hold .02 in 90 to 99 % of them.
 
-    The percentile bootstrap of 16 seeds is a little narrow and the crossed one a little wide; 400 have an error of .011.
+    The percentile bootstrap of 16 seeds is a little narrow, the crossed one a little wide; 400 have an error of .011.
     The interval of seeds alone, which ignores which prompts were asked, holds it much more seldom.
     """
     rng = np.random.default_rng(0)
