@@ -72,7 +72,7 @@ setup(
     entry_points={
         "console_scripts": ["hacpo-mega = hacpo_mega.cli:main"],
         "hacpo_mega.commands": [
-            f"{name} = hacpo_lab.commands.{name}:{name}" for name in ("experiment", "bench", "chaos", "plan")
+            f"{name} = hacpo_lab.commands.{name}:{name}" for name in ("experiment", "screen", "bench", "chaos", "plan")
         ],
     },
     install_requires=RUNTIME,

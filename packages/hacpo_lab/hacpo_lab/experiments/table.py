@@ -67,9 +67,14 @@ def to_markdown(grid: Grid, evidence: dict[str, RegimeEvidence], num_used: int, 
         lines += [f"## {name}", ""]
         lines += [f"- {key}: {fact}" for key, fact in facts_of(regime).items()]
         for table in tables_of(grid, regime):
-            lines += ["", f"### {name}: {table.title}", "", *_markdown_rows(table), "", *table.notes]
+            lines += ["", markdown_of(table, f"{name}: ")]
         lines.append("")
     return "\n".join(lines)
+
+
+def markdown_of(table: Table, before: str = "") -> str:
+    """A table with its title, its rows and its notes; `before` stands in front of the title."""
+    return "\n".join([f"### {before}{table.title}", "", *_markdown_rows(table), "", *table.notes])
 
 
 def _markdown_rows(table: Table) -> Iterator[str]:

@@ -1,0 +1,178 @@
+"""What the methods of a grid would have learnt from the answers of a run that was kept: their pulls, without training.
+
+An answer with advantage A and weight w adds w A grad log-prob to a learner's gradient (`d loss / d mean log-prob = -w A`).
+The pull of a prompt is the sum of w A over its answers with A > 0: where every right answer is one text, a method that
+shares chooses nothing else than how much each prompt counts. A method whose pulls are another's, up to a factor that
+Adam removes, is not worth the seeds that could tell the two apart.
+
+Ratios are those that the run has logged, of the update that trained an answer; an own answer that it did not train has
+ratio 1. Others' answers without a ratio are left out for all methods. Not here: training, and objectives of one's own.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hacpo_kernels.reference import objective_from_mean
+from torch import Tensor
+
+from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell
+from hacpo_lab.experiments.table import NOTHING, Table
+from hacpo_mega.algorithm.learning import learning_of
+from hacpo_mega.algorithm.methods import has_own_objective
+from hacpo_mega.algorithm.objective import objective_bounds
+from hacpo_mega.config import AlgorithmConfig, load_config
+from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
+
+SAME = 0.95  # cosine above which a method's pulls are the reference's
+OF_ALGORITHM = "algorithm."
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The judged answers of one step of a run.
+
+    rewards_PNG      float64, NaN where unjudged      successes_PNG   bool      capability_N   float64
+    log_ratio_KPNG   of each learner k to each answer, nats per token, NaN where it is not known
+    """
+
+    rewards_PNG: Tensor
+    successes_PNG: Tensor
+    capability_N: Tensor
+    log_ratio_KPNG: Tensor
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What a method would do to one learner.
+
+    prompts_P    pull of each prompt, over all steps      own_P   sum of |w A| over its own answers
+    cross        sum of |w A| over others' answers        num_trained   answers that it trains on
+    """
+
+    prompts_P: Tensor
+    own_P: Tensor
+    cross: float
+    num_trained: int
+
+
+def screen(grid: Grid, run_dir: Path, reference: str, regime: str | None = None) -> list[Table]:
+    """A table for each learner of a run: the pull of every method of a regime beside that of `reference`.
+
+    A method is what it is in the grid, whatever the run has learnt by. ValueError for a run without answers, for an
+    unknown regime, and for a reference that is no method of it or cannot be screened.
+    """
+    regime = regime or next(iter(grid.regimes))
+    if regime not in grid.regimes:
+        raise ValueError(f"--regime {regime!r} is none of the regimes: {', '.join(grid.regimes)}")
+    if reference not in grid.methods_of(regime):
+        raise ValueError(f"--beside {reference!r} is none of the methods: {', '.join(grid.methods_of(regime))}")
+    names, steps = _read(run_dir)
+    chosen = {name: _algorithm(grid, regime, name) for name in grid.methods_of(regime)}
+    if chosen[reference] is None:
+        raise ValueError(f"--beside {reference!r} cannot be screened: {_why_not(grid.methods[reference].set)}")
+    tables = []
+    for learner, agent in enumerate(names):
+        pulls = {name: None if how is None else pull_of(steps, learner, how) for name, how in chosen.items()}
+        rows = tuple(_rows(pulls, reference))
+        head = ("method", "cosine", "pull", "own cosine", "others' over own", "trained answers", "")
+        tables.append(Table(f"{agent}: pulls beside {reference}'s", head, rows, _notes()))
+    return tables
+
+
+def pull_of(steps: Sequence[Answers], learner: int, algorithm: AlgorithmConfig) -> Pull:
+    """What a method would do to a learner with the answers of some steps, each in one update."""
+    bounds = objective_bounds(algorithm)
+    prompts, own, cross, num_trained = [], [], 0.0, 0
+    for step in steps:
+        learning = learning_of(step.rewards_PNG, step.successes_PNG, step.capability_N, learner, algorithm)
+        log_ratio_PNG = step.log_ratio_KPNG[learner]
+        is_own_PNG = torch.zeros_like(learning.trains_PNG)
+        is_own_PNG[:, learner] = True
+        trains_PNG = learning.trains_PNG & ~log_ratio_PNG.isnan()
+        advantages = learning.advantages_PNG[trains_PNG]
+        source = torch.zeros_like(advantages)
+        _, _, weights = objective_from_mean(
+            log_ratio_PNG[trains_PNG], source, advantages, is_own_PNG[trains_PNG], bounds.low(0), bounds
+        )
+        pulls_PNG = torch.zeros_like(log_ratio_PNG)
+        pulls_PNG[trains_PNG] = weights * advantages
+        prompts.append(pulls_PNG.clamp(min=0.0).sum(dim=(1, 2)))
+        own.append(pulls_PNG[:, learner].abs().sum(dim=1))
+        cross += float(pulls_PNG.abs().masked_fill(is_own_PNG, 0.0).sum())
+        num_trained += int(trains_PNG.sum())
+    return Pull(torch.cat(prompts), torch.cat(own), cross, num_trained)
+
+
+def _algorithm(grid: Grid, regime: str, method: str) -> AlgorithmConfig | None:
+    """The algorithm of a method in a regime; None where the method changes more, or its loss is its own."""
+    if any(not override.startswith(OF_ALGORITHM) for override in grid.methods[method].set):
+        return None
+    cell = Cell(regime, method, grid.learning_rates[0], grid.seeds[0], "reported")
+    algorithm = config_of_cell(grid, cell, grid.work_dir / cell.name).algorithm
+    return None if has_own_objective(algorithm) or algorithm.method == "grpo" else algorithm
+
+
+def _why_not(overrides: Sequence[str]) -> str:
+    other = next((override for override in overrides if not override.startswith(OF_ALGORITHM)), None)
+    return f"{other} changes the answers" if other else "its objective is no kernel's"
+
+
+def _read(run_dir: Path) -> tuple[list[str], list[Answers]]:
+    config, metrics = load_config(run_dir / "config.toml"), read_metrics(run_dir / "metrics.jsonl")
+    names = [agent.name for agent in config.agents]
+    steps = [
+        _answers(read_rollouts(run_dir, step), names, metrics[step].values)
+        for step in logged_steps(run_dir)
+        if step in metrics
+    ]
+    if not steps:
+        raise ValueError(f"{run_dir} has no step with answers and metrics: name the folder of a run that was kept")
+    return names, steps
+
+
+def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], values: Mapping[str, float]) -> Answers:
+    most = max(answer["rollout"] for prompt in prompts for answer in prompt["answers"]) + 1
+    shape = (len(prompts), len(names), most)
+    rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    log_ratio_KPNG = torch.full((len(names), *shape), torch.nan, dtype=torch.float64)
+    for p, prompt in enumerate(prompts):
+        for answer in prompt["answers"]:
+            n, g = names.index(answer["agent"]), answer["rollout"]
+            log_ratio_KPNG[n, p, n, g] = 0.0
+            if answer["reward"] is not None:
+                rewards_PNG[p, n, g] = answer["reward"]
+                successes_PNG[p, n, g] = answer["verdict"] == "correct"
+            for learner, ratio in answer["ratio"].items():
+                if isinstance(ratio, float | int) and ratio > 0:
+                    log_ratio_KPNG[names.index(learner), p, n, g] = torch.tensor(ratio, dtype=torch.float64).log()
+    capability_N = torch.tensor([values[f"capability/{name}"] for name in names], dtype=torch.float64)
+    return Answers(rewards_PNG, successes_PNG, capability_N, log_ratio_KPNG)
+
+
+def _rows(pulls: Mapping[str, Pull | None], reference: str) -> Iterator[tuple[str, ...]]:
+    base = pulls[reference]
+    for name, pull in pulls.items():
+        if pull is None:
+            yield (name, *[NOTHING] * 5, "not screened")
+            continue
+        cosine, own = _cosine(pull.prompts_P, base.prompts_P), _cosine(pull.own_P, base.own_P)
+        over_own = pull.cross / float(pull.own_P.sum()) if pull.own_P.sum() else float("nan")
+        ratios = float(pull.prompts_P.sum() / base.prompts_P.sum()), pull.num_trained / max(1, base.num_trained)
+        said = "as the reference" if name != reference and min(cosine, own) >= SAME else ""
+        yield (name, f"{cosine:.3f}", f"{ratios[0]:.2f}", f"{own:.3f}", f"{over_own:.2f}", f"{ratios[1]:.2f}", said)
+
+
+def _cosine(one: Tensor, other: Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+
+
+def _notes() -> tuple[str, ...]:
+    return (
+        "Cosine: of the pulls of all prompts, sums of w A over answers with A > 0; own cosine: of the sums of |w A| over "
+        "own answers. Pull, trained answers: over the reference's.",
+        f"Methods whose two cosines are {SAME} or more learn what the reference learns.",
+    )
