@@ -42,7 +42,7 @@ DOORS = {
     "megatron": ("hacpo_mega/megatron/",),
     **dict.fromkeys(("transformer_engine", "apex", "amp_C"), ("hacpo_mega/megatron/",)),
     # and where an experiment's server imports it for the ranks that it forks
-    "vllm": ("hacpo_mega/rollout/", f"{LAB}experiments/preloaded.py"),
+    "vllm": ("hacpo_mega/rollout/", f"{LAB}preloaded.py"),
     "triton": ("kernels/hacpo_kernels/",),
     "tensorboard": ("hacpo_mega/logbook/files/metrics.py",),
     "matplotlib": ("hacpo_mega/report/", f"{LAB}throughput/figure.py"),

@@ -77,6 +77,6 @@ def test_the_command_prints_a_table_for_each_learner_and_names_what_it_cannot_sc
     done = run_here("screen", tmp_path / "grid.toml", run, "--beside", "longer")
     assert done.returncode == 2
     assert "--beside 'longer' cannot be screened: rollout.max_answer_tokens=30 changes the answers" in done.stderr
+    (run / "rollouts/step_000001.lane_0000.jsonl").unlink()
     with pytest.raises(ValueError, match="no step with answers and metrics"):
-        (run / "rollouts/step_000001.lane_0000.jsonl").unlink()
         screen(grid, run, "naive")

@@ -37,7 +37,7 @@ def test_no_name_under_tmpdir_keeps_the_server_from_its_imports(tmp_path):
     (shared / f"torchinductor_{getpass.getuser()}").touch()
     environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_DIR")}
     environment |= {"TMPDIR": str(shared), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    code = "import hacpo_lab.experiments.preloaded, torch._dynamo, torch._inductor.codecache"
+    code = "import hacpo_lab.preloaded, torch._dynamo, torch._inductor.codecache"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(shared.iterdir())) == 1

@@ -35,7 +35,7 @@ from hacpo_mega.logbook.run.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.models.files.documents import parse_json
 
-PRELOAD = "hacpo_lab.experiments.preloaded"
+PRELOAD = "hacpo_lab.preloaded"
 PEACE = "undisturbed_ranks"
 # Of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0

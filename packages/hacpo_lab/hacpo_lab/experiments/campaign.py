@@ -37,7 +37,7 @@ from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.visible import say
 
-PRELOAD = "hacpo_lab.experiments.preloaded"
+PRELOAD = "hacpo_lab.preloaded"
 LAST_LINES = 12  # of a failed rank's standard error
 
 TrainRank = Callable[[str, bool], None]

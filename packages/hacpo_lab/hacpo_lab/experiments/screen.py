@@ -1,6 +1,6 @@
-"""What the methods of a grid would have learnt from the answers of a run that was kept: their pulls, without training.
+"""The pulls of a grid's methods on the answers of a run that was kept: how much each prompt would count, untrained.
 
-An answer with advantage A and weight w adds w A grad log-prob to a learner's gradient (`d loss / d mean log-prob = -w A`).
+An answer with advantage A and weight w adds w A grad log-prob to its learner (d loss / d mean log-prob = -w A).
 The pull of a prompt is the sum of w A over its answers with A > 0: where every right answer is one text, a method that
 shares chooses nothing else than how much each prompt counts. A method whose pulls are another's, up to a factor that
 Adam removes, is not worth the seeds that could tell the two apart.
@@ -47,7 +47,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Pull:
-    """What a method would do to one learner.
+    """The effect of a method on one learner, per prompt and in sum.
 
     prompts_P    pull of each prompt, over all steps      own_P   sum of |w A| over its own answers
     cross        sum of |w A| over others' answers        num_trained   answers that it trains on
@@ -84,7 +84,7 @@ def screen(grid: Grid, run_dir: Path, reference: str, regime: str | None = None)
 
 
 def pull_of(steps: Sequence[Answers], learner: int, algorithm: AlgorithmConfig) -> Pull:
-    """What a method would do to a learner with the answers of some steps, each in one update."""
+    """Pull of a method on a learner by the answers of some steps, each in one update."""
     bounds = objective_bounds(algorithm)
     prompts, own, cross, num_trained = [], [], 0.0, 0
     for step in steps:
@@ -172,7 +172,7 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 def _notes() -> tuple[str, ...]:
     return (
-        "Cosine: of the pulls of all prompts, sums of w A over answers with A > 0; own cosine: of the sums of |w A| over "
-        "own answers. Pull, trained answers: over the reference's.",
+        "Cosine: of the pulls of all prompts, sums of w A over answers with A > 0; own cosine: of the sums of |w A| "
+        "over own answers. Pull, trained answers: over the reference's.",
         f"Methods whose two cosines are {SAME} or more learn what the reference learns.",
     )
