@@ -125,7 +125,7 @@ def own_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own") / "grid"
     short = ["num_steps=1", "training.prompts_per_step=4", "training.prompts_per_update=4", "data.skills=['mul']"]
     short += ["evaluation.num_prompts=8", "evaluation.every_steps=1", "rollout.rollouts_per_prompt=4"]
-    short += ["agents.*.init.warm_start={num_updates=120, batch_size=64, skills={mul={share=1.0}}}"]
+    short += ["agents.*.init.warm_start={num_updates=80, batch_size=64, skills={mul={share=1.0}}}"]
     table = {
         **{"results": str(folder / "results"), "work_dir": str(folder / "work"), "warm_starts": str(folder / "starts")},
         **{"seeds": [1, 2], "learning_rates": [2e-4], "keep_runs": True},
@@ -139,7 +139,7 @@ def own_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_seed_has_warm_starts_of_its_own_and_they_are_kept_with_their_digests(own_starts):
+def test_every_seed_has_warm_starts_of_its_own_with_their_digests(own_starts):
     runs = [json.loads(line) for line in (own_starts / "results/runs.jsonl").read_text().splitlines()]
     kept = [{name: folder_digest(own_starts / f"starts/mul/seed-{seed}" / name) for name in AGENTS} for seed in (1, 2)]
     assert [run["identity"]["models"] for run in runs] == kept
@@ -147,7 +147,7 @@ def test_every_seed_has_warm_starts_of_its_own_and_they_are_kept_with_their_dige
     assert runs[0]["identity"]["config"] == runs[1]["identity"]["config"]
 
 
-def test_the_final_answers_are_those_of_the_exported_models_to_the_whole_test_set(own_starts):
+def test_final_answers_are_those_of_the_exported_models(own_starts):
     """Greedy answers by Hugging Face, of the models that a run has exported, judged by the gold alone."""
     run = json.loads((own_starts / "results/runs.jsonl").read_text().splitlines()[0])
     final, examples = FinalAnswers.model_validate(run["final"]), examples_for_test("mul")

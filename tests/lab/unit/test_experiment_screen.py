@@ -9,7 +9,7 @@ from experiment_cases import make_grid
 from job import run_here
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_lab.experiments.screen import Answers, pull_of, screen
+from hacpo_lab.experiments.screen import ScreenedAnswers, pull_of, screen
 from hacpo_mega.config import load_config
 
 
@@ -27,7 +27,7 @@ def test_the_pull_of_naive_is_the_sum_by_hand(tmp_path):
     rewards_PNG = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
     log_ratio_KPNG = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
     log_ratio_KPNG[0, :, 1] = torch.tensor([0.5, 2.0]).log()
-    step = Answers(rewards_PNG, rewards_PNG == 1.0, torch.tensor([0.5, 0.5]), log_ratio_KPNG)
+    step = ScreenedAnswers(rewards_PNG, rewards_PNG == 1.0, torch.tensor([0.5, 0.5]), log_ratio_KPNG)
     found = pull_of([step, step], 0, algorithm_of(tmp_path, "algorithm.method='naive'"))
     assert found.prompts_P.tolist() == pytest.approx([0.5 + 0.5 * 0.5, 0.0] * 2, abs=1e-5)
     assert found.own_P.tolist() == pytest.approx([0.5 + 1.5, 0.0] * 2, abs=1e-5)
@@ -58,7 +58,7 @@ def run_folder(folder: Path) -> Path:
     return folder
 
 
-def test_the_command_prints_a_table_for_each_learner_and_names_what_it_cannot_screen(tmp_path):
+def test_a_table_for_each_learner_names_what_cannot_be_screened(tmp_path):
     run = run_folder(tmp_path / "run")
     methods = {
         "naive": {"set": ["algorithm.method=naive"]},

@@ -32,7 +32,7 @@ OF_ALGORITHM = "algorithm."
 
 
 @dataclass(frozen=True)
-class Answers:
+class ScreenedAnswers:
     """The judged answers of one step of a run.
 
     rewards_PNG      float64, NaN where unjudged      successes_PNG   bool      capability_N   float64
@@ -83,7 +83,7 @@ def screen(grid: Grid, run_dir: Path, reference: str, regime: str | None = None)
     return tables
 
 
-def pull_of(steps: Sequence[Answers], learner: int, algorithm: AlgorithmConfig) -> Pull:
+def pull_of(steps: Sequence[ScreenedAnswers], learner: int, algorithm: AlgorithmConfig) -> Pull:
     """Pull of a method on a learner by the answers of some steps, each in one update."""
     bounds = objective_bounds(algorithm)
     prompts, own, cross, num_trained = [], [], 0.0, 0
@@ -121,7 +121,7 @@ def _why_not(overrides: Sequence[str]) -> str:
     return f"{other} changes the answers" if other else "its objective is no kernel's"
 
 
-def _read(run_dir: Path) -> tuple[list[str], list[Answers]]:
+def _read(run_dir: Path) -> tuple[list[str], list[ScreenedAnswers]]:
     config, metrics = load_config(run_dir / "config.toml"), read_metrics(run_dir / "metrics.jsonl")
     names = [agent.name for agent in config.agents]
     steps = [
@@ -134,7 +134,9 @@ def _read(run_dir: Path) -> tuple[list[str], list[Answers]]:
     return names, steps
 
 
-def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], values: Mapping[str, float]) -> Answers:
+def _answers(
+    prompts: Sequence[Mapping[str, Any]], names: Sequence[str], values: Mapping[str, float]
+) -> ScreenedAnswers:
     most = max(answer["rollout"] for prompt in prompts for answer in prompt["answers"]) + 1
     shape = (len(prompts), len(names), most)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -150,7 +152,7 @@ def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], values:
                 if isinstance(ratio, float | int) and ratio > 0:
                     log_ratio_KPNG[names.index(learner), p, n, g] = torch.tensor(ratio, dtype=torch.float64).log()
     capability_N = torch.tensor([values[f"capability/{name}"] for name in names], dtype=torch.float64)
-    return Answers(rewards_PNG, successes_PNG, capability_N, log_ratio_KPNG)
+    return ScreenedAnswers(rewards_PNG, successes_PNG, capability_N, log_ratio_KPNG)
 
 
 def _rows(pulls: Mapping[str, Pull | None], reference: str) -> Iterator[tuple[str, ...]]:
