@@ -14,7 +14,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid verifiers-env measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
@@ -69,6 +69,13 @@ $(PEERS_VENV)/.installed: launch/lock/peers.txt
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/python -m pip install --quiet --no-deps --requirement $<
 	$(PEERS_VENV)/bin/python launch/lock/check.py $<
+	touch $@
+
+# verifiers, whose tasksets are environments of a run (launch/verifiers/program.py), in an environment of its own.
+verifiers-env: build/verifiers-env/.installed
+build/verifiers-env/.installed: launch/lock/verifiers.txt
+	$(PYTHON) -m venv build/verifiers-env
+	build/verifiers-env/bin/python -m pip install --quiet --no-deps --requirement $<
 	touch $@
 
 # What docs/measurements/throughput.md says was measured, on this machine, with nothing else to do: seconds, memory and bytes by
