@@ -5,10 +5,10 @@
     [data]
     files = ["tasks.jsonl"]     # build/verifiers-env/bin/python launch/verifiers/episodes.py rows TASKSET > tasks.jsonl
 
-verifiers lives in an environment of its own (`make verifiers-env`; VERIFIERS_PYTHON names another interpreter). Importing
-this module starts one process of it, for all conversations of a rank; it ends with the last of their processes. It
-reaches the model over each conversation's address alone, so the run has its record of the tokens. Not here: verifiers
-itself (episodes.py).
+verifiers lives in an environment of its own (`make verifiers-env`; VERIFIERS_PYTHON names another interpreter). This
+module starts one process of it as it is imported, for all conversations of a rank; it ends with the last of their
+processes. It reaches the model over each conversation's address alone, so the run has its record of the tokens. Not
+here: verifiers itself (episodes.py).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers in a run, by launch/verifiers; skipped where verifiers is not installed (make verifiers-env)."""
+"""Tasksets of verifiers in a run, by launch/verifiers; skipped where verifiers is absent (make verifiers-env)."""
 
 import os
 import subprocess
