@@ -255,7 +255,11 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
                 assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
     rollouts = [t.rollout for t in mine]
     judged = judged_rollouts(place, rollouts, [Judgement(t.verdict, t.reward) for t in mine])
-    rewards_PNG, successes_PNG, tokens_PNG = share_rewards(judged, len(prompts), place, 3)
+    rewards_PNG, successes_PNG, tokens_PNG, text_hash_PNG = share_rewards(judged, len(prompts), place, 3)
+    texts = [[[t.rollout.text for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
+    hash_of = dict(zip(np.array(texts).ravel(), text_hash_PNG.flatten().tolist(), strict=True))
+    assert len(set(hash_of.values())) == len(hash_of) > 1  # as many hashes as texts, and equal texts have equal ones
+    assert text_hash_PNG.flatten().tolist() == [hash_of[text] for text in np.array(texts).ravel()]
     assert tokens_PNG[1, -1].tolist() == [100 * prompts[1].index + 10 * (tokens_PNG.shape[1] - 1) + g for g in range(3)]
     pairs = [[[(t.reward, t.verdict) for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
     expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)

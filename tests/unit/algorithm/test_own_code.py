@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from method_cases import sequence_objective
+from method_cases import answers_of, judged, sequence_objective
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.algorithm import learning_of, named_objective
+from hacpo_mega.algorithm import learning_of, objective_loss
 from hacpo_mega.config import AlgorithmConfig, load_config
 from hacpo_mega.config.user_code import named_function, unfinished_import
 
@@ -21,22 +21,20 @@ EQUAL_N = torch.ones(2)
 
 def test_own_advantages_are_what_is_trained():
     config = AlgorithmConfig(method="naive", advantages=f"{FILE}:own_mean")
-    learning = learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, config)
+    learning = learning_of(judged(REWARDS_PNG, EQUAL_N, 0), config)
     assert learning.advantages_PNG.tolist() == [[[0.5, -0.5], [0.0, 0.0]], [[0.0, 0.0], [0.375, -0.375]]]
     assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[False, False], [True, True]]]
 
 
 def test_a_method_that_shares_nothing_shares_nothing():
     config = AlgorithmConfig(method="gspo", advantages=f"{FILE}:own_mean")
-    assert learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 1, config).advantages_PNG[:, 0].abs().sum() == 0.0
+    assert learning_of(judged(REWARDS_PNG, EQUAL_N, 1), config).advantages_PNG[:, 0].abs().sum() == 0.0
 
 
 @pytest.mark.parametrize("name, says", [("too_short", r"must return a tensor \(2, 2, 2\)"), ("infinite", "not finite")])
 def test_advantages_that_cannot_be_trained_are_refused(name, says):
     with pytest.raises(ValueError, match=says):
-        learning_of(
-            REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}")
-        )
+        learning_of(judged(REWARDS_PNG, EQUAL_N, 0), AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}"))
 
 
 def packed(logprob_R: torch.Tensor, name: str):
@@ -47,7 +45,7 @@ def packed(logprob_R: torch.Tensor, name: str):
     mean_B = torch.segment_reduce(logprob_R.detach(), "sum", offsets=starts.long()) / length_B
     rest = mean_B - shift_B, torch.tensor([1.0, 0.5, -2.0, 1.5]), torch.tensor([True, False, True, False]), length_B
     config = AlgorithmConfig(method="naive", objective=f"{FILE}:{name}")
-    return mean_B, rest, named_objective(logprob_R, starts, *rest, 0, config)
+    return mean_B, rest, objective_loss(answers_of(logprob_R, starts, *rest, 0), None, config)
 
 
 def test_an_own_objective_has_the_gradient_of_the_fused_one():
@@ -74,11 +72,14 @@ def test_an_objective_that_the_policy_does_not_enter_is_refused():
     "settings, says",
     [
         ({"algorithm": {"advantages": f"{FILE}:own_meen"}}, "has no function 'own_meen'; did you mean 'own_mean'?"),
-        ({"algorithm": {"advantages": f"{FILE}:clipped"}}, "takes 4 arguments, and is given 3"),
+        (
+            {"algorithm": {"advantages": f"{FILE}:clipped"}},
+            "takes 4 arguments; algorithm.advantages takes one, the record Judged",
+        ),
         ({"algorithm": {"objective": "absent.py:f"}}, "the file absent.py does not exist"),
         ({"algorithm": {"objective": f"{'x' * 5000}.py:f"}}, "xxx.py does not exist"),
         ({"algorithm": {"objective": "no_such_module:f"}}, "there is no module 'no_such_module'"),
-        ({"algorithm": {"method": "grpo", "objective": f"{FILE}:clipped"}}, "one ratio per answer"),
+        ({"algorithm": {"method": "grpo", "objective": f"{FILE}:clipped"}}, 'Set method = "gspo", which trains'),
         ({"logging": {"metrics": [f"{FILE}:fails", "else.py:fails"]}}, "names one twice"),
         ({"logging": {"metrics": ["length_of"]}}, "logging.metrics"),
         ({"logging": {"trackers": [f"{FILE}:Note"]}}, "has no class 'Note'; did you mean 'Notes'?"),
