@@ -59,7 +59,8 @@ class AlgorithmConfig(Section):
     cross_baseline: Literal["source", "learner"] = "source"
     """Baseline that another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
     capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """Average that is an agent's capability P_hat: of rewards, or of successes (reward.success)."""
+    """Average that is an agent's capability P_hat: of rewards, which is also what the authors' code does (it adds up
+    those above 0), or of successes (reward.success)."""
     capability_window: Count = 5
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True
@@ -186,7 +187,7 @@ class AlgorithmConfig(Section):
         if METHODS[self.method].reads_successes:
             return (self.method,)
         if self.uses_capability and self.capability_metric == "positive_rate":
-            return (f"capability ({'preset authors' if self.preset == 'authors' else 'positive_rate'})",)
+            return ("capability (positive_rate)",)
         return ()
 
     @property

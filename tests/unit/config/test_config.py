@@ -180,7 +180,7 @@ PARTS = "reward={parts={right={kind='arithmetic',weight=0.8},short={kind='x.py:b
     ("overrides", "readers", "advice"),
     [
         ((PARTS,), "pass@k and maj@k of eval", '"right", for the full'),
-        ((PARTS, "algorithm={preset='authors'}"), "capability (preset authors), pass@k", '"right", for the full'),
+        ((PARTS, "algorithm={preset='authors'}"), "for pass@k", '"right", for the full'),
         ((PARTS, "algorithm={method='sgt'}"), "sgt, pass@k", '"right", for the full'),
         ((PARTS, "algorithm={capability_metric='positive_rate'}"), "capability (positive_rate), ", '"right"'),
         (("reward={kind='x.py:brevity'}",), "pass@k", "the least reward of one, such as reward.success = 0.9"),
