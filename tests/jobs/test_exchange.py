@@ -16,7 +16,7 @@ from job import run_job
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Completion, Judgement, Prompt, Rollout, Score, Stop, Trajectory, Verdict
+from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import (
     ROW,
@@ -265,7 +265,23 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
     expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)
     torch.testing.assert_close(rewards_PNG, expected_PNG2[..., 0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(successes_PNG, expected_PNG2[..., 1] == Verdict.CORRECT) and successes_PNG.any()
+    check_token_logprobs(mine, pool, prompts, place)
     return place.lane_group.num_gathers if place.is_leader else 0
+
+
+def check_token_logprobs(mine: list[Trajectory], plain: Pool, prompts: tuple[Prompt, ...], place: Place) -> None:
+    """Log-probs of the scored tokens reach everybody if the leaders send them, and nothing else changes."""
+
+    def logprobs_of(t: Trajectory) -> np.ndarray:
+        return t.agent - 0.25 * np.arange(t.num_scored, dtype=np.float32)
+
+    scores = [None if t.rollout.rollout_index == 1 else Score(t.mean_logprob, logprobs_of(t)) for t in mine]
+    pool = exchange(scored_trajectories(mine, scores, by_token=True), prompts, place, rollouts_per_prompt=3)
+    for group_N, plain_N in zip(pool.trajectories_PNG, plain.trajectories_PNG, strict=True):
+        for t, without in zip(sum(group_N, ()), sum(plain_N, ()), strict=True):
+            assert bits(t) == bits(without) and t.rollout.logprobs is None and without.token_logprobs is None
+            sent = np.full(t.num_scored, np.nan) if t.rollout.rollout_index == 1 else logprobs_of(t)
+            np.testing.assert_array_equal(t.token_logprobs, sent)
 
 
 def check_deal(place: Place, rank_map: RankMap) -> int:

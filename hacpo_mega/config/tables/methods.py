@@ -23,12 +23,16 @@ COMMON = frozenset(
 )
 # Options of every method that trains on others' answers.
 SHARING = frozenset({"ratio_length", "kl_on"})
-# What HACPO's mechanisms are set by.
-MECHANISMS = frozenset(
-    {"cross_baseline", "capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
-    | {"capability_floor_per_step", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"}
-    | {"delta", "delta_step", "alpha", "cross_clip"}
+# What an agent's capability is, which functions of the user's get, too.
+CAPABILITY = frozenset(
+    {"capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
+    | {"capability_floor_per_step"}
 )
+# What HACPO's mechanisms are set by.
+MECHANISMS = CAPABILITY | {
+    *("cross_baseline", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"),
+    *("delta", "delta_step", "alpha", "cross_clip"),
+}
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,12 @@ UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
 
 
 def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:
-    """The options among `names` that a method does not read, in alphabetical order."""
-    return sorted(set(names) - COMMON - METHODS[method].reads)
+    """The options among `names` that a method does not read, in alphabetical order.
+
+    Advantages of the user's, if `names` has them, read the capability.
+    """
+    own = CAPABILITY if "advantages" in names else frozenset()
+    return sorted(set(names) - COMMON - METHODS[method].reads - own)
 
 
 def unread_beside(given: Mapping[str, Any]) -> dict[str, str]:
