@@ -12,12 +12,12 @@ as in `grpo`, and eps_high is EPS_HIGH.
 
 from torch import Tensor
 
-from hacpo_mega.algorithm import Answers
+from hacpo_mega.algorithm import PackedAnswers
 
 EPS_HIGH = 0.28
 
 
-def cispo(answers: Answers) -> Tensor:
+def cispo(answers: PackedAnswers) -> Tensor:
     """Loss of each answer [B]."""
     weight_R = answers.ratio_R.detach().clamp(max=1.0 + EPS_HIGH)
     return -answers.advantage_B * answers.mean(weight_R * answers.logprob_R)

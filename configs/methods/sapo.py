@@ -13,12 +13,12 @@ f'(1) = 1, and vanishes on both sides.
 import torch
 from torch import Tensor
 
-from hacpo_mega.algorithm import Answers
+from hacpo_mega.algorithm import PackedAnswers
 
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 
 
-def sapo(answers: Answers) -> Tensor:
+def sapo(answers: PackedAnswers) -> Tensor:
     """Loss of each answer [B]."""
     positive_B = torch.full_like(answers.advantage_B, TAU_POSITIVE)
     tau_R = answers.by_token(positive_B.masked_fill(answers.advantage_B <= 0.0, TAU_NEGATIVE))

@@ -15,7 +15,7 @@ from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
 from hacpo_mega.algorithm import (
-    Answers,
+    PackedAnswers,
     has_own_objective,
     kl_penalty,
     mean_logprobs,
@@ -136,7 +136,7 @@ class PolicyLoss:
         assert is_scored == {False} and self.update_index == 0, (is_scored, self.update_index)
         return mean_logprobs(token_logprob_R.detach(), batch.row_cu_seqlens_B)
 
-    def _answers(self, logprob_R: Tensor, samples: SampleColumns, batch: MicroBatch) -> Answers:
+    def _answers(self, logprob_R: Tensor, samples: SampleColumns, batch: MicroBatch) -> PackedAnswers:
         """The record of an objective that no kernel has."""
         device, bound = logprob_R.device, self.config.log_ratio_clamp
         starts_B1 = batch.row_cu_seqlens_B.to(device, torch.int64, non_blocking=True)
@@ -145,7 +145,7 @@ class PolicyLoss:
         old_R, logprob_R = self._old(logprob_R, batch.sequences).double(), logprob_R.double()
         length_B = samples.length_B.double()
         mean_B = torch.segment_reduce(logprob_R, "sum", offsets=starts_B1) / length_B
-        return Answers(
+        return PackedAnswers(
             logprob_R=logprob_R,
             old_logprob_R=old_R,
             starts_B1=starts_B1,

@@ -1,7 +1,7 @@
 """The paper: HACPO (arXiv 2603.02604) as pure functions on tensors. No collectives, files, logging or tokenizers."""
 
 from hacpo_mega.algorithm.advantage import REWARD_TOLERANCE, hacpo_advantages
-from hacpo_mega.algorithm.answers import Answers
+from hacpo_mega.algorithm.answers import PackedAnswers
 from hacpo_mega.algorithm.capability import CapabilityTracker, capability_ratios, reward_tally, skill_tally
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
 from hacpo_mega.algorithm.engine_correction import engine_weights, scale_gradient
@@ -20,10 +20,10 @@ from hacpo_mega.algorithm.own_functions import objective_loss, reads_skills, rea
 
 __all__ = [
     "REWARD_TOLERANCE",
-    "Answers",
     "CapabilityTracker",
     "GradientProducts",
     "Judged",
+    "PackedAnswers",
     "advantages_of",
     "capability_ratios",
     "engine_weights",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Answers:
+class PackedAnswers:
     """B answers of one learner, own and others', with R trained tokens end to end; all numbers float64.
 
     logprob_R        log-prob of each trained token under the learner now, nats; differentiable
@@ -26,7 +26,8 @@ class Answers:
     length_B         token count that divides the learner's sum of log-probs in log_ratio_B (`ratio_length`)
     update_index     m, the updates already made in this step
     step, num_steps  the current step, from 1, and the last one
-    A micro-batch has some of an update's answers, chosen by their length: a result must not depend on the others.
+    A micro-batch has some of an update's answers, chosen by their length: a result must not depend on the others. A NaN
+    that enters exp reaches the gradient even behind torch.where: replace it first.
     """
 
     logprob_R: Tensor

@@ -15,7 +15,8 @@ Both texts are token-level, and their own answers GRPO's. `ratio_level = "token"
 others' answers
     sgt      -A mean log-prob, which needs no ratio
     f_tis    -1/|b| sum_t sg[min(r_t, C)] A logprob_t, 0 where A < 0 and sum_t (old_t - logprob_t) > g nats
-f_tis then needs log-probs of the source's tokens, which exist where all agents have one tokenizer.
+C = 2 and g = 50 are what summaries of the paper say; its own text was not at hand. f_tis then needs log-probs of the
+source's tokens, which exist where all agents have one tokenizer.
 
 Not here: functions of the user's in place of a method's (own_functions.py).
 """
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages, own_advantages
-from hacpo_mega.algorithm.answers import Answers
+from hacpo_mega.algorithm.answers import PackedAnswers
 from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.algorithm.own_functions import named_advantages
 from hacpo_mega.config import AlgorithmConfig
@@ -44,8 +45,8 @@ class MethodFunctions(NamedTuple):
     """
 
     advantages: Callable[[Judged, AlgorithmConfig], Tensor]
-    objective: Callable[[Answers, AlgorithmConfig], Tensor] | None = None
-    by_token: Callable[[Answers, AlgorithmConfig], Tensor] | None = None
+    objective: Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None = None
+    by_token: Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None = None
 
 
 def advantages_of(judged: Judged, config: AlgorithmConfig) -> Tensor:
@@ -65,7 +66,7 @@ def has_own_objective(config: AlgorithmConfig) -> bool:
     return config.objective is not None or objective_of(config) is not None
 
 
-def objective_of(config: AlgorithmConfig) -> Callable[[Answers, AlgorithmConfig], Tensor] | None:
+def objective_of(config: AlgorithmConfig) -> Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None:
     """The method's objective that replaces the kernels'; None for the kernels', and for a function of the user's."""
     if config.objective is not None:
         return None
@@ -105,26 +106,26 @@ def f_tis_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     return own_advantages(rewards_PNG.reshape(num_prompts, 1, -1), 0, config).reshape(rewards_PNG.shape)
 
 
-def clipped_by_token(answers: Answers, config: AlgorithmConfig) -> Tensor:
+def clipped_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """GRPO's loss: -1/|b| sum_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A), float64 [B], for own answers."""
     ratio_R, advantage_R = known_ratios(answers, config), answers.by_token(answers.advantage_B)
     clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
     return answers.mean(-torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R))
 
 
-def known_ratios(answers: Answers, config: AlgorithmConfig) -> Tensor:
+def known_ratios(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """r_t of each token [R], its log within log_ratio_clamp; 1 where there is no old log-prob."""
     difference_R = (answers.logprob_R - answers.old_logprob_R).nan_to_num()
     return difference_R.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
 
 
-def sgt_by_token(answers: Answers, config: AlgorithmConfig) -> Tensor:
+def sgt_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """Own answers as GRPO's; a followed answer: -A mean log-prob. float64 [B]."""
     followed_B = -answers.advantage_B * answers.mean(answers.logprob_R)
     return torch.where(answers.is_self_B, clipped_by_token(answers, config), followed_B)
 
 
-def f_tis_by_token(answers: Answers, config: AlgorithmConfig) -> Tensor:
+def f_tis_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
     """Own answers as GRPO's; others' as the file says. float64 [B]; NaN where an answer has no old log-probs."""
     weight_R = (answers.logprob_R.detach() - answers.old_logprob_R).exp().clamp(max=config.ratio_cap)
     divergence_B = answers.sum((answers.old_logprob_R - answers.logprob_R).detach())

@@ -3,7 +3,7 @@
     [algorithm]
     method = "naive"                          # who learns from whom
     advantages = "mine.py:advantages"         # Judged -> advantages_PNG
-    objective = "mine.py:objective"           # Answers -> loss_B
+    objective = "mine.py:objective"           # PackedAnswers -> loss_B
 
 All must be pure: every rank computes them for itself, and a different result would train a different model. An
 objective is differentiated by autograd, in float64 torch, instead of the fused kernel. Functions of version 0.2 took
@@ -18,7 +18,7 @@ import torch
 from hacpo_kernels import SequenceTerms
 from torch import Tensor
 
-from hacpo_mega.algorithm.answers import Answers
+from hacpo_mega.algorithm.answers import PackedAnswers
 from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.config.user_code import named_function, takes_record
@@ -63,7 +63,7 @@ def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
 
 
 def objective_loss(
-    answers: Answers, function: Callable[..., Tensor] | None, config: AlgorithmConfig
+    answers: PackedAnswers, function: Callable[..., Tensor] | None, config: AlgorithmConfig
 ) -> tuple[Tensor, SequenceTerms]:
     """Loss of packed answers by a method's function, or by the user's (None): (loss_B, terms), float64.
 
@@ -89,7 +89,7 @@ def objective_loss(
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
 
 
-def _weights(loss_B: Tensor, answers: Answers, name: str) -> Tensor:
+def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
     """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
     if not answers.logprob_R.requires_grad:
         return torch.zeros_like(answers.advantage_B)

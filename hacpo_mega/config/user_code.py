@@ -88,7 +88,7 @@ ENVIRONMENTS = {
 TOLD_BYTES = 1 << 16
 # Functions of [algorithm]: the record that each is given alone, and its arguments in version 0.2, which are taken until
 # version 0.4: what is called with which follows from its parameters (`_form`).
-RECORDS = {"advantages": "Judged", "objective": "Answers"}
+RECORDS = {"advantages": "Judged", "objective": "PackedAnswers"}
 ARGUMENTS = {
     "advantages": ("rewards_PNG", "capability_N", "learner"),
     "objective": ("log_ratio_B", "advantage_B", "is_self_B", "update_index"),
@@ -175,7 +175,7 @@ def takes_record(key: str, name: str) -> bool:
 
 
 def _form(key: str, takes: Callable[[int], bool]) -> str | None:
-    """How a function of `key` is called, given what numbers of arguments it takes; None for one that takes neither."""
+    """Form of the call of a function, by the numbers of arguments that it takes; None for one that takes neither."""
     return "arguments" if takes(len(ARGUMENTS[key])) else "record" if takes(1) else None
 
 

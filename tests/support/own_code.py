@@ -25,7 +25,7 @@ def of_columns(answers):
 
 
 def two_arguments(first, second):
-    """What neither advantages nor an objective are called with."""
+    """Parameters that neither advantages nor an objective are called with."""
     return first
 
 

@@ -70,7 +70,7 @@ def several_tokenizers(names: Sequence[str]) -> str:
 
 
 def one_tokenizer_problem(config: Config) -> Iterator[str]:
-    """That line, as far as files tell (samples/learner_view.py asks the tokenizers themselves)."""
+    """Yields that line, as far as files tell (samples/learner_view.py asks the tokenizers themselves)."""
     if not config.algorithm.needs_one_tokenizer:
         return
     try:

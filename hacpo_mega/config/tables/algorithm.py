@@ -53,7 +53,7 @@ class AlgorithmConfig(Section):
     hacpo_mega.algorithm to a tensor [P, N, G]."""
     objective: OwnFunction | None = None
     """FILE.py:function or module:function of your own that replaces the method's objective, for own and others'
-    answers: from the record Answers of hacpo_mega.algorithm to the loss of each answer."""
+    answers: from the record PackedAnswers of hacpo_mega.algorithm to the loss of each answer."""
 
     # Capability (eq. 9) and advantage (eq. 10)
     cross_baseline: Literal["source", "learner"] = "source"
@@ -157,7 +157,7 @@ class AlgorithmConfig(Section):
         if self.objective is not None and self.method == "grpo":
             raise ValueError(
                 "objective replaces that of method 'grpo', whose clip it does not read. Set method = \"gspo\", which "
-                "trains on the same answers; the function gets token log-probs from the record Answers"
+                "trains on the same answers; the function gets token log-probs from the record PackedAnswers"
             )
         return self
 

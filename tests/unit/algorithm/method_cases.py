@@ -6,7 +6,7 @@ import torch
 from hacpo_kernels import ObjectiveStats, objective_from_mean, objective_stats
 from torch import Tensor
 
-from hacpo_mega.algorithm import Answers, Judged, objective_bounds
+from hacpo_mega.algorithm import Judged, PackedAnswers, objective_bounds
 from hacpo_mega.config import AlgorithmConfig
 
 NAN = math.nan
@@ -64,11 +64,11 @@ def answers_of(
     length_B: Tensor,
     update_index: int,
     old_logprob_R: Tensor | None = None,
-) -> Answers:
+) -> PackedAnswers:
     """The record of an objective, with ratios within 20 nats."""
     starts_B1, none_B = starts_B1.long(), torch.zeros(len(length_B), dtype=torch.int64)
     mean_B = torch.segment_reduce(logprob_R.double(), "sum", offsets=starts_B1) / length_B.double()
     log_ratio_B = (mean_B - source_logprob_B.double()).clamp(-20.0, 20.0)
     old_R = torch.full_like(logprob_R.detach(), NAN) if old_logprob_R is None else old_logprob_R
     columns = log_ratio_B, advantage_B.double(), is_self_B, none_B, none_B, length_B.double()
-    return Answers(logprob_R, old_R, starts_B1, *columns, update_index)
+    return PackedAnswers(logprob_R, old_R, starts_B1, *columns, update_index)

@@ -274,7 +274,7 @@ def test_capability_metric_floor_and_unknown_agents():
     assert tracker.values().tolist() == pytest.approx([0.3, 0.2, 0.4])
 
 
-def test_capability_of_the_authors_is_what_positive_answers_earned_over_all_answers():
+def test_capability_of_the_authors_is_the_mean_of_what_answers_earned():
     """.8 right, .2 brevity: every answer earns something, a half and a quarter are right, one is unjudged. Their code
     adds up the rewards above 0 and divides by the number of answers; `positive_rate` counts successes instead.
     """

@@ -134,7 +134,7 @@ def test_advantages_get_the_capability_of_each_skill_and_the_step():
 
 
 @pytest.mark.parametrize("key", ["advantages", "objective"])
-def test_a_function_that_takes_neither_the_record_nor_the_older_arguments_is_one_line(tmp_path, key):
+def test_a_function_of_other_parameters_is_one_line(tmp_path, key):
     (tmp_path / "made.py").write_text("import functools\ntwo = functools.partial(lambda a, b: a)\n")
     with pytest.raises(
         ValueError, match=rf"\Aalgorithm\.{key}: '.*made.py:two' takes \(a, b\); algorithm\.{key} takes "

@@ -113,7 +113,7 @@ def test_the_limit_of_an_answer_is_the_texts_and_borders_are_kept():
 
 @given(seed=st.integers(0, 2**16), shift=st.floats(-0.6, 1.5))
 @settings(max_examples=25)
-def test_f_tis_by_token_is_that_by_answer_where_all_tokens_of_an_answer_have_one_ratio(seed, shift):
+def test_f_tis_by_token_is_that_by_answer_where_tokens_have_one_ratio(seed, shift):
     """And no limit acts: min(r_t, C) is then min(s, C), and 1/|b| sum logprob_t the mean log-prob."""
     found = [(now, now - shift, A, False) for now, _, A, _ in cases(seed)]
     tokens_R, starts, source_B, advantage_B, is_self_B, length_B = packed(found)
