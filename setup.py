@@ -67,7 +67,7 @@ setup(
         "hacpo_kernels": ["py.typed"],
         "hacpo_lab": ["py.typed"],
         "hacpo_mega.launch": ["*.sh", "*.sbatch"],
-        "hacpo_mega.configs": ["*.toml", "*/*.toml"],
+        "hacpo_mega.configs": ["*.toml", "*/*.toml", "*/*.py"],
     },
     entry_points={
         "console_scripts": ["hacpo-mega = hacpo_mega.cli:main"],

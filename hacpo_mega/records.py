@@ -216,7 +216,8 @@ class Trajectory:
     `mean_logprob` (fp32 nats) is over the `num_scored` tokens that the source's own loss would train: without the final
     EOS if `eos_in_loss` is off. It is NaN, over 0 tokens, if no agent trains on the answer. `reward` is NaN exactly
     when the answer is unjudged. `engine_weight` multiplies the answer's advantage for every learner
-    (algorithm/engine_correction.py): 1 without a correction by sequence.
+    (algorithm/engine_correction.py): 1 without a correction by sequence. `token_logprobs` are those that `mean_logprob`
+    is the mean of, float32 [num_scored], if an objective reads them (algorithm/own_functions.py).
     """
 
     agent: int
@@ -226,10 +227,12 @@ class Trajectory:
     mean_logprob: float
     num_scored: int
     engine_weight: float = 1.0
+    token_logprobs: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         assert self.verdict.allows(self.reward), (self.verdict, self.reward)
         assert 0 <= self.num_scored <= len(self.rollout.token_ids), self.num_scored
+        assert self.token_logprobs is None or self.token_logprobs.shape == (self.num_scored,), self.num_scored
 
     @property
     def is_judged(self) -> bool:
@@ -329,9 +332,9 @@ class Sample(TokenSequence):
     length            token count that divides the learner's log-prob sum (`ratio_length`)
     token_weights     own answers, with engine correction by token: factor of each trained token's gradient, float32
                       [num_trained]; None scales none
-    old_logprobs      own answers: log-prob of each trained token under the actor before the step's first update,
-                      float32 [num_trained] nats; None for others' answers, whose source has other tokens, and without a
-                      score
+    old_logprobs      log-prob of each trained token under the source's actor before the step's first update, float32
+                      [num_trained] nats; None without a score, for answers whose source has other tokens, and for all
+                      others' answers unless an objective reads them
     """
 
     source: int

@@ -1,6 +1,9 @@
-"""Draws docs/images/theory.png: where Theorems 4.1 and 4.3 of HACPO (arXiv 2603.02604) hold, by simulation.
+"""Draws docs/images/theory.png: where Theorems 4.1 and 4.3 of HACPO (arXiv 2603.02604) hold.
 
     python docs/images/draw_theory.py
+
+Prints the exact numbers of docs/measurements/theory.md, too: an omega that is known leaves (G + 1)^2 outcomes of a
+prompt, which are all enumerated. What estimates omega, and random policies, are simulated.
 
 Omega, baselines and objective are the functions that train.
 Left, Theorem 4.1: the mean of R - mu over own answers is 0 when omega is the ratio of expected rewards; here omega is
@@ -8,24 +11,26 @@ estimated over a window of K steps. A weak and a strong agent answer prompts of 
 Bernoulli, bars are two standard errors. Right, Theorem 4.3: the cross gradient points along the own one. A policy is a
 table, softmax(theta[t, v]) for each of five tokens, so that all answers are summed exactly; an answer is right with
 three tokens 0. The source is `distance` random logits away from the learner, and better by .7 on every right token.
-Shapes: R replications, P prompts, N agents, G answers, L difficulties; T tokens of V kinds, A = V^T answers.
+Shapes: R replications, P prompts, N agents, G answers, L difficulties; T tokens of V kinds, A = V^T answers; O outcomes
+of a prompt of any difficulty, each with its probability.
 """
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from hacpo_kernels import objective_from_mean
 from torch import Tensor
 
-from hacpo_mega.algorithm import CapabilityTracker, capability_ratios, objective_bounds
+from hacpo_mega.algorithm import CapabilityTracker, capability_ratios, hacpo_advantages, objective_bounds
 from hacpo_mega.algorithm.advantage import joint_baselines
 from hacpo_mega.config import AlgorithmConfig
 
 HERE = Path(__file__).parent
 # In logits, and logits a step: agents weak and strong, of which the weak one improves four times as fast.
-ABILITY_N, SPEED_N = torch.tensor([-1.0, 0.7]).double(), torch.tensor([0.02, 0.005]).double()
+ABILITY_N, SPEED_N = torch.tensor([[-1.0, 0.7], [0.02, 0.005]], dtype=torch.float64)
 DIFFICULTY_L = torch.tensor([-2.0, 0.0, 2.0]).double()
 REPLICATIONS, PROMPTS, ANSWERS = 1500, 16, 8
 WINDOWS = (1, 5, 20, 100)
@@ -40,6 +45,75 @@ SETTINGS = {
     "baseline_guard": ({"baseline_guard": True}, ORANGE),
     'cross_baseline = "learner"': ({"cross_baseline": "learner"}, GREEN),
 }
+
+
+def outcomes() -> tuple[Tensor, Tensor]:
+    """Rewards [O, N, G] of every outcome, right answers first, and their chances [L, O], of sum 1 / L at each level."""
+    right_ON = torch.tensor(list(itertools.product(range(ANSWERS + 1), repeat=2)))
+    rewards_ONG = (torch.arange(ANSWERS) < right_ON[:, :, None]).double()
+    success_LN = torch.sigmoid(ABILITY_N - DIFFICULTY_L[:, None])
+    binomial_LON = torch.distributions.Binomial(ANSWERS, success_LN[:, None]).log_prob(right_ON.double()).exp()
+    return rewards_ONG, binomial_LON.prod(dim=2) / len(DIFFICULTY_L)
+
+
+def exact_numbers(options: dict[str, Any], *, knows_omega: bool = True) -> dict[str, list[float]]:
+    """Means of omega (R - mu) and of the advantage, and the variance of the advantage over that of the plain group.
+
+    Four numbers each: weak learner on its own answers, on the strong agent's, strong learner on the weak agent's, on
+    its own. `knows_omega`: the ratio of expected rewards, else 1.
+    """
+    rewards_ONG, chance_LO = outcomes()
+    chance_O = chance_LO.sum(dim=0)
+    expected_N = torch.sigmoid(ABILITY_N - DIFFICULTY_L[:, None]).mean(dim=0)
+    config, plain = AlgorithmConfig(**options), AlgorithmConfig(method="naive")
+    capability_N = expected_N if knows_omega else torch.ones(2).double()
+    omega_NN = capability_ratios(capability_N, config.omega_clip)
+    mu_ON = joint_baselines(rewards_ONG, omega_NN, config.baseline_guard)
+    found: dict[str, list[float]] = {"R - mu": [], "advantage": [], "variance": []}
+    for learner, source in itertools.product(range(2), repeat=2):
+        of = learner if config.cross_baseline == "learner" else source
+        surplus_OG = omega_NN[source, learner] * (rewards_ONG[:, source] - mu_ON[:, of, None])
+        found["R - mu"].append((chance_O @ surplus_OG.mean(dim=1)).item())
+        ours, other = (hacpo_advantages(rewards_ONG, capability_N, learner, c)[:, source] for c in (config, plain))
+        found["advantage"].append((chance_O @ ours.mean(dim=1)).item())
+        found["variance"].append((variance(ours, chance_O) / variance(other, chance_O)).item())
+    return found
+
+
+def variance(advantage_OG: Tensor, chance_O: Tensor) -> Tensor:
+    """Variance of one answer's advantage."""
+    return chance_O @ advantage_OG.square().mean(dim=1) - (chance_O @ advantage_OG.mean(dim=1)) ** 2
+
+
+def exact_by_difficulty() -> dict[str, list[float]]:
+    """E[R - mu] of each agent's own answers under the oracle, and the chance that its baseline is above 1, [L] each."""
+    rewards_ONG, chance_LO = outcomes()
+    expected_N = torch.sigmoid(ABILITY_N - DIFFICULTY_L[:, None]).mean(dim=0)
+    mu_ON = joint_baselines(rewards_ONG, capability_ratios(expected_N, None), False)
+    chance_LO = chance_LO * len(DIFFICULTY_L)
+    surplus_LN = chance_LO @ (rewards_ONG.mean(dim=2) - mu_ON)
+    above_LN = chance_LO @ (mu_ON > 1.0 + 1e-12).double()
+    return {
+        f"{name} {what}": values_LN[:, n].tolist()
+        for n, name in enumerate(("weak", "strong"))
+        for what, values_LN in (("R - mu", surplus_LN), ("mu > 1", above_LN))
+    }
+
+
+EXACT = {
+    "oracle": ({}, True),
+    "omega = 1": ({}, False),
+    "oracle, authors": ({"preset": "authors"}, True),
+}
+
+
+def print_exact() -> None:
+    """The tables of docs/measurements/theory.md that are exact."""
+    for name, (options, knows_omega) in EXACT.items():
+        for what, values in exact_numbers(options, knows_omega=knows_omega).items():
+            print(f"{name}: {what}: {', '.join(f'{value:.4f}' for value in values)}")
+    for what, values in exact_by_difficulty().items():
+        print(f"oracle, {what}: {', '.join(f'{value:.4f}' for value in values)} (easy, medium, hard)")
 
 
 def drawn_step(age: int, generator: torch.Generator) -> Tensor:
@@ -132,7 +206,8 @@ def draw_opposed(axis: plt.Axes) -> None:
 
 
 def main() -> None:
-    """Draws the picture and writes it beside this file."""
+    """Draws the picture and writes it beside this file; prints the exact numbers."""
+    print_exact()
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.4), dpi=150, layout="constrained")
     draw_bias(axes[0], torch.Generator().manual_seed(0))
     draw_opposed(axes[1])

@@ -152,12 +152,33 @@ def _is_property(node: ast.AST) -> bool:
 
 
 Page = Callable[[], str]
+
+
+def own_methods() -> str:
+    """The records that functions of the user's get, and the examples in configs/methods."""
+    more = "What `algorithm.advantages` and `algorithm.objective` get ([guide](../guide/methods.md#your-own))."
+    parts = ["# Methods of your own", NOTE, more]
+    for file in ("judged", "answers"):
+        tree = ast.parse((ROOT / "hacpo_mega" / "algorithm" / f"{file}.py").read_text(encoding="utf-8"))
+        record = next(node for node in tree.body if isinstance(node, ast.ClassDef))
+        parts += [f"## `{record.name}`", f"```\n{ast.get_docstring(record)}\n```"]
+        asked = (node for node in record.body if isinstance(node, ast.FunctionDef))
+        rows = ([f"`{node.name}`", " ".join((ast.get_docstring(node) or "").split())] for node in asked)
+        if table := _table(["also has", "what it is"], rows) if file == "answers" else "":
+            parts.append(table)
+    for path in sorted((ROOT / "configs" / "methods").glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        parts += [f"## `{path.relative_to(ROOT).as_posix()}`", f"```\n{text}\n```"]
+    return _page(parts)
+
+
 PAGES: dict[str, Page] = {
     "configuration.md": configuration,
     "commands.md": commands,
     "metrics.md": metrics,
     "api.md": api,
     "models.md": models,
+    "own-methods.md": own_methods,
 }
 
 

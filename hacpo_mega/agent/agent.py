@@ -87,7 +87,7 @@ class Agent:
         self.name, self.index = spec.name, place.agent
         self._algorithm = config.algorithm
         self._logs_tokens = config.logging.rollout_tokens
-        self._num_agents, self._replays = len(config.agents), spec.router_replay
+        self._num_agents, self._replays, self._num_steps = len(config.agents), spec.router_replay, config.num_steps
         self._sampling, self._takes_engine_scores = config.rollout, config.engine_scores
         self._shows_gap = config.engine_scores and not config.mode.one_step_off
         self._in_first_update = config.scores_in_first_update
@@ -211,14 +211,17 @@ class Agent:
         """Splits this cell's samples of the lane's `prompts` into the step's optimizer updates."""
         return plan_updates(samples, [prompt.index for prompt in prompts], self._prompts_per_update)
 
-    def learn(self, update: Sequence[Sample], update_index: int) -> UpdateStats:
-        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks."""
+    def learn(self, update: Sequence[Sample], update_index: int, step: int) -> UpdateStats:
+        """One optimizer step on this cell's samples of the update. Collective over the agent's ranks.
+
+        `step` counts from 1, `update_index` from 0 within the step.
+        """
         # Only own answers have a replayed routing, so others' answers must not share their prompts.
         is_apart = update_index == 0 or self._replays or self._repeats_scoring
         packing = None if is_apart else self.actor.pack
-        return self.actor.learn(update, self._policy_loss(update, update_index), packing)
+        return self.actor.learn(update, self._policy_loss(update, update_index, step), packing)
 
-    def diagnose(self, update: Sequence[Sample], update_index: int) -> GradientProducts:
+    def diagnose(self, update: Sequence[Sample], update_index: int, step: int) -> GradientProducts:
         """Gradient norms and inner products of own answers and of every other source, under the loss of `learn`.
 
         Group 0 holds own answers, the others follow by agent index. The agent is bit-identical afterwards. Collective
@@ -226,12 +229,14 @@ class Agent:
         """
         sources = (self.index, *(j for j in range(self._num_agents) if j != self.index))
         groups = [[sample for sample in update if sample.source == source] for source in sources]
-        return self.actor.gradient_products(groups, self._policy_loss(update, update_index))
+        return self.actor.gradient_products(groups, self._policy_loss(update, update_index, step))
 
-    def _policy_loss(self, update: Sequence[Sample], update_index: int) -> PolicyLoss:
+    def _policy_loss(self, update: Sequence[Sample], update_index: int, step: int) -> PolicyLoss:
         reference = self._reference_logprobs(update)
         keeps_tokens = self._logs_tokens or (self._shows_gap and update_index == 0)
-        return PolicyLoss(update_index, self._weight, self._algorithm, reference, keeps_tokens)
+        return PolicyLoss(
+            update_index, self._weight, self._algorithm, reference, keeps_tokens, step=step, num_steps=self._num_steps
+        )
 
     def describe(
         self,

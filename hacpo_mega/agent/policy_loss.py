@@ -15,11 +15,13 @@ from hacpo_kernels import SequenceTerms, packed_objective
 from torch import Tensor
 
 from hacpo_mega.algorithm import (
+    PackedAnswers,
     has_own_objective,
     kl_penalty,
     mean_logprobs,
-    named_objective,
     objective_bounds,
+    objective_loss,
+    objective_of,
     scale_gradient,
     token_objective,
 )
@@ -66,8 +68,9 @@ class SampleColumns(NamedTuple):
 class PolicyLoss:
     """Loss function of one update.
 
-    reference      token log-probs of the initial policy, where KL needs them
-    keeps_tokens   whether the report has the log-prob of every token
+    reference        token log-probs of the initial policy, where KL needs them
+    keeps_tokens     whether the report has the log-prob of every token
+    step, num_steps  the current step, from 1, and the last one, for objectives of the user's
     """
 
     update_index: int
@@ -75,6 +78,8 @@ class PolicyLoss:
     config: AlgorithmConfig
     reference: Mapping[SampleKey, np.ndarray]
     keeps_tokens: bool = False
+    step: int = 1
+    num_steps: int = 1
 
     def __call__(self, token_logprob_R: Tensor, batch: MicroBatch) -> tuple[Tensor, BatchReport]:
         """Sum of the losses of packed sequences, each times `weight` (algorithm.sample_weight), and the report."""
@@ -83,11 +88,13 @@ class PolicyLoss:
         if mean_B is not None:
             samples = samples._replace(source_logprob_B=mean_B)
         weighted_R, cu_seqlens = weighted_by_token(token_logprob_R, batch.sequences), batch.row_cu_seqlens_B
-        if self.config.is_token_level:
+        if has_own_objective(self.config):
+            answers = self._answers(weighted_R, samples, batch)
+            loss_B, terms = objective_loss(answers, objective_of(self.config), self.config)
+            loss_B = loss_B.to(token_logprob_R.dtype)
+        elif self.config.is_token_level:
             old_R = self._old(token_logprob_R, batch.sequences)
             loss_B, terms = token_objective(weighted_R, old_R, samples.advantage_B, cu_seqlens, self.config)
-        elif has_own_objective(self.config):
-            loss_B, terms = named_objective(weighted_R, cu_seqlens, *samples, self.update_index, self.config)
         else:
             loss_B, _, terms = packed_objective(
                 weighted_R,
@@ -129,11 +136,39 @@ class PolicyLoss:
         assert is_scored == {False} and self.update_index == 0, (is_scored, self.update_index)
         return mean_logprobs(token_logprob_R.detach(), batch.row_cu_seqlens_B)
 
+    def _answers(self, logprob_R: Tensor, samples: SampleColumns, batch: MicroBatch) -> PackedAnswers:
+        """The record of an objective that no kernel has."""
+        device, bound = logprob_R.device, self.config.log_ratio_clamp
+        starts_B1 = batch.row_cu_seqlens_B.to(device, torch.int64, non_blocking=True)
+        places = [(sample.source, sample.prompt_index) for sample in batch.sequences]
+        (places_B2,) = send((torch.tensor(places, dtype=torch.int64),), device)
+        old_R, logprob_R = self._old(logprob_R, batch.sequences).double(), logprob_R.double()
+        length_B = samples.length_B.double()
+        mean_B = torch.segment_reduce(logprob_R, "sum", offsets=starts_B1) / length_B
+        return PackedAnswers(
+            logprob_R=logprob_R,
+            old_logprob_R=old_R,
+            starts_B1=starts_B1,
+            log_ratio_B=(mean_B - samples.source_logprob_B.double()).clamp(-bound, bound),
+            advantage_B=samples.advantage_B.double(),
+            is_self_B=samples.is_self_B,
+            source_B=places_B2[:, 0],
+            prompt_B=places_B2[:, 1],
+            length_B=length_B,
+            update_index=self.update_index,
+            step=self.step,
+            num_steps=self.num_steps,
+        )
+
     def _old(self, token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Log-prob of each trained token before the step's first update, [R]; in that update, the current one."""
+        """Log-prob of each trained token before the step's first update, [R]; in that update, the current one.
+
+        NaN for others' answers whose tokens the learner does not share with their source.
+        """
         if samples[0].source_logprob is None:
             return token_logprob_R.detach()
-        return _sent([sample.old_logprobs for sample in samples], token_logprob_R.device)
+        old = (np.full(s.num_trained, np.nan) if s.old_logprobs is None else s.old_logprobs for s in samples)
+        return _sent([values.astype(np.float32, copy=False) for values in old], token_logprob_R.device)
 
 
 def weighted_by_token(token_logprob_R: Tensor, samples: Sequence[Sample]) -> Tensor:

@@ -8,6 +8,7 @@ Not here: the rewards and their sum over lanes (trainer), the use of omega (adva
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,12 +28,23 @@ def reward_tally(rewards_PNG: Tensor, successes_PNG: Tensor) -> Tensor:
     return torch.stack([sums_N, successes_N.double(), judged_PNG.sum(dim=(0, 2)).double()], dim=1)
 
 
-class CapabilityTracker:
-    """Smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps."""
+def skill_tally(rewards_PNG: Tensor, successes_PNG: Tensor, skill_P: Tensor, num_skills: int) -> Tensor:
+    """`reward_tally` of the prompts of each skill, float64 [S, N, 3]; `skill_P` is the number of each prompt's."""
+    parts = [skill_P == skill for skill in range(num_skills)]
+    return torch.stack([reward_tally(rewards_PNG[is_P], successes_PNG[is_P]) for is_P in parts])
 
-    def __init__(self, num_agents: int, config: AlgorithmConfig) -> None:
+
+class CapabilityTracker:
+    """Smoothed capability P_hat of `num_agents` agents over a window of `config.capability_window` steps.
+
+    With `skills`, names in alphabetical order, also that of each agent on the prompts of each skill.
+    """
+
+    def __init__(self, num_agents: int, config: AlgorithmConfig, skills: Sequence[str] = ()) -> None:
         self._num_agents = num_agents
         self._config = config
+        self.skills = tuple(skills)
+        self._by_skill: deque[Tensor] = deque(maxlen=config.capability_window + 1)  # tallies [S, N, 3]
         # One entry more than the window: with capability_includes_current off, the newest one is skipped.
         self._history: deque[Tensor] = deque(maxlen=config.capability_window + 1)
 
@@ -56,14 +68,27 @@ class CapabilityTracker:
         reward_N, successes_N, judged_N = tally_N3.unbind(dim=1)
         self.update(reward_N / judged_N, successes_N / judged_N)
 
+    def add_skills(self, tally_SN3: Tensor) -> None:
+        """Adds one step by its `skill_tally` [S, N, 3], summed over all lanes."""
+        self._by_skill.append(tally_SN3)
+
+    def skill_values(self) -> tuple[Tensor, Tensor]:
+        """Capability by skill and the number of judged answers that it is the mean of, float64 [N, S] each.
+
+        The mean over all answers of the window; NaN without any.
+        """
+        steps, shape = self._windowed(self._by_skill), (len(self.skills), self._num_agents, 3)
+        reward_SN, successes_SN, judged_SN = sum(steps, torch.zeros(shape, dtype=torch.float64)).unbind(dim=2)
+        earned_SN = reward_SN if self._config.capability_metric == "mean_reward" else successes_SN
+        return (earned_SN / judged_SN).T, judged_SN.T
+
     def values(self) -> Tensor:
         """P_hat, float64 [N], at least `capability_floor`.
 
         Before any step it is all ones (every omega is 1). An agent without a judged answer in the window gets the mean
         of the others, which is neutral.
         """
-        steps = list(self._history)
-        steps = steps[-self._config.capability_window :] if self._config.capability_includes_current else steps[:-1]
+        steps = self._windowed(self._history)
         if not steps:
             return torch.ones(self._num_agents, dtype=torch.float64)
         # The mean of the steps' means, not of all answers: a step with many unjudged answers weighs as much as another.
@@ -74,17 +99,34 @@ class CapabilityTracker:
         capability_N = torch.where(unknown_N, capability_N.nanmean(), capability_N)
         return capability_N.clamp(min=self._config.capability_floor)
 
+    def _windowed(self, history: Iterable[Tensor]) -> list[Tensor]:
+        steps = list(history)
+        return steps[-self._config.capability_window :] if self._config.capability_includes_current else steps[:-1]
+
     def state_dict(self) -> dict[str, list[list[float]]]:
         """Window as plain numbers, oldest step first; exact, since a float64 survives JSON."""
-        return {"history": [step.tolist() for step in self._history]}
+        by_skill = {
+            f"skill/{name}": [step[s].flatten().tolist() for step in self._by_skill]
+            for s, name in enumerate(self.skills)
+        }
+        return {"history": [step.tolist() for step in self._history]} | by_skill
 
     def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
-        """Restores `state_dict()`. Raises ValueError if it has another number of agents."""
+        """Restores `state_dict()`. Raises ValueError if it has another number of agents.
+
+        A skill that the state does not know has no answer in the window yet.
+        """
         for step in state["history"]:
             if len(step) != self._num_agents:
                 raise ValueError(f"capability state holds {len(step)} agents, this run has {self._num_agents}")
         self._history.clear()
         self._history.extend(torch.tensor(step, dtype=torch.float64) for step in state["history"])
+        found = [state.get(f"skill/{name}", []) for name in self.skills]
+        num_steps, none = max(map(len, found), default=0), [0.0] * self._num_agents * 3
+        self._by_skill.clear()
+        for step in range(num_steps):
+            rows = [steps[step] if steps else none for steps in found]
+            self._by_skill.append(torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self._num_agents, 3))
 
 
 def capability_ratios(capability_N: Tensor, omega_clip: tuple[float, float] | None) -> Tensor:

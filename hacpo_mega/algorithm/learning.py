@@ -3,12 +3,14 @@
 Combines the method's advantages (methods.py) with its choice of answers (dynamic_groups.py).
 """
 
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hacpo_mega.algorithm.dynamic_groups import trained_answers
+from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.algorithm.methods import advantages_of
 from hacpo_mega.config import AlgorithmConfig
 
@@ -31,15 +33,10 @@ class Learning(NamedTuple):
         return self._replace(advantages_PNG=self.advantages_PNG * weights_PNG)
 
 
-def learning_of(
-    rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
-) -> Learning:
-    """Training targets of agent number `learner`, from its lane's rewards and successes [P, N, G].
-
-    capability_N [N] are all agents' capabilities.
-    """
-    num_agents = rewards_PNG.shape[1]
-    advantages = [advantages_of(rewards_PNG, successes_PNG, capability_N, k, config) for k in range(num_agents)]
+def learning_of(judged: Judged, config: AlgorithmConfig) -> Learning:
+    """Training targets of agent number `judged.learner`, from its lane's judged answers."""
+    learner, num_agents = judged.learner, judged.rewards_PNG.shape[1]
+    advantages = [advantages_of(replace(judged, learner=k), config) for k in range(num_agents)]
     trains = [trained_answers(advantages_PNG, k, config) for k, advantages_PNG in enumerate(advantages)]
     others = [trains_PNG[:, learner] for k, trains_PNG in enumerate(trains) if k != learner]
     own_PG = trains[learner][:, learner]

@@ -9,88 +9,84 @@ answers to a prompt, it imitates the peers' verified ones, each with the weight 
 and the meaning of success with graded rewards: the judge defines it (`reward.success`).
 f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers are trained on with a truncated weight. An
 answer's baseline is the group of its author ("vertical" in the text, its default), or all agents' answers. Its filter
-depends on the ratio, so it is part of the objective (objective.py). The text is token-level; here one ratio belongs to
-an answer, as in every method but grpo.
+depends on the ratio, so it is part of the objective (objective.py).
 
-The user may name functions in the configuration, in place of a method's:
+Both texts are token-level, and their own answers GRPO's. `ratio_level = "token"` has them so: own answers as grpo, of
+others' answers
+    sgt      -A mean log-prob, which needs no ratio
+    f_tis    -1/|b| sum_t sg[min(r_t, C)] A logprob_t, 0 where A < 0 and sum_t (old_t - logprob_t) > g nats
+C = 2 and g = 50 are what summaries of the paper say; its own text was not at hand. f_tis then needs log-probs of the
+source's tokens, which exist where all agents have one tokenizer.
 
-    [algorithm]
-    method = "naive"                          # who learns from whom
-    advantages = "mine.py:advantages"         # (rewards_PNG, capability_N, learner) -> advantages_PNG
-    objective = "mine.py:objective"           # (log_ratio_B, advantage_B, is_self_B, update_index) -> loss_B
-
-All must be pure: every rank computes them for itself, and a different result would train a different model. An
-objective here is differentiated by autograd, in float64 torch, instead of the fused kernel.
+Not here: functions of the user's in place of a method's (own_functions.py).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from hacpo_kernels import SequenceTerms
 from torch import Tensor
 
 from hacpo_mega.algorithm.advantage import checked_rewards, hacpo_advantages, own_advantages
+from hacpo_mega.algorithm.answers import PackedAnswers
+from hacpo_mega.algorithm.judged import Judged
+from hacpo_mega.algorithm.own_functions import named_advantages
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.config.user_code import named_function
-
-
-class Judged(NamedTuple):
-    """A lane's judged answers.
-
-    rewards_PNG   float64 [P, N, G], in [0, 1]; NaN marks an unjudged answer: it enters no mean and gets advantage 0
-    successes_PNG bool [P, N, G]: which of them the judge calls correct
-    capability_N  [N], P_hat > 0
-    """
-
-    rewards_PNG: Tensor
-    successes_PNG: Tensor
-    capability_N: Tensor
 
 
 class MethodFunctions(NamedTuple):
     """Functions of a method. Pure torch: no collectives, files or tokenizers.
 
-    advantages   (judged, learner, config) -> float64 [P, N, G], 0 for answers that the learner does not train on
-    objective    (log_ratio_B, advantage_B, is_self_B, update_index, config) -> loss_B, of own and others' answers,
-                 differentiated by autograd (`named_objective`); None: that of the kernels, chosen by `Method.cross`
+    advantages   (judged, config) -> float64 [P, N, G], 0 for answers that the learner does not train on
+    objective    (answers, config) -> loss_B, of own and others' answers, differentiated by autograd
+                 (`objective_loss`); None: that of the kernels, chosen by `Method.cross`
+    by_token     the same for `ratio_level = "token"`; None for a method without it
     """
 
-    advantages: Callable[[Judged, int, AlgorithmConfig], Tensor]
-    objective: Callable[..., Tensor] | None = None
+    advantages: Callable[[Judged, AlgorithmConfig], Tensor]
+    objective: Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None = None
+    by_token: Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None = None
 
 
-def advantages_of(
-    rewards_PNG: Tensor, successes_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig
-) -> Tensor:
-    """Advantage with which `learner` trains on every answer; 0 for answers that it does not train on.
+def advantages_of(judged: Judged, config: AlgorithmConfig) -> Tensor:
+    """Advantage with which `judged.learner` trains on every answer; 0 for answers that it does not train on.
 
-    Arguments as in `Judged`. Returns float64 [P, N, G]. Raises ValueError for shapes that do not fit.
+    Returns float64 [P, N, G]. Raises ValueError for shapes that do not fit.
     """
-    rewards_PNG = checked_rewards(rewards_PNG, capability_N, learner)
+    rewards_PNG = checked_rewards(judged.rewards_PNG, judged.capability_N, judged.learner)
+    judged = replace(judged, rewards_PNG=rewards_PNG)
     if config.advantages is not None:
-        return named_advantages(rewards_PNG, capability_N, learner, config)
-    return FUNCTIONS[config.method].advantages(Judged(rewards_PNG, successes_PNG, capability_N), learner, config)
+        return named_advantages(judged, config)
+    return FUNCTIONS[config.method].advantages(judged, config)
 
 
 def has_own_objective(config: AlgorithmConfig) -> bool:
-    """True if a function of the user or of the method replaces the kernels' objective (`named_objective`)."""
-    return config.objective is not None or FUNCTIONS[config.method].objective is not None
+    """True if a function of the user or of the method replaces the kernels' objective (`objective_loss`)."""
+    return config.objective is not None or objective_of(config) is not None
 
 
-def grouped_advantages(judged: Judged, learner: int, config: AlgorithmConfig) -> Tensor:
+def objective_of(config: AlgorithmConfig) -> Callable[[PackedAnswers, AlgorithmConfig], Tensor] | None:
+    """The method's objective that replaces the kernels'; None for the kernels', and for a function of the user's."""
+    if config.objective is not None:
+        return None
+    functions = FUNCTIONS[config.method]
+    return functions.by_token if config.ratio_level == "token" else functions.objective
+
+
+def grouped_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     """HACPO's advantages, its ablations, and those of methods that compare own answers alone. float64 [P, N, G]."""
-    return hacpo_advantages(judged.rewards_PNG, judged.capability_N, learner, config)
+    return hacpo_advantages(judged.rewards_PNG, judged.capability_N, judged.learner, config)
 
 
-def sgt_advantages(judged: Judged, learner: int, config: AlgorithmConfig) -> Tensor:
+def sgt_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     """Own answers: their advantage in the own group. A peer's answer j, g to prompt p:
 
         A[p, j, g] = transfer_weight  if j, g is a success and none of p, learner, . is one, else 0
 
     float64 [P, N, G]. A prompt to which the learner has no judged answer does not count as failed.
     """
-    rewards_PNG, successes_PNG, _ = judged
+    rewards_PNG, successes_PNG, learner = judged.rewards_PNG, judged.successes_PNG, judged.learner
     is_known_P = ~rewards_PNG[:, learner].isnan().all(dim=1)
     has_failed_P = is_known_P & ~successes_PNG[:, learner].any(dim=1)
     is_followed_PNG = successes_PNG & has_failed_P[:, None, None]
@@ -98,7 +94,7 @@ def sgt_advantages(judged: Judged, learner: int, config: AlgorithmConfig) -> Ten
     return own_advantages(rewards_PNG, learner, config) + config.transfer_weight * is_followed_PNG.double()
 
 
-def f_tis_advantages(judged: Judged, learner: int, config: AlgorithmConfig) -> Tensor:
+def f_tis_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     """(R - mean) / (std + eps) over the answers of the author (`answer_group = "author"`) or of all agents ("all").
 
     float64 [P, N, G], the same for every learner.
@@ -110,79 +106,37 @@ def f_tis_advantages(judged: Judged, learner: int, config: AlgorithmConfig) -> T
     return own_advantages(rewards_PNG.reshape(num_prompts, 1, -1), 0, config).reshape(rewards_PNG.shape)
 
 
+def clipped_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
+    """GRPO's loss: -1/|b| sum_t min(r_t A, clip(r_t, 1 - eps_low, 1 + eps_high) A), float64 [B], for own answers."""
+    ratio_R, advantage_R = known_ratios(answers, config), answers.by_token(answers.advantage_B)
+    clipped_R = ratio_R.clamp(1.0 - config.eps_low, 1.0 + config.eps_high)
+    return answers.mean(-torch.minimum(ratio_R * advantage_R, clipped_R * advantage_R))
+
+
+def known_ratios(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
+    """r_t of each token [R], its log within log_ratio_clamp; 1 where there is no old log-prob."""
+    difference_R = (answers.logprob_R - answers.old_logprob_R).nan_to_num()
+    return difference_R.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
+
+
+def sgt_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
+    """Own answers as GRPO's; a followed answer: -A mean log-prob. float64 [B]."""
+    followed_B = -answers.advantage_B * answers.mean(answers.logprob_R)
+    return torch.where(answers.is_self_B, clipped_by_token(answers, config), followed_B)
+
+
+def f_tis_by_token(answers: PackedAnswers, config: AlgorithmConfig) -> Tensor:
+    """Own answers as GRPO's; others' as the file says. float64 [B]; NaN where an answer has no old log-probs."""
+    weight_R = (answers.logprob_R.detach() - answers.old_logprob_R).exp().clamp(max=config.ratio_cap)
+    divergence_B = answers.sum((answers.old_logprob_R - answers.logprob_R).detach())
+    is_dropped_B = (answers.advantage_B < 0) & (divergence_B > config.answer_divergence_limit)
+    kept_B = torch.where(is_dropped_B, 0.0, answers.advantage_B)
+    followed_B = -kept_B * answers.mean(weight_R * answers.logprob_R)
+    return torch.where(answers.is_self_B, clipped_by_token(answers, config), followed_B)
+
+
 FUNCTIONS: Mapping[str, MethodFunctions] = {
     **dict.fromkeys(("grpo", "gspo", "gspo_x2", "naive", "hacpo"), MethodFunctions(grouped_advantages)),
-    "sgt": MethodFunctions(sgt_advantages),
-    "f_tis": MethodFunctions(f_tis_advantages),
+    "sgt": MethodFunctions(sgt_advantages, by_token=sgt_by_token),
+    "f_tis": MethodFunctions(f_tis_advantages, by_token=f_tis_by_token),
 }
-
-
-# ---- functions in their place: of the user, or of a method
-
-
-def named_advantages(rewards_PNG: Tensor, capability_N: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
-    """Result of `algorithm.advantages` on a lane's checked rewards [P, N, G] and capabilities [N], float64 [P, N, G].
-
-    0 for unjudged answers, and for others' if the method shares none. ValueError for anything but finite numbers of
-    that shape.
-    """
-    found = named_function(config.advantages)(rewards_PNG.clone(), capability_N.detach().cpu().clone(), learner)
-    shape = tuple(rewards_PNG.shape)
-    if not isinstance(found, Tensor) or tuple(found.shape) != shape:
-        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(f"algorithm.advantages: {config.advantages} must return a tensor {shape}, found {what}")
-    advantages_PNG = found.detach().to("cpu", torch.float64).masked_fill(rewards_PNG.isnan(), 0.0)
-    if not advantages_PNG.isfinite().all():
-        raise ValueError(f"algorithm.advantages: {config.advantages} returned a number that is not finite")
-    if not config.shares_answers:
-        others_N = torch.arange(shape[1]) != learner
-        advantages_PNG[:, others_N] = 0.0
-    return advantages_PNG
-
-
-def named_objective(
-    token_logprob_R: Tensor,
-    row_cu_seqlens_B: Tensor,
-    source_logprob_B: Tensor,
-    advantage_B: Tensor,
-    is_self_B: Tensor,
-    length_B: Tensor,
-    update_index: int,
-    config: AlgorithmConfig,
-) -> tuple[Tensor, SequenceTerms]:
-    """Loss of packed answers by the user's or the method's function: (loss_B, terms), differentiable in the tokens [R].
-
-    The function gets the log of each answer's ratio (learner over source of mean log-probs), float64 [B], bounded by
-    log_ratio_clamp; advantages [B] with omega in them; is_self [B]; and m, the updates already made in this step.
-    ValueError for a loss of another shape, or one that does not depend on the ratio.
-    """
-    if config.objective is not None:
-        function, name, more = named_function(config.objective), f"algorithm.objective: {config.objective}", ()
-    else:
-        function, name, more = FUNCTIONS[config.method].objective, f"algorithm.method: {config.method}", (config,)
-    sum_B = torch.segment_reduce(token_logprob_R.double(), "sum", offsets=row_cu_seqlens_B.long())
-    bound = config.log_ratio_clamp
-    log_ratio_B = (sum_B / length_B.double() - source_logprob_B.double()).clamp(-bound, bound)
-    advantage_B = advantage_B.double()
-    loss_B = function(log_ratio_B, advantage_B, is_self_B, update_index, *more)
-    if not isinstance(loss_B, Tensor) or loss_B.shape != log_ratio_B.shape:
-        what = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
-        raise ValueError(f"{name} must return a loss per answer, a tensor {tuple(log_ratio_B.shape)}, found {what}")
-    with torch.no_grad():
-        weight_B = _weights(loss_B, log_ratio_B, advantage_B, name)
-        ratio_B = log_ratio_B.exp().masked_fill(row_cu_seqlens_B.diff() == 0, torch.nan)
-    terms = SequenceTerms(loss_B.detach(), ratio_B, weight_B, advantage_B, is_self_B)
-    return loss_B.to(token_logprob_R.dtype), terms
-
-
-def _weights(loss_B: Tensor, log_ratio_B: Tensor, advantage_B: Tensor, name: str) -> Tensor:
-    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
-    if not log_ratio_B.requires_grad:
-        return torch.zeros_like(advantage_B)
-    slope_B = None
-    if loss_B.requires_grad:
-        ones_B = torch.ones_like(loss_B)
-        (slope_B,) = torch.autograd.grad(loss_B, log_ratio_B, ones_B, retain_graph=True, allow_unused=True)
-    if slope_B is None:
-        raise ValueError(f"{name} returned a loss that does not depend on log_ratio_B")
-    return torch.where(advantage_B == 0.0, 0.0, -slope_B / advantage_B)

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from hacpo_mega.config.checks.checks import find_problems
 from hacpo_mega.config.describe import in_a_run, inner_table, nearest_key
 from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
-from hacpo_mega.config.tables.methods import METHODS, unread_options
+from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import SHOWN, one_line, parse_toml, short, toml_file
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
@@ -103,19 +103,22 @@ def _value(text: str, override: str) -> Any:
 
 
 def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], overrides: Iterable[str]) -> None:
-    """Removes the options of the file's own method if an override chooses another, unless the new one reads them too.
+    """Removes the options of the file that nothing reads any more once an override chooses another method, or sets an
+    option beside which they are not read.
 
     So one file serves for every method. An option that an override gives itself stays, and is refused if it is unread.
     """
-    given = {override.partition("=")[0].strip() for override in overrides}
-    if "algorithm.method" not in given:
+    given = {override.partition("=")[0].strip().removeprefix("algorithm.") for override in overrides}
+    options = table.get("algorithm")
+    if not isinstance(options, dict) or not isinstance(method := options.get("method", "hacpo"), str):
+        return  # whatever else it is, the schema says so
+    if method not in METHODS:
         return
-    method = table["algorithm"]["method"]
-    if not isinstance(method, str) or method not in METHODS:  # whatever else it is, the schema says so
-        return
-    for name in unread_options(method, frozenset(in_file & set(AlgorithmConfig.model_fields))):
-        if f"algorithm.{name}" not in given:
-            del table["algorithm"][name]
+    in_file &= set(AlgorithmConfig.model_fields) - given
+    unread = set(unread_options(method, frozenset(in_file))) if "method" in given else set()
+    unread |= {name for name, other in unread_beside(options).items() if other in given}
+    for name in unread & in_file:
+        del options[name]
 
 
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:

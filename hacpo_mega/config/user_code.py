@@ -86,6 +86,13 @@ ENVIRONMENTS = {
     "number_game": "hacpo_mega.conversations.builtin:NumberGame",
 }
 TOLD_BYTES = 1 << 16
+# Functions of [algorithm]: the record that each is given alone, and its arguments in version 0.2, which are taken until
+# version 0.4: what is called with which follows from its parameters (`_form`).
+RECORDS = {"advantages": "Judged", "objective": "PackedAnswers"}
+ARGUMENTS = {
+    "advantages": ("rewards_PNG", "capability_N", "learner"),
+    "objective": ("log_ratio_B", "advantage_B", "is_self_B", "update_index"),
+}
 
 
 def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({})) -> str | None:
@@ -132,6 +139,51 @@ def _signature(takes: ast.arguments, without: Collection[str]) -> inspect.Signat
         if name.arg not in without:
             found.append(kinds(name.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else default))
     return inspect.Signature(found)
+
+
+def function_problem(key: str, name: str) -> str | None:
+    """The reason why a function cannot be algorithm.advantages or algorithm.objective (`key`), by its source; None if
+    it can, or if only its call would tell."""
+    found, problem = _read(name)
+    if not isinstance(found, FUNCTIONS) or _form(key, functools.partial(_takes, found.args)):
+        return problem
+    takes = len(found.args.posonlyargs) + len(found.args.args)
+    return f"{name!r} takes {takes} arguments; {_asked(key)}"
+
+
+@functools.lru_cache(maxsize=64)
+def takes_record(key: str, name: str) -> bool:
+    """True if the function of that name is called with the record alone, False for the arguments of version 0.2.
+
+    ValueError, one line, for one that takes neither.
+    """
+    function = named_function(name)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one in C tells nothing of itself
+        return False
+
+    def takes(number: int) -> bool:
+        try:
+            return signature.bind(*range(number)) is not None
+        except TypeError:
+            return False
+
+    if (form := _form(key, takes)) is None:
+        raise ValueError(f"algorithm.{key}: {name!r} takes {signature}; {_asked(key)}")
+    return form == "record"
+
+
+def _form(key: str, takes: Callable[[int], bool]) -> str | None:
+    """Form of the call of a function, by the numbers of arguments that it takes; None for one that takes neither."""
+    return "arguments" if takes(len(ARGUMENTS[key])) else "record" if takes(1) else None
+
+
+def _asked(key: str) -> str:
+    return (
+        f"algorithm.{key} takes one, the record {RECORDS[key]} of hacpo_mega.algorithm (docs/guide/methods.md), or as "
+        f"before {', '.join(ARGUMENTS[key])}"
+    )
 
 
 def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
@@ -316,9 +368,13 @@ def named_in(config: Config) -> tuple[str, ...]:
 
 
 def require_named_functions(config: Config) -> None:
-    """Executes the functions of `named_in`, before models load. ValueError, one line, if one fails."""
+    """Executes the functions of `named_in`, before models load. ValueError, one line, for one that fails, or that
+    cannot be called."""
     for name in named_in(config):
         named_function(name)
+    for key in RECORDS:
+        if (name := getattr(config.algorithm, key)) is not None:
+            takes_record(key, name)
 
 
 def unfinished_import(config: Config) -> str | None:

@@ -130,13 +130,6 @@ def _boxed_solution(row: Record) -> str:
     return answer
 
 
-def _competition_answer(row: Record) -> object:
-    """AMC writes 27.0 and AIME 025 for whole numbers; every other answer stays as it is."""
-    answer = row["answer"]
-    is_digits = isinstance(answer, str) and answer.isascii() and answer.isdigit()
-    return answer.lstrip("0") or "0" if is_digits else answer
-
-
 def _last_message(row: Record) -> object:
     roles = [message["role"] for message in row["prompt"]]
     if roles != ["user"]:
@@ -190,7 +183,7 @@ LAYOUTS: Mapping[str, Layout] = {
         gold=lambda row: gold_answer(row["answer"]).replace(",", ""),
         solution=lambda row: row["answer"],
     ),
-    "answered": _plain("problem", "answer", gold=_competition_answer),
+    "answered": _plain("problem", "answer"),
     "math": _plain("problem", "solution", gold=_boxed_solution),
     "plain": _plain(
         "prompt",

@@ -67,6 +67,11 @@ class PromptSampler:
             )
         self._order: dict[tuple[int, int], np.ndarray] = {}
 
+    @property
+    def skills(self) -> tuple[str, ...]:
+        """Names of the skills of all rows, in alphabetical order; "" is that of rows without one."""
+        return tuple(sorted({row.skill for group in self.groups for row in group}))
+
     def at(self, step: int, lane: int = 0, num_lanes: int = 1) -> tuple[Prompt, ...]:
         """The prompts of `lane` in `step`; `Prompt.index` is the place in the whole step."""
         assert self.prompts_per_update % num_lanes == 0, (self.prompts_per_update, num_lanes)

@@ -9,12 +9,14 @@ A lone surrogate has no UTF-8 form and no tokenizer accepts one: it travels as U
 Not here: judging, scoring, re-encoding (samples/learner_view.py).
 """
 
+import hashlib
 import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,19 +40,30 @@ ROW = np.dtype(
         ("is_conversation", "u1"),
     ]
 )
-JUDGED_ROW = np.dtype([("reward", "<f8"), ("num_tokens", "<i4"), ("is_success", "u1")])
+JUDGED_ROW = np.dtype([("reward", "<f8"), ("text_hash", "<i8"), ("num_tokens", "<i4"), ("is_success", "u1")])
 COMPLETION_ROW = np.dtype([("stop", "u1")])
 MAX_NAMED = 5  # how many missing answers an error names before it only counts them
 
 logger = logging.getLogger(__name__)
 
 
+class SharedRewards(NamedTuple):
+    """Judged answers of all agents to a lane's prompts, [P, N, G] each.
+
+    rewards_PNG     float64, NaN where unjudged      successes_PNG   bool
+    num_tokens_PNG  int64, in the source's tokens    text_hash_PNG   int64, equal for equal texts
+    """
+
+    rewards_PNG: torch.Tensor
+    successes_PNG: torch.Tensor
+    num_tokens_PNG: torch.Tensor
+    text_hash_PNG: torch.Tensor
+
+
 def share_rewards(
     judged: Sequence[Trajectory], num_prompts: int, place: Place, rollouts_per_prompt: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rewards of all agents' answers to this lane's prompts, float64 [P, N, G], successes, bool, and tokens, int64.
-
-    Unjudged rewards are NaN.
+) -> SharedRewards:
+    """Rewards of all agents' answers to this lane's prompts, and what else is known of them before they travel.
 
     `judged` are this cell's answers, by prompt, then by rollout; the leader sends its own. They travel before the
     answers, because they decide which answers need a score, and where. Collective over the lane; equal on every rank of
@@ -58,15 +71,14 @@ def share_rewards(
     """
     received = None
     if place.is_leader:
-        rows = [(t.reward, len(t.rollout.token_ids), t.verdict is Verdict.CORRECT) for t in judged]
-        mine = np.array(rows, JUDGED_ROW)
+        mine = np.array([_judged_row(trajectory) for trajectory in judged], JUDGED_ROW)
         received = wire.join(place.gather_lane(mine.tobytes()))
     messages = wire.split(place.share_in_cell(received))
     rank_map, lane = place.rank_map, place.lane
     shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
-    tokens_PNG = torch.zeros(shape, dtype=torch.int64)
-    columns = (rewards_PNG, "reward"), (successes_PNG, "is_success"), (tokens_PNG, "num_tokens")
+    shared = SharedRewards(rewards_PNG, successes_PNG, *torch.zeros((2, *shape), dtype=torch.int64))
+    columns = tuple(zip(shared, ("reward", "is_success", "num_tokens", "text_hash"), strict=True))
     for message, rank in zip(messages, rank_map.leaders(lane), strict=True):
         sender = rank_map.coordinate(rank)
         share = rank_map.share_of_lane(sender), sender.agent
@@ -75,7 +87,20 @@ def share_rewards(
         for values_PNG, column in columns:
             group_PG = values_PNG[share]
             group_PG.copy_(torch.from_numpy(found[column].copy()).reshape(group_PG.shape))
-    return rewards_PNG, successes_PNG, tokens_PNG
+    return shared
+
+
+def _judged_row(trajectory: Trajectory) -> tuple[float, int, int, bool]:
+    """Fields of JUDGED_ROW."""
+    hashed, num_tokens = text_hash(trajectory.rollout.text), len(trajectory.rollout.token_ids)
+    return trajectory.reward, hashed, num_tokens, trajectory.verdict is Verdict.CORRECT
+
+
+def text_hash(text: str) -> int:
+    """Number that is equal for equal texts, of 64 bits with a sign."""
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little", signed=True
+    )
 
 
 def judged_rollouts(place: Place, rollouts: Sequence[Rollout], judgements: Sequence[Judgement]) -> list[Trajectory]:
@@ -86,8 +111,13 @@ def judged_rollouts(place: Place, rollouts: Sequence[Rollout], judgements: Seque
     return [Trajectory(place.agent, rollout, found.verdict, found.reward, math.nan, 0) for rollout, found in judged]
 
 
-def scored_trajectories(judged: Sequence[Trajectory], scores: Sequence[Score | None]) -> list[Trajectory]:
-    """The leader's trajectories with the cell's scores, where there is one; an empty list elsewhere."""
+def scored_trajectories(
+    judged: Sequence[Trajectory], scores: Sequence[Score | None], *, by_token: bool = False
+) -> list[Trajectory]:
+    """The leader's trajectories with the cell's scores, where there is one; an empty list elsewhere.
+
+    `by_token`: with the log-probs of tokens, which then travel.
+    """
     return [
         trajectory
         if score is None
@@ -96,6 +126,7 @@ def scored_trajectories(judged: Sequence[Trajectory], scores: Sequence[Score | N
             mean_logprob=score.mean_logprob,
             num_scored=len(score.token_logprobs),
             engine_weight=score.engine_weight,
+            token_logprobs=score.token_logprobs if by_token else None,
         )
         for trajectory, score in zip(judged, scores, strict=bool(judged))
     ]
@@ -157,7 +188,8 @@ def exchange(
     messages = wire.split(place.share_in_cell(received))
     senders = place.rank_map.leaders(place.lane)
     by_sender = [
-        decode(message, sender=str(place.rank_map.coordinate(rank))) for message, rank in zip(messages, senders)
+        [_token_logprobs_read(t) for t in decode(message, sender=str(place.rank_map.coordinate(rank)))]
+        for message, rank in zip(messages, senders)
     ]
     return assemble(by_sender, prompts, place.rank_map, place.lane, rollouts_per_prompt)
 
@@ -190,12 +222,33 @@ def share_completions(
 def encode(trajectories: Sequence[Trajectory], *, moves: bool = False) -> bytes:
     """Encodes trajectories as a message of wire.py with rows of ROW.
 
-    `moves`: with log-probs and routing of the engine, for another cell of the same agent.
+    `moves`: with log-probs and routing of the engine, for another cell of the same agent. Otherwise with the
+    trajectories' `token_logprobs` if any has them: the first `num_scored` numbers in the place of the engine's.
     """
     rows = np.array([_row(trajectory) for trajectory in trajectories], ROW)
     rollouts = [trajectory.rollout for trajectory in trajectories]
     table = wire.completion_table(rows, rollouts)._replace(texts=[_text_of(trajectory) for trajectory in trajectories])
-    return wire.encode(table if moves else table._replace(logprobs=None, routing=None))
+    if not moves:
+        has_tokens = any(trajectory.token_logprobs is not None for trajectory in trajectories)
+        logprobs = [_padded(trajectory) for trajectory in trajectories] if has_tokens else None
+        table = table._replace(logprobs=logprobs, routing=None)
+    return wire.encode(table)
+
+
+def _padded(trajectory: Trajectory) -> np.ndarray:
+    """Token log-probs of a trajectory, float32, with NaN up to the number of its tokens."""
+    found = np.full(len(trajectory.rollout.token_ids), np.nan, np.float32)
+    if trajectory.token_logprobs is not None:
+        found[: trajectory.num_scored] = trajectory.token_logprobs
+    return found
+
+
+def _token_logprobs_read(trajectory: Trajectory) -> Trajectory:
+    """A trajectory of `decode` with the log-probs that came with it as its `token_logprobs`."""
+    if (logprobs := trajectory.rollout.logprobs) is None:
+        return trajectory
+    rollout, scored = replace(trajectory.rollout, logprobs=None), logprobs[: trajectory.num_scored]
+    return replace(trajectory, rollout=rollout, token_logprobs=scored)
 
 
 def decode(message: bytes, sender: str) -> list[Trajectory]:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from hacpo_mega.config import Config
+from hacpo_mega.config.checks.tokenizer_checks import several_tokenizers
 from hacpo_mega.records import (
     Conversation,
     DroppedAnswer,
@@ -74,8 +75,10 @@ class ReencodingRules:
     def of(
         cls, config: Config, sources: tuple[TextCodec, ...], continuation: Callable[..., list[int]] | None = None
     ) -> Self:
-        """Rules from a configuration."""
+        """Rules from a configuration. ValueError if its method needs one tokenizer, and there are several."""
         algorithm, rollout = config.algorithm, config.rollout
+        if algorithm.needs_one_tokenizer and len({source.fingerprint for source in sources}) > 1:
+            raise ValueError(several_tokenizers([agent.name for agent in config.agents]))
         return cls(
             sources=sources,
             shares_answers=algorithm.shares_answers,
@@ -151,7 +154,10 @@ def learner_view(
                     continue
                 advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                 own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
-                samples.append(_sample(prompt, prompt_ids, trajectory, answer, advantage, is_self, *own, rules))
+                sample = _sample(prompt, prompt_ids, trajectory, answer, advantage, is_self, *own, rules)
+                if not is_self and _are_twins(rules.sources[j], codec) and trajectory.num_scored == sample.num_trained:
+                    sample = replace(sample, old_logprobs=trajectory.token_logprobs)
+                samples.append(sample)
     return samples, tuple(ReencodingCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
 
 

@@ -31,7 +31,7 @@ from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answ
 from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import named_ends, read_config, read_json
-from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES
+from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES, mapping_digest
 
 PAD, EOS = "<pad>", "<eos>"
 PROBES = ("x", "1", "a")
@@ -117,11 +117,9 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     have.
     """
     if tokenizer.is_fast:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
-        kept = {k: content[k] for k in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")}
-    else:
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        kept = {"class": type(tokenizer).__name__, "model": tokenizer.get_vocab(), "added_tokens": added}
+        return mapping_digest(tokenizer.backend_tokenizer.to_str())
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    kept = {"class": type(tokenizer).__name__, "model": tokenizer.get_vocab(), "added_tokens": added}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

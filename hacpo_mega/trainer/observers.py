@@ -105,7 +105,7 @@ class Diagnosis(Observer):
         if step % self._every:
             return
         with self._phase("diagnose"):
-            found = self._agent.diagnose(update, m)
+            found = self._agent.diagnose(update, m, step)
         if self._agent.rollout.place.is_leader:
             add_diagnosis(self._metrics, found, self._agent.index, self._names)
 

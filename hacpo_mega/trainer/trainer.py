@@ -11,10 +11,20 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self, Unpack
 
+import torch
+
 from hacpo_mega.agent.policy_loss import complete_scores, own_scores
 from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.agent.sampler import Sampler
-from hacpo_mega.algorithm import CapabilityTracker, learning_of, reward_tally
+from hacpo_mega.algorithm import (
+    CapabilityTracker,
+    Judged,
+    learning_of,
+    reads_skills,
+    reads_source_tokens,
+    reward_tally,
+    skill_tally,
+)
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, plain
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompts import PromptSampler
@@ -27,7 +37,14 @@ from hacpo_mega.logbook.steps.held_out import mean_held_out
 from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.records import Prompt, Rollout
-from hacpo_mega.rollout.exchange import deal_rollouts, exchange, judged_rollouts, scored_trajectories, share_rewards
+from hacpo_mega.rollout.exchange import (
+    SharedRewards,
+    deal_rollouts,
+    exchange,
+    judged_rollouts,
+    scored_trajectories,
+    share_rewards,
+)
 from hacpo_mega.rollout.ready_answers import SUFFIX, ReadyAnswers, read_answers
 from hacpo_mega.samples.learner_view import ReencodingRules, learner_view, routing_by_answer, scores_by_answer
 from hacpo_mega.trainer.build import (
@@ -202,7 +219,8 @@ class Trainer:
         for observer in chosen:
             observer.joins(rollout, metrics)
         self.observers = Observers(chosen)
-        self.capability = CapabilityTracker(len(config.agents), config.algorithm)
+        skills = data.prompts.skills if reads_skills(config.algorithm) else ()
+        self.capability = CapabilityTracker(len(config.agents), config.algorithm, skills)
         turns = rollout.turn_format
         continuation = None if turns is None else turns.continuation
         self.reencoding_rules = ReencodingRules.of(config, data.codecs, continuation)
@@ -246,17 +264,17 @@ class Trainer:
             judgements = self.judge.judge(prompts[self.schedule.my_share], rollouts)
             judged, of_grader = judged_rollouts(self.place, rollouts, judgements), self.judge.take_report()
         with self.phase("exchange"):  # rewards first: they say which answers need a score
-            *shared, tokens_PNG = share_rewards(judged, len(prompts), self.place, self.config.answers_per_prompt)
-            # The one number that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
-            self.capability.add(self.place.sum_over_lanes(reward_tally(*shared)))
-            learning = learning_of(*shared, self.capability.values(), self.place.agent, self.config.algorithm)
+            shared = share_rewards(judged, len(prompts), self.place, self.config.answers_per_prompt)
+            learning = learning_of(self._judged(shared, prompts), self.config.algorithm)
+            tokens_PNG = shared.num_tokens_PNG
             cell_PNG = self.agent.deal(prompts, tokens_PNG, learning.trains_PNG)  # so that all cells finish together
             mine_PNG = cell_PNG == self.place.coordinate.cell_in_lane
             rollouts, judged = deal_rollouts(rollouts, judged, prompts, cell_PNG[:, self.place.agent], self.place)
         with self.phase("score"):  # log-probs of the policy that will learn, before it learns
             scores = self.agent.score(prompts, rollouts, learning.own_P, learning.wanted_PG)
         with self.phase("exchange"):
-            trajectories = scored_trajectories(judged, scores)
+            by_token = reads_source_tokens(self.config.algorithm)
+            trajectories = scored_trajectories(judged, scores, by_token=by_token)
             pool = exchange(trajectories, prompts, self.place, self.config.answers_per_prompt)
             learning = learning.weighted(pool.engine_weights_PNG)  # 1 unless engine_correction is "sequence"
             samples, reencodings = learner_view(
@@ -269,7 +287,7 @@ class Trainer:
             for m, update in enumerate(self.agent.plan(prompts, samples)):  # the cross band tightens with m
                 self.observers.before_update(step, m, update)
                 with self.phase("learn"):
-                    updates.append(self.agent.learn(update, m))
+                    updates.append(self.agent.learn(update, m, step))
                     self.observers.after_update(step, m, update, updates[-1])
         self.observers.after_learning(step, updates)
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts
@@ -278,6 +296,26 @@ class Trainer:
         self.observers.after_publishing(step)
         found = pool, learning.advantages_PNG, rollouts, judgements, of_grader, scores, trajectories
         self._end_step(StepResult(*found, reencodings, updates))
+
+    def _judged(self, shared: SharedRewards, prompts: Sequence[Prompt]) -> Judged:
+        """The lane's judged answers with everybody's capability, after this step's rewards. Collective over lanes.
+
+        Tallies are the one thing that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
+        """
+        rewards_PNG, successes_PNG, num_tokens_PNG, text_hash_PNG = shared
+        self.capability.add(self.place.sum_over_lanes(reward_tally(rewards_PNG, successes_PNG)))
+        judged = Judged(
+            rewards_PNG, successes_PNG, self.capability.values(), self.place.agent,
+            self.steps_done + 1, self.config.num_steps, num_tokens_PNG, text_hash_PNG,
+        )  # fmt: skip
+        if not (skills := self.capability.skills):
+            return judged
+        skill_P = torch.tensor([skills.index(prompt.skill) for prompt in prompts])
+        tally_SN3 = skill_tally(rewards_PNG, successes_PNG, skill_P, len(skills))
+        self.capability.add_skills(self.place.sum_over_lanes(tally_SN3))
+        capability_NS, judged_NS = self.capability.skill_values()
+        known = {"skill_P": skill_P, "skill_capability_NS": capability_NS, "skill_judged_NS": judged_NS}
+        return replace(judged, skill_names=skills, **known)
 
     def _answer_alone(self) -> None:
         """The same step on a rank that only generates (placement = "apart"); it joins the job's collectives."""

@@ -16,7 +16,7 @@ from job import run_job
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.records import Completion, Judgement, Prompt, Rollout, Score, Stop, Trajectory, Verdict
+from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
 from hacpo_mega.rollout import wire
 from hacpo_mega.rollout.exchange import (
     ROW,
@@ -255,13 +255,33 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
                 assert bits(pool.trajectories_PNG[p][n][g]) == bits(expected_answer(prompt.index, n, g))
     rollouts = [t.rollout for t in mine]
     judged = judged_rollouts(place, rollouts, [Judgement(t.verdict, t.reward) for t in mine])
-    rewards_PNG, successes_PNG, tokens_PNG = share_rewards(judged, len(prompts), place, 3)
+    rewards_PNG, successes_PNG, tokens_PNG, text_hash_PNG = share_rewards(judged, len(prompts), place, 3)
+    texts = [[[t.rollout.text for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
+    hash_of = dict(zip(np.array(texts).ravel(), text_hash_PNG.flatten().tolist(), strict=True))
+    assert len(set(hash_of.values())) == len(hash_of) > 1  # as many hashes as texts, and equal texts have equal ones
+    assert text_hash_PNG.flatten().tolist() == [hash_of[text] for text in np.array(texts).ravel()]
     assert tokens_PNG[1, -1].tolist() == [100 * prompts[1].index + 10 * (tokens_PNG.shape[1] - 1) + g for g in range(3)]
     pairs = [[[(t.reward, t.verdict) for t in group] for group in by_agent] for by_agent in pool.trajectories_PNG]
     expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)
     torch.testing.assert_close(rewards_PNG, expected_PNG2[..., 0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(successes_PNG, expected_PNG2[..., 1] == Verdict.CORRECT) and successes_PNG.any()
+    check_token_logprobs(mine, pool, prompts, place)
     return place.lane_group.num_gathers if place.is_leader else 0
+
+
+def check_token_logprobs(mine: list[Trajectory], plain: Pool, prompts: tuple[Prompt, ...], place: Place) -> None:
+    """Log-probs of the scored tokens reach everybody if the leaders send them, and nothing else changes."""
+
+    def logprobs_of(t: Trajectory) -> np.ndarray:
+        return t.agent - 0.25 * np.arange(t.num_scored, dtype=np.float32)
+
+    scores = [None if t.rollout.rollout_index == 1 else Score(t.mean_logprob, logprobs_of(t)) for t in mine]
+    pool = exchange(scored_trajectories(mine, scores, by_token=True), prompts, place, rollouts_per_prompt=3)
+    for group_N, plain_N in zip(pool.trajectories_PNG, plain.trajectories_PNG, strict=True):
+        for t, without in zip(sum(group_N, ()), sum(plain_N, ()), strict=True):
+            assert bits(t) == bits(without) and t.rollout.logprobs is None and without.token_logprobs is None
+            sent = np.full(t.num_scored, np.nan) if t.rollout.rollout_index == 1 else logprobs_of(t)
+            np.testing.assert_array_equal(t.token_logprobs, sent)
 
 
 def check_deal(place: Place, rank_map: RankMap) -> int:

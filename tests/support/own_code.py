@@ -10,6 +10,25 @@ def own_mean(rewards_PNG, capability_N, learner):
     return rewards_PNG - rewards_PNG.nanmean(dim=2, keepdim=True)
 
 
+def by_skill(judged):
+    """R minus the learner's capability on the prompt's skill, halfway through the run a half of it."""
+    mine_P = judged.skill_capability_NS[judged.learner, judged.skill_P]
+    return (judged.rewards_PNG - mine_P[:, None, None]) * (1.0 - judged.step / judged.num_steps)
+
+
+def of_columns(answers):
+    """Each answer's log ratio times a number of its source, prompt, length, update and step."""
+    numbers_B = answers.source_B + 10 * answers.prompt_B + 100 * answers.num_tokens_B
+    return answers.log_ratio_B * (
+        numbers_B + 1000 * answers.update_index + 1e4 * answers.step + 1e6 * answers.num_steps
+    )
+
+
+def two_arguments(first, second):
+    """Parameters that neither advantages nor an objective are called with."""
+    return first
+
+
 def clipped(log_ratio_B, advantage_B, is_self_B, update_index):
     """GSPO's objective with its default clip."""
     ratio_B = log_ratio_B.exp()

@@ -19,7 +19,7 @@ from hacpo_mega.config.checks.pass_through import (
     quantization_problems,
     table_problems,
 )
-from hacpo_mega.config.checks.tokenizer_checks import tokenizer_problems
+from hacpo_mega.config.checks.tokenizer_checks import one_tokenizer_problem, tokenizer_problems
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.choices import SKILLS
 from hacpo_mega.config.tables.methods import METHODS
@@ -46,7 +46,7 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
     `try_templates` also says whether a tied head is compared with its embedding.
     """
     problems = [*batch_problems(config), *_generator(config), *_named_once(config)]
-    problems += input_problems(config)
+    problems += [*input_problems(config), *one_tokenizer_problem(config)]
     for agent in config.agents:
         if agent.name in to_come:
             problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)[1]]

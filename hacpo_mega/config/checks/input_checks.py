@@ -15,6 +15,7 @@ from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.config.user_code import (
     environment_problem,
+    function_problem,
     grader_problem,
     option_problem,
     own_code_problem,
@@ -71,9 +72,9 @@ def is_planned(agent: AgentConfig) -> bool:
 
 def _own_code(config: Config) -> Iterator[str]:
     """Problems of functions and trackers that are named, the user's or packages'."""
-    algorithm = config.algorithm
-    for key, name, num_arguments in (("advantages", algorithm.advantages, 3), ("objective", algorithm.objective, 4)):
-        if name is not None and (problem := own_code_problem(name, num_arguments)):
+    for key in ("advantages", "objective"):
+        name = getattr(config.algorithm, key)
+        if name is not None and (problem := function_problem(key, name)):
             yield f"algorithm.{key}: {problem}"
     environment = config.conversation.environment
     if environment is not None and (problem := environment_problem(environment)):

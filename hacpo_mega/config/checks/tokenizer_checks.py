@@ -19,6 +19,7 @@ from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import named_ends, tokenizer_problem
 from hacpo_mega.models.files.tokenizer_files import (
     chat_template,
+    folder_digest,
     other_templates,
     special_tokens,
     token_problem,
@@ -58,6 +59,26 @@ def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[
         problem = str(error)
     if problem:
         yield f"the chat template of {file} {problem}"
+
+
+def several_tokenizers(names: Sequence[str]) -> str:
+    """The line for agents of different tokenizers under a method that compares others' answers token by token."""
+    return (
+        f"algorithm.ratio_level: 'token' of method 'f_tis' compares token log-probs of one text under two agents, and "
+        f"{', '.join(names)} have different tokenizers. Nearest: 'sequence'"
+    )
+
+
+def one_tokenizer_problem(config: Config) -> Iterator[str]:
+    """Yields that line, as far as files tell (samples/learner_view.py asks the tokenizers themselves)."""
+    if not config.algorithm.needs_one_tokenizer:
+        return
+    try:
+        digests = [folder_digest(agent.model) for agent in config.agents]
+    except ValueError:  # reported as a problem of its agent
+        return
+    if len(set(filter(None, digests))) > 1:
+        yield several_tokenizers([agent.name for agent in config.agents])
 
 
 def template_notes(agents: Sequence[AgentConfig]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hacpo_mega.config.tables.methods import MECHANISMS, METHODS, MethodName, unread_options
+from hacpo_mega.config.tables.methods import MECHANISMS, METHODS, MethodName, unread_beside, unread_options
 from hacpo_mega.config.tables.section import (
     Count,
     Factor,
@@ -27,7 +27,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "authors": {
         "cross_baseline": "learner",
-        "capability_metric": "positive_rate",
         "capability_floor_per_step": True,
         "omega_clip": (0.1, 10.0),
         "baseline_guard": True,
@@ -50,17 +49,18 @@ class AlgorithmConfig(Section):
     preset: Literal["paper", "authors"] = "paper"
     """Source of the defaults of this table: the paper's text or its authors' code."""
     advantages: OwnFunction | None = None
-    """FILE.py:function or module:function of your own that replaces the method's advantages: (rewards_PNG,
-    capability_N, learner) to a tensor [P, N, G]."""
+    """FILE.py:function or module:function of your own that replaces the method's advantages: from the record Judged of
+    hacpo_mega.algorithm to a tensor [P, N, G]."""
     objective: OwnFunction | None = None
     """FILE.py:function or module:function of your own that replaces the method's objective, for own and others'
-    answers: (log_ratio_B, advantage_B, is_self_B, update_index) to the loss of each answer."""
+    answers: from the record PackedAnswers of hacpo_mega.algorithm to the loss of each answer."""
 
     # Capability (eq. 9) and advantage (eq. 10)
     cross_baseline: Literal["source", "learner"] = "source"
     """Baseline that another agent's answer is measured against: its source's (eq. 10) or its learner's (eq. 50)."""
     capability_metric: Literal["mean_reward", "positive_rate"] = "mean_reward"
-    """Average that is an agent's capability P_hat: of rewards, or of successes (reward.success)."""
+    """Average that is an agent's capability P_hat: of rewards, which is also what the authors' code does (it adds up
+    those above 0), or of successes (reward.success)."""
     capability_window: Count = 5
     """Steps that P_hat is averaged over (K of eq. 9)."""
     capability_includes_current: Flag = True
@@ -113,13 +113,18 @@ class AlgorithmConfig(Section):
     """Answers in that KL divergence: the learner's own, or everybody's."""
 
     # The rivals
+    ratio_level: Literal["sequence", "token"] = "sequence"
+    """Methods sgt and f_tis: one ratio per answer, own answers as gspo; or one per token, as their texts, own answers
+    as grpo. f_tis by token needs agents with one tokenizer."""
     transfer_weight: Annotated[float, Field(strict=True, ge=1e-12, le=1000.0)] = 1.0
     """Method sgt: weight of a peer's success (reward.success), relative to the advantage of an own answer."""
     ratio_cap: Positive = 2.0
     """Method f_tis: upper bound of the importance weight of another agent's answer (C of its equation)."""
     divergence_limit: PositiveOrZero = 0.2
     """Method f_tis: others' answers with a negative advantage are left out if the source finds them likelier than the
-    learner by more than this, nats per token (the text's sum over tokens, g, is 50)."""
+    learner by more than this, nats per token."""
+    answer_divergence_limit: PositiveOrZero = 50.0
+    """Method f_tis by token: the same limit as its text has it, in nats per answer (the sum over its tokens)."""
     answer_group: Literal["author", "all"] = "author"
     """Method f_tis: answers that an answer's advantage is measured against: its author's, or everybody's."""
 
@@ -142,14 +147,18 @@ class AlgorithmConfig(Section):
         method, preset = given.get("method", "hacpo"), given.get("preset", "paper")
         if not isinstance(method, str) or not isinstance(preset, str) or method not in METHODS:
             return given
-        chosen = {**PRESETS.get(preset, {}), **METHODS[method].sets}
+        by_token = METHODS[method].by_token or {} if given.get("ratio_level") == "token" else {}
+        chosen = {**PRESETS.get(preset, {}), **METHODS[method].sets, **by_token}
         _refuse_unread(method, given, chosen)
         return {**chosen, **given}
 
     @model_validator(mode="after")
     def _an_own_objective_is_of_answers(self) -> Self:
-        if self.objective is not None and self.is_token_level:
-            raise ValueError("objective is a function of one ratio per answer, and method 'grpo' has one per token")
+        if self.objective is not None and self.method == "grpo":
+            raise ValueError(
+                "objective replaces that of method 'grpo', whose clip it does not read. Set method = \"gspo\", which "
+                "trains on the same answers; the function gets token log-probs from the record PackedAnswers"
+            )
         return self
 
     @model_validator(mode="after")
@@ -178,13 +187,18 @@ class AlgorithmConfig(Section):
         if METHODS[self.method].reads_successes:
             return (self.method,)
         if self.uses_capability and self.capability_metric == "positive_rate":
-            return (f"capability ({'preset authors' if self.preset == 'authors' else 'positive_rate'})",)
+            return ("capability (positive_rate)",)
         return ()
 
     @property
     def is_token_level(self) -> bool:
         """True if the ratio is one per token (grpo) instead of one per answer."""
-        return self.method == "grpo"
+        return self.method == "grpo" or self.ratio_level == "token"
+
+    @property
+    def needs_one_tokenizer(self) -> bool:
+        """True if others' answers have a ratio per token, which exists where agents have the same tokens."""
+        return self.method == "f_tis" and self.ratio_level == "token" and self.objective is None
 
     @property
     def cross_objective(self) -> str:
@@ -193,13 +207,24 @@ class AlgorithmConfig(Section):
 
 
 def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:
-    """ValueError for options that `method` does not read, unless they equal their defaults (as in a resolved file)."""
+    """ValueError for options that nothing reads, unless they equal their defaults (as in a resolved file).
+
+    That is what `method` does not read, and what another given option leaves unread.
+    """
     known = AlgorithmConfig.model_fields
-    for name in unread_options(method, frozenset(given) & frozenset(known)):
+
+    def differs(name: str) -> bool:
         anyway = chosen.get(name, known[name].default)
-        if given[name] != anyway and not (isinstance(anyway, tuple) and given[name] == list(anyway)):
-            readers = [other for other, what in METHODS.items() if name in what.reads]
+        return given[name] != anyway and not (isinstance(anyway, tuple) and given[name] == list(anyway))
+
+    for name in filter(differs, unread_options(method, frozenset(given) & frozenset(known))):
+        readers = [other for other, what in METHODS.items() if name in what.reads]
+        raise ValueError(
+            f"{name} = {given[name]!r}: method {method!r} does not read it. Leave it out, or choose a method that "
+            f"does: {', '.join(readers)}"
+        )
+    for name, other in unread_beside({"ratio_level": "sequence", **given}).items():
+        if name in given and differs(name):
             raise ValueError(
-                f"{name} = {given[name]!r}: method {method!r} does not read it. Leave it out, or choose a method that "
-                f"does: {', '.join(readers)}"
+                f"{name} = {given[name]!r}: not read beside {other} = {given.get(other, 'sequence')!r}. Leave one out"
             )

@@ -8,6 +8,7 @@ A method is a preset of the one loop, never a second one. `algorithm/` has what 
     naive     all answers, one plain group over them, no omega, own clip for everybody's answers
     sgt       own answers as gspo; a peer's verified answers where the learner failed itself (arXiv 2605.07244)
     f_tis     all answers, each judged in its author's group, truncated importance weights (arXiv 2605.22537)
+              both have one ratio per answer, or per token as their texts (`ratio_level = "token"`)
     hacpo     all four mechanisms (arXiv 2603.02604)
 """
 
@@ -22,12 +23,16 @@ COMMON = frozenset(
 )
 # Options of every method that trains on others' answers.
 SHARING = frozenset({"ratio_length", "kl_on"})
-# What HACPO's mechanisms are set by.
-MECHANISMS = frozenset(
-    {"cross_baseline", "capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
-    | {"capability_floor_per_step", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"}
-    | {"delta", "delta_step", "alpha", "cross_clip"}
+# What an agent's capability is, which functions of the user's get, too.
+CAPABILITY = frozenset(
+    {"capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
+    | {"capability_floor_per_step"}
 )
+# What HACPO's mechanisms are set by.
+MECHANISMS = CAPABILITY | {
+    *("cross_baseline", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"),
+    *("delta", "delta_step", "alpha", "cross_clip"),
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Method:
                         None where nothing is shared, "band" follows `cross_clip`; "function" is for a method with an
                         objective in algorithm/methods.py
     reads_successes     whether it needs to know which answers are a success (reward.success)
+    by_token            what `ratio_level = "token"` sets otherwise; None where a method has no such form
     answers, updates    factors of rollout.rollouts_per_prompt and of the updates in a step
     """
 
@@ -49,12 +55,14 @@ class Method:
     needs_peers: bool = False
     cross: str | None = None
     reads_successes: bool = False
+    by_token: Mapping[str, Any] | None = None
     answers: int = 1
     updates: int = 1
 
 
+TOKEN_CLIP = {"eps_low": 0.2, "eps_high": 0.28}
 METHODS: Mapping[str, Method] = {
-    "grpo": Method(sets={"eps_low": 0.2, "eps_high": 0.28}),
+    "grpo": Method(sets=TOKEN_CLIP),
     "gspo": Method(),
     "gspo_x2": Method(answers=2, updates=2),
     "naive": Method(
@@ -64,14 +72,44 @@ METHODS: Mapping[str, Method] = {
         needs_peers=True,
         cross="own",
     ),
-    "sgt": Method(reads=SHARING | {"transfer_weight"}, needs_peers=True, cross="likelihood", reads_successes=True),
-    "f_tis": Method(reads=SHARING | {"ratio_cap", "divergence_limit", "answer_group"}, needs_peers=True,
-                    cross="truncated"),
+    "sgt": Method(reads=SHARING | {"transfer_weight", "ratio_level"}, needs_peers=True, cross="likelihood",
+                  reads_successes=True, by_token=TOKEN_CLIP),
+    "f_tis": Method(reads=SHARING | {"ratio_cap", "divergence_limit", "answer_divergence_limit", "answer_group",
+                                     "ratio_level"}, needs_peers=True, cross="truncated", by_token=TOKEN_CLIP),
     "hacpo": Method(reads=SHARING | MECHANISMS, cross="band"),
 }  # fmt: skip
 MethodName = Literal[tuple(METHODS)]
 
 
+# Options that the value of another one leaves unread: (that option, its value; ... for any) to their names. An exponent
+# of 0 is none, which is what the own clip has, so `alpha = 0` beside it says nothing wrong.
+CLIPS = frozenset({"eps_low", "eps_high", "delta", "delta_step", "alpha", "cross_clip", "ratio_level", "ratio_cap"})
+LIMITS = frozenset({"divergence_limit", "answer_divergence_limit"})
+UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
+    ("cross_clip", "own", frozenset({"alpha", "delta", "delta_step"})),
+    ("ratio_level", "token", frozenset({"divergence_limit", "ratio_length"})),
+    ("ratio_level", "sequence", frozenset({"answer_divergence_limit"})),
+    ("objective", ..., CLIPS | LIMITS),
+    ("advantages", ..., MECHANISMS & {"cross_baseline", "baseline_guard", "capability_baseline", "omega_in_loss"}),
+    ("advantages", ..., frozenset({"transfer_weight", "answer_group"})),
+)
+
+
 def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> list[str]:
-    """The options among `names` that a method does not read, in alphabetical order."""
-    return sorted(set(names) - COMMON - METHODS[method].reads)
+    """The options among `names` that a method does not read, in alphabetical order.
+
+    Advantages of the user's, if `names` has them, read the capability.
+    """
+    own = CAPABILITY if "advantages" in names else frozenset()
+    return sorted(set(names) - COMMON - METHODS[method].reads - own)
+
+
+def unread_beside(given: Mapping[str, Any]) -> dict[str, str]:
+    """The options in `given` that another one of them leaves unread, with that other one."""
+    found = {}
+    for key, value, names in UNREAD_BESIDE:
+        if given.get(key) is not None and value in (..., given[key]):
+            found |= dict.fromkeys(sorted(names & given.keys()), key)
+    if given.get("alpha") == 0.0 and found.get("alpha") == "cross_clip":
+        del found["alpha"]
+    return found

@@ -5,6 +5,8 @@ belongs to another model. Tokenizers that are Python code of the folder, or Sent
 when they are loaded (samples/tokenizers.py).
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -70,6 +72,19 @@ def token_texts(folder: Path, others: Collection[int]) -> dict[int, str]:
     named = [*others, *map(tokenizer.token_to_id, special_tokens(folder).values())]
     texts = {number: tokenizer.id_to_token(number) for number in named if number is not None}
     return found | {number: text for number, text in texts.items() if text is not None}
+
+
+def mapping_digest(tokenizer_json: str) -> str:
+    """Hash of the mapping between text and ids: model, merges, added tokens, normalizer, pre-tokenizer, decoder."""
+    content = json.loads(tokenizer_json)
+    kept = {k: content[k] for k in ("model", "added_tokens", "normalizer", "pre_tokenizer", "decoder")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def folder_digest(folder: Path) -> str | None:
+    """`mapping_digest` of a folder's tokenizer.json; None without one. ValueError for one that is no tokenizer."""
+    file = folder / "tokenizer.json"
+    return mapping_digest(_loaded(file).to_str()) if file.is_file() else None
 
 
 def chat_template(folder: Path) -> tuple[Path, str] | None:

@@ -7,9 +7,11 @@ import pytest
 import torch
 from experiment_cases import make_grid
 from job import run_here
+from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_lab.experiments.screen import ScreenedAnswers, pull_of, screen
+from hacpo_mega.algorithm import Judged
 from hacpo_mega.config import load_config
 
 
@@ -27,7 +29,8 @@ def test_the_pull_of_naive_is_the_sum_by_hand(tmp_path):
     rewards_PNG = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]], dtype=torch.float64)
     log_ratio_KPNG = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
     log_ratio_KPNG[0, :, 1] = torch.tensor([0.5, 2.0]).log()
-    step = ScreenedAnswers(rewards_PNG, rewards_PNG == 1.0, torch.tensor([0.5, 0.5]), log_ratio_KPNG)
+    judged = Judged(rewards_PNG, rewards_PNG == 1.0, torch.tensor([0.5, 0.5]), learner=0)
+    step = ScreenedAnswers(judged, log_ratio_KPNG)
     found = pull_of([step, step], 0, algorithm_of(tmp_path, "algorithm.method='naive'"))
     assert found.prompts_P.tolist() == pytest.approx([0.5 + 0.5 * 0.5, 0.0] * 2, abs=1e-5)
     assert found.own_P.tolist() == pytest.approx([0.5 + 1.5, 0.0] * 2, abs=1e-5)
@@ -65,6 +68,7 @@ def test_a_table_for_each_learner_names_what_cannot_be_screened(tmp_path):
         "again": {"set": ["algorithm.method=hacpo", "algorithm.alpha=0.0", "algorithm.cross_clip=own",
                           "algorithm.capability_baseline=false", "algorithm.omega_in_loss=false"]},
         "sgt": {"set": ["algorithm.method=sgt"]},
+        "value": {"set": ["algorithm.method=naive", f"algorithm.advantages={ROOT / 'configs/methods/value.py'}:value"]},
         "longer": {"set": ["rollout.max_answer_tokens=30"]},
     }  # fmt: skip
     regimes = {"skills": {"config": str(run / "config.toml")}}
@@ -73,7 +77,7 @@ def test_a_table_for_each_learner_names_what_cannot_be_screened(tmp_path):
     assert one.title == "one: pulls beside naive's" and two.title == "two: pulls beside naive's"
     rows = {row[0]: row for row in one.rows}
     assert rows["again"][1:4] == ("1.000", "1.00", "1.000") and rows["again"][-1] == "as the reference"
-    assert rows["sgt"][-1] == "" and rows["longer"][-1] == "not screened"
+    assert rows["sgt"][-1] == rows["value"][-1] == "" and rows["longer"][-1] == "not screened"
     done = run_here("screen", tmp_path / "grid.toml", run, "--beside", "longer")
     assert done.returncode == 2
     assert "--beside 'longer' cannot be screened: rollout.max_answer_tokens=30 changes the answers" in done.stderr

@@ -266,7 +266,7 @@ def test_capability_without_the_current_step_lags_by_one():
 
 
 def test_capability_metric_floor_and_unknown_agents():
-    authors = CapabilityTracker(2, AlgorithmConfig(preset="authors"))
+    authors = CapabilityTracker(2, AlgorithmConfig(preset="authors", capability_metric="positive_rate"))
     authors.update(torch.tensor([0.9, 0.9]), torch.tensor([0.0, 0.4]))
     assert authors.values().tolist() == pytest.approx([1e-8, 0.4])
     tracker = CapabilityTracker(3, AlgorithmConfig())
@@ -274,14 +274,17 @@ def test_capability_metric_floor_and_unknown_agents():
     assert tracker.values().tolist() == pytest.approx([0.3, 0.2, 0.4])
 
 
-def test_capability_of_the_authors_is_the_share_of_successes():
-    """.8 right, .2 brevity: every answer earns something, a half and a quarter are right, one is unjudged."""
+def test_capability_of_the_authors_is_the_mean_of_what_answers_earned():
+    """.8 right, .2 brevity: every answer earns something, a half and a quarter are right, one is unjudged. Their code
+    adds up the rewards above 0 and divides by the number of answers; `positive_rate` counts successes instead.
+    """
     nan = float("nan")
     rewards_PNG = torch.tensor([[[0.93, 0.11], [0.15, 0.12]], [[0.98, 0.17], [0.91, nan]]], dtype=torch.float64)
     successes_PNG = rewards_PNG > 0.8
-    tracker = CapabilityTracker(2, AlgorithmConfig(preset="authors"))
-    tracker.add(reward_tally(rewards_PNG, successes_PNG))
-    assert tracker.values().tolist() == [2 / 4, 1 / 3]
+    for metric, by_hand in (({}, [2.19 / 4, 1.18 / 3]), ({"capability_metric": "positive_rate"}, [2 / 4, 1 / 3])):
+        tracker = CapabilityTracker(2, AlgorithmConfig(preset="authors", **metric))
+        tracker.add(reward_tally(rewards_PNG, successes_PNG))
+        assert tracker.values().tolist() == pytest.approx(by_hand, rel=1e-15)
     assert reward_tally(rewards_PNG, successes_PNG)[:, 0].tolist() == pytest.approx([2.19, 1.18], abs=1e-15)
 
 

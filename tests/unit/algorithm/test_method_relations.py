@@ -8,13 +8,14 @@ import torch
 from hacpo_kernels.bounds import CrossObjective
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from method_cases import config_of, cube, sequence_objective
+from method_cases import answers_of, config_of, cube, judged, sequence_objective
 
 from hacpo_mega.algorithm import (
     advantages_of,
     capability_ratios,
     has_own_objective,
-    named_objective,
+    objective_loss,
+    objective_of,
     sample_weight,
     trained_answers,
 )
@@ -59,7 +60,7 @@ def test_borders_of_the_rivals(method, log_s, weight, A):
 def test_an_agent_alone_is_gspo_bit_for_bit(method, seed):
     rewards = cube(seed, 1)
     ours, gspo = (
-        advantages_of(rewards, rewards == 1.0, torch.tensor([0.37]), 0, config_of(which)) for which in (method, "gspo")
+        advantages_of(judged(rewards, torch.tensor([0.37]), 0), config_of(which)) for which in (method, "gspo")
     )
     assert torch.equal(ours, gspo)
     mean = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 1e-3
@@ -75,9 +76,7 @@ def test_naive_is_hacpo_with_its_four_mechanisms_off(num_agents):
     off = config_of("hacpo", capability_baseline=False, omega_in_loss=False, alpha=0.0, cross_clip="own")
     rewards, capability = cube(5, num_agents), torch.linspace(0.2, 0.9, num_agents, dtype=torch.float64)
     for learner in range(num_agents):
-        ours, naive = (
-            advantages_of(rewards, rewards == 1.0, capability, learner, c) for c in (off, config_of("naive"))
-        )
+        ours, naive = (advantages_of(judged(rewards, capability, learner), c) for c in (off, config_of("naive")))
         assert torch.equal(ours, naive)
     mean = torch.randn(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.2
     A, is_self = torch.linspace(-2, 2, 200, dtype=torch.float64), torch.arange(200) % 2 == 0
@@ -103,6 +102,7 @@ def test_the_objectives_of_the_methods_are_those_of_the_kernels():
     assert FUNCTIONS.keys() == METHODS.keys()
     for name, functions in FUNCTIONS.items():
         assert (functions.objective is not None) == (METHODS[name].cross == "function"), name
+        assert (functions.by_token is None) == (METHODS[name].by_token is None), name
 
 
 @pytest.mark.parametrize("learner", [0, 1])
@@ -124,7 +124,7 @@ def test_capability_is_used_by_hacpo_alone():
     rewards, low, high = cube(2, 2), torch.tensor([0.1, 0.9]), torch.tensor([0.9, 0.1])
     for method in METHODS:
         same = torch.equal(
-            *(advantages_of(rewards, rewards == 1.0, capability, 0, config_of(method)) for capability in (low, high))
+            *(advantages_of(judged(rewards, capability, 0), config_of(method)) for capability in (low, high))
         )
         assert same == (method != "hacpo"), method
         assert config_of(method).uses_capability == (method == "hacpo")
@@ -134,8 +134,9 @@ def test_capability_is_used_by_hacpo_alone():
 def test_a_method_may_bring_its_objective(monkeypatch):
     """Registered under naive's name: half of each answer's log ratio, minus what the configuration says."""
 
-    def half(log_ratio_B, advantage_B, is_self_B, update_index, config):
-        return -torch.where(is_self_B, 1.0, 0.5) * log_ratio_B * advantage_B - config.eps_low * update_index
+    def half(answers, config):
+        factor_B = torch.where(answers.is_self_B, 1.0, 0.5)
+        return -factor_B * answers.log_ratio_B * answers.advantage_B - config.eps_low * answers.update_index
 
     assert not has_own_objective(config_of("naive"))
     monkeypatch.setitem(FUNCTIONS, "naive", MethodFunctions(FUNCTIONS["naive"].advantages, half))
@@ -144,7 +145,8 @@ def test_a_method_may_bring_its_objective(monkeypatch):
     advantage, is_self = torch.tensor([2.0, -4.0]), torch.tensor([True, False])
     config = config_of("naive", eps_low=0.25)
     assert has_own_objective(config)
-    loss, terms = named_objective(tokens, torch.tensor([0, 2, 3]), source, advantage, is_self, length, 2, config)
+    answers = answers_of(tokens, torch.tensor([0, 2, 3]), source, advantage, is_self, length, 2)
+    loss, terms = objective_loss(answers, objective_of(config), config)
     loss.sum().backward()
     assert loss.tolist() == [1.0 - 0.5, 1.0 - 0.5] and tokens.grad.tolist() == [-1.0, -1.0, 2.0]
     assert terms.weight_B.tolist() == [1.0, 0.5]

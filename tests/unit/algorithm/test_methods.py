@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from hacpo_kernels import SequenceTerms
-from method_cases import config_of, cube, sequence_objective
+from method_cases import config_of, cube, judged, sequence_objective
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.algorithm import (
+    Judged,
     advantages_of,
     sample_weight,
     token_objective,
@@ -173,7 +174,7 @@ def check(method: str, config: AlgorithmConfig, num_agents: int, seed: int, m: i
     advantages, losses, gradients = expected(method, config, rewards, capability, learner, cases, m)
 
     capability_N = torch.tensor(capability, dtype=torch.float64)
-    ours = advantages_of(rewards, rewards == 1.0, capability_N, learner, config)
+    ours = advantages_of(judged(rewards, capability_N, learner), config)
     # Sums of N G terms of at most omega <= 4, over a deviation of at least .05, twice.
     bound = 64 * num_agents * 16 * U64 / 0.05**2
     for (p, j, g, *_), A in zip(cases, advantages):
@@ -211,7 +212,7 @@ def test_sgt_follows_what_the_judge_calls_a_success():
     rewards = torch.tensor([[[0.7, 0.2], [0.6, 0.1]], [[0.9, 0.2], [0.9, 0.3]]], dtype=torch.float64)
     successes = torch.tensor([[[False, False], [True, False]], [[True, False], [True, False]]])
     config = config_of("sgt", transfer_weight=0.5)
-    ours = advantages_of(rewards, successes, torch.ones(2, dtype=torch.float64), 0, config)
+    ours = advantages_of(Judged(rewards, successes, torch.ones(2, dtype=torch.float64), 0), config)
     assert ours[:, 1].tolist() == [[0.5, 0.0], [0.0, 0.0]]
     own = [[group_advantage(r, group) for r in group] for group in rewards[:, 0].tolist()]
     torch.testing.assert_close(ours[:, 0], torch.tensor(own, dtype=torch.float64), rtol=1e-12, atol=0.0)

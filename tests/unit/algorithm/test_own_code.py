@@ -1,18 +1,23 @@
 """Advantages, objectives, numbers and trackers of the user's own, named in the configuration."""
 
+import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from method_cases import sequence_objective
+from method_cases import answers_of, judged, sequence_objective
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.algorithm import learning_of, named_objective
+from hacpo_mega.agent.policy_loss import PolicyLoss
+from hacpo_mega.algorithm import CapabilityTracker, learning_of, objective_loss, reads_skills, skill_tally
 from hacpo_mega.config import AlgorithmConfig, load_config
-from hacpo_mega.config.user_code import named_function, unfinished_import
+from hacpo_mega.config.user_code import function_problem, named_function, takes_record, unfinished_import
+from hacpo_mega.records import MicroBatch, Sample
 
 FILE = ROOT / "tests" / "support" / "own_code.py"
 REWARDS_PNG = torch.tensor([[[1.0, 0.0], [0.5, math.nan]], [[0.0, 0.0], [1.0, 0.25]]], dtype=torch.float64)
@@ -21,22 +26,20 @@ EQUAL_N = torch.ones(2)
 
 def test_own_advantages_are_what_is_trained():
     config = AlgorithmConfig(method="naive", advantages=f"{FILE}:own_mean")
-    learning = learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, config)
+    learning = learning_of(judged(REWARDS_PNG, EQUAL_N, 0), config)
     assert learning.advantages_PNG.tolist() == [[[0.5, -0.5], [0.0, 0.0]], [[0.0, 0.0], [0.375, -0.375]]]
     assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[False, False], [True, True]]]
 
 
 def test_a_method_that_shares_nothing_shares_nothing():
     config = AlgorithmConfig(method="gspo", advantages=f"{FILE}:own_mean")
-    assert learning_of(REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 1, config).advantages_PNG[:, 0].abs().sum() == 0.0
+    assert learning_of(judged(REWARDS_PNG, EQUAL_N, 1), config).advantages_PNG[:, 0].abs().sum() == 0.0
 
 
 @pytest.mark.parametrize("name, says", [("too_short", r"must return a tensor \(2, 2, 2\)"), ("infinite", "not finite")])
 def test_advantages_that_cannot_be_trained_are_refused(name, says):
     with pytest.raises(ValueError, match=says):
-        learning_of(
-            REWARDS_PNG, REWARDS_PNG == 1.0, EQUAL_N, 0, AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}")
-        )
+        learning_of(judged(REWARDS_PNG, EQUAL_N, 0), AlgorithmConfig(method="naive", advantages=f"{FILE}:{name}"))
 
 
 def packed(logprob_R: torch.Tensor, name: str):
@@ -47,7 +50,7 @@ def packed(logprob_R: torch.Tensor, name: str):
     mean_B = torch.segment_reduce(logprob_R.detach(), "sum", offsets=starts.long()) / length_B
     rest = mean_B - shift_B, torch.tensor([1.0, 0.5, -2.0, 1.5]), torch.tensor([True, False, True, False]), length_B
     config = AlgorithmConfig(method="naive", objective=f"{FILE}:{name}")
-    return mean_B, rest, named_objective(logprob_R, starts, *rest, 0, config)
+    return mean_B, rest, objective_loss(answers_of(logprob_R, starts, *rest, 0), None, config)
 
 
 def test_an_own_objective_has_the_gradient_of_the_fused_one():
@@ -66,19 +69,96 @@ def test_an_own_objective_has_the_gradient_of_the_fused_one():
 
 
 def test_an_objective_that_the_policy_does_not_enter_is_refused():
-    with pytest.raises(ValueError, match="does not depend on log_ratio_B"):
+    with pytest.raises(ValueError, match="does not depend on log_ratio_B or logprob_R"):
         packed(torch.zeros(10, dtype=torch.float64, requires_grad=True), "flat")
+
+
+def test_an_objective_gets_source_prompt_length_and_step_of_each_answer():
+    """Two answers of 2 and 3 tokens, own and of agent 1, in update 2 of step 3 of 7; the loss by hand."""
+    samples = tuple(
+        Sample(
+            prompt_ids=np.zeros(1, np.int32),
+            answer_ids=np.zeros(length, np.int32),
+            num_trained=length,
+            source=source,
+            is_self=source == 0,
+            prompt_index=4 + source,
+            rollout_index=0,
+            advantage=0.5,
+            source_logprob=-1.0,
+            length=float(length),
+            old_logprobs=np.full(length, -1.0, np.float32) if source == 0 else None,
+        )
+        for source, length in enumerate((2, 3))
+    )
+    starts, none = torch.tensor([0, 2, 5], dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+    batch = MicroBatch(none, none, starts, none, none, none, starts, samples, 5)
+    tokens = torch.tensor([-0.5, -1.0, -1.25, -1.25, -1.25], requires_grad=True)
+    config = AlgorithmConfig(method="naive", objective=f"{FILE}:of_columns")
+    loss, report = PolicyLoss(2, 0.5, config, reference={}, step=3, num_steps=7)(tokens, batch)
+    more = 2000 + 30000 + 7_000_000
+    factors = 0 + 40 + 200 + more, 1 + 50 + 300 + more
+    by_hand = [0.25 * factors[0], -0.25 * factors[1]]
+    assert loss.item() == pytest.approx(0.5 * sum(by_hand), rel=2.0**-20)  # a float32 of two numbers that nearly cancel
+    assert report.terms.loss_B.tolist() == pytest.approx(by_hand, rel=2.0**-50)
+    assert report.terms.weight_B.tolist() == pytest.approx([-factor / 0.5 for factor in factors], rel=2.0**-50)
+
+
+def test_advantages_get_the_capability_of_each_skill_and_the_step():
+    """Two steps of prompts of skills "" and add; agent 1 has no judged answer of add in the window's first step."""
+    config = AlgorithmConfig(method="naive", advantages=f"{FILE}:by_skill", capability_window=2)
+    assert reads_skills(config) and not reads_skills(AlgorithmConfig(method="naive", advantages=f"{FILE}:own_mean"))
+    tracker, skill_P = CapabilityTracker(2, config, ("", "add")), torch.tensor([0, 1])
+    steps = [
+        torch.full((2, 2, 2), 1.0),
+        REWARDS_PNG,
+        torch.tensor([[[1.0, 1.0], [0.0, 0.0]], [[0.5, 1.0], [math.nan] * 2]]),
+    ]
+    for rewards_PNG in steps:  # the first leaves the window
+        tracker.add_skills(skill_tally(rewards_PNG.double(), rewards_PNG == 1.0, skill_P, 2))
+    capability_NS, judged_NS = tracker.skill_values()
+    assert capability_NS.tolist() == [[3 / 4, 1.5 / 4], [0.5 / 3, 1.25 / 2]]  # "": 1, 0 and 1, 1; .5 and 0, 0
+    assert judged_NS.tolist() == [[4, 4], [3, 2]]
+    again = CapabilityTracker(2, config, ("", "add", "sub"))
+    again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
+    assert torch.equal(again.skill_values()[0][:, :2], capability_NS) and again.skill_values()[1][:, 2].tolist() == [
+        0,
+        0,
+    ]
+    known = {"skill_P": skill_P, "skill_capability_NS": capability_NS, "step": 3, "num_steps": 4}
+    learning = learning_of(replace(judged(REWARDS_PNG, EQUAL_N, 1), **known), config)
+    own, add = (1 - 0.75) / 4, (1 - 0.625) / 4  # a quarter of the run is left, R - .1666 and R - .625
+    assert learning.advantages_PNG[1].tolist() == [[-0.625 / 4, -0.625 / 4], [add, (0.25 - 0.625) / 4]]
+    assert learning.advantages_PNG[0, 0].tolist() == pytest.approx([(1 - 0.5 / 3) / 4, -0.5 / 12], rel=1e-15)
+    assert own == 0.0625 and learning.own_P.all()
+
+
+@pytest.mark.parametrize("key", ["advantages", "objective"])
+def test_a_function_of_other_parameters_is_one_line(tmp_path, key):
+    (tmp_path / "made.py").write_text("import functools\ntwo = functools.partial(lambda a, b: a)\n")
+    with pytest.raises(
+        ValueError, match=rf"\Aalgorithm\.{key}: '.*made.py:two' takes \(a, b\); algorithm\.{key} takes "
+    ):
+        takes_record(key, f"{tmp_path}/made.py:two")  # of which only its call tells
+    assert f"takes 2 arguments; algorithm.{key} takes one, the record " in function_problem(
+        key, f"{FILE}:two_arguments"
+    )
 
 
 @pytest.mark.parametrize(
     "settings, says",
     [
         ({"algorithm": {"advantages": f"{FILE}:own_meen"}}, "has no function 'own_meen'; did you mean 'own_mean'?"),
-        ({"algorithm": {"advantages": f"{FILE}:clipped"}}, "takes 4 arguments, and is given 3"),
+        (
+            {"algorithm": {"advantages": f"{FILE}:clipped"}},
+            "takes 4 arguments; algorithm.advantages takes one, the record Judged",
+        ),
+        ({"algorithm": {"advantages": f"{FILE}:two_arguments"}}, "takes 2 arguments; algorithm.advantages takes one"),
+        ({"algorithm": {"objective": f"{FILE}:own_mean"}}, "takes 3 arguments; algorithm.objective takes one"),
         ({"algorithm": {"objective": "absent.py:f"}}, "the file absent.py does not exist"),
         ({"algorithm": {"objective": f"{'x' * 5000}.py:f"}}, "xxx.py does not exist"),
         ({"algorithm": {"objective": "no_such_module:f"}}, "there is no module 'no_such_module'"),
-        ({"algorithm": {"method": "grpo", "objective": f"{FILE}:clipped"}}, "one ratio per answer"),
+        ({"algorithm": {"method": "grpo", "objective": f"{FILE}:clipped"}}, 'Set method = "gspo", which trains'),
         ({"logging": {"metrics": [f"{FILE}:fails", "else.py:fails"]}}, "names one twice"),
         ({"logging": {"metrics": ["length_of"]}}, "logging.metrics"),
         ({"logging": {"trackers": [f"{FILE}:Note"]}}, "has no class 'Note'; did you mean 'Notes'?"),

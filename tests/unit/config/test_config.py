@@ -180,7 +180,7 @@ PARTS = "reward={parts={right={kind='arithmetic',weight=0.8},short={kind='x.py:b
     ("overrides", "readers", "advice"),
     [
         ((PARTS,), "pass@k and maj@k of eval", '"right", for the full'),
-        ((PARTS, "algorithm={preset='authors'}"), "capability (preset authors), pass@k", '"right", for the full'),
+        ((PARTS, "algorithm={preset='authors'}"), "pass@k", '"right", for the full'),
         ((PARTS, "algorithm={method='sgt'}"), "sgt, pass@k", '"right", for the full'),
         ((PARTS, "algorithm={capability_metric='positive_rate'}"), "capability (positive_rate), ", '"right"'),
         (("reward={kind='x.py:brevity'}",), "pass@k", "the least reward of one, such as reward.success = 0.9"),
@@ -250,10 +250,38 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
         assert (config.algorithm.method, config.algorithm.delta) == (method, 0.5 if method == "hacpo" else 0.2)
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.4: method 'gspo' does not read it"):
         load_config(QUICKSTART, ["algorithm.method=gspo", "algorithm.delta=0.4"])
+    assert load_config(QUICKSTART, ["algorithm.cross_clip=own"]).algorithm.delta == 0.2  # beside it nothing reads delta
     of_another = tmp_path / "gspo.toml"
     of_another.write_text(text.replace('method = "hacpo"', 'method = "gspo"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.5: method 'gspo' does not read it"):
         load_config(of_another)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_alpha_is_refused_where_nothing_reads_it(method, tmp_path, monkeypatch):
+    """In a file and by an override, for every method but HACPO, and for HACPO with the own clip or an own objective."""
+    monkeypatch.chdir(ROOT)
+    table = {"method": method, "alpha": 3.0}
+    file = tmp_path / "run.toml"
+    text = QUICKSTART.read_text(encoding="utf-8").replace("delta = 0.5\n", "")
+    file.write_text(text.replace('method = "hacpo"', f'method = "{method}"\nalpha = 3.0'), encoding="utf-8")
+    if method == "hacpo":
+        assert load_config(file).algorithm.alpha == AlgorithmConfig(**table).alpha == 3.0
+        objective = "configs/methods/cispo.py:cispo"
+        for key, value in (("cross_clip", "own"), ("objective", objective)):
+            with pytest.raises(ValueError, match=rf"alpha = 3.0: not read beside {key} = '{value}'. Leave one out"):
+                load_config(QUICKSTART, [f"algorithm.{key}={value}", "algorithm.alpha=3.0"])
+            with pytest.raises(ValueError, match=r"alpha = 3.0: not read beside"):
+                AlgorithmConfig(**table, **{key: value})
+            assert load_config(file, [f"algorithm.{key}={value}"]).algorithm.alpha == 1.0  # the file's is dropped
+        assert AlgorithmConfig(cross_clip="own", alpha=0.0).alpha == 0.0  # no exponent, as the own clip has it
+        return
+    with pytest.raises(ValueError, match=rf"alpha = 3.0: method '{method}' does not read it"):
+        load_config(file)
+    with pytest.raises(ValueError, match=rf"alpha = 3.0: method '{method}' does not read it"):
+        load_config(QUICKSTART, [f"algorithm.method={method}", "algorithm.alpha=3.0"])
+    with pytest.raises(ValueError, match=rf"alpha = 3.0: method '{method}' does not read it"):
+        AlgorithmConfig(**table)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -23,7 +23,8 @@ from hacpo_mega.data.reading.files import content_id, load_prompts
         ("math", {"problem": "P", "solution": "so $\\boxed{\\frac{1}{2}}$", "level": "Level 2"}, "P", "\\frac{1}{2}"),
         ("math", {"problem": "P", "solution": "so $\\boxed 5$."}, "P", "5"),
         ("answered", {"problem": "P", "answer": 27.0, "question": "P"}, "P", "27"),
-        ("answered", {"problem": "P", "answer": "025", "solution": "s"}, "P", "25"),
+        ("answered", {"problem": "P", "answer": "025", "solution": "s"}, "P", "025"),  # a text stays as it is
+        ("answered", {"problem": "P", "answer": "0007"}, "P", "0007"),
         (
             "answered",
             {"problem": "P", "answer": "\\left( 3, 0 \\right)", "unique_id": "u"},

@@ -131,6 +131,25 @@ def test_an_identical_tokenizer_keeps_ids_and_gets_the_learners_end(codecs):
     assert counts == ReencodingCounts(num_own=2, num_cross=2, num_truncated=1)
 
 
+@pytest.mark.parametrize("eos_in_loss", [True, False])
+def test_log_probs_of_others_tokens_are_those_of_agents_with_one_tokenizer(codecs, eos_in_loss):
+    """Agent 1 has the learner's tokenizer, agent 2 another one; without tokens that travel nobody has any."""
+    writers = (codecs[0], codecs[0], codecs[1])
+    groups = [[trajectory(codec, j, 0, "12", eos_in_loss=eos_in_loss)] for j, codec in enumerate(writers)]
+    scored = [
+        [replace(t, token_logprobs=np.arange(t.num_scored, dtype=np.float32) - 9.0 * j) for t in group]
+        for j, group in enumerate(groups)
+    ]
+    rules = rules_of(writers, eos_in_loss=eos_in_loss)
+    for given, has_any in ((scored, True), (groups, False)):
+        pool = one_prompt(*map(tuple, given))
+        own, twin, foreign = learner_view(pool, constant(pool), 0, codecs[0], rules)[0]
+        assert own.old_logprobs.tolist() == own_scores(pool, 0)[4, 0].token_logprobs.tolist()
+        assert foreign.old_logprobs is None and foreign.num_trained > 0
+        expected = [place - 9.0 for place in range(3 if eos_in_loss else 2)] if has_any else None
+        assert expected == (None if twin.old_logprobs is None else twin.old_logprobs.tolist())
+
+
 @pytest.mark.parametrize("ratio_length", ["own", "source"])
 @pytest.mark.parametrize("eos_in_loss", [True, False])
 def test_trained_tokens_and_length(codecs, eos_in_loss, ratio_length):

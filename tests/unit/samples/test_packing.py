@@ -187,7 +187,7 @@ def test_later_updates_pack_all_together_unless_forwards_repeat():
     for replays, repeats in ((False, False), (True, False), (False, True)):
         how = {"_replays": replays, "_repeats_scoring": repeats, "_policy_loss": lambda *_: None}
         for update_index in range(3):
-            Agent.learn(SimpleNamespace(actor=actor, **how), [], update_index)
+            Agent.learn(SimpleNamespace(actor=actor, **how), [], update_index, 1)
     assert asked == [None, pack, pack, *[None] * 6]
 
 

@@ -6,11 +6,13 @@ shares chooses nothing else than how much each prompt counts. A method whose pul
 Adam removes, is not worth the seeds that could tell the two apart.
 
 Ratios are those that the run has logged, of the update that trained an answer; an own answer that it did not train has
-ratio 1. Others' answers without a ratio are left out for all methods. Not here: training, and objectives of one's own.
+ratio 1. Others' answers without a ratio are left out for all methods. Capabilities by skill are those of one step. Not
+here: training, and objectives of one's own.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from torch import Tensor
 
 from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell
 from hacpo_lab.experiments.table import NOTHING, Table
+from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.algorithm.learning import learning_of
 from hacpo_mega.algorithm.methods import has_own_objective
 from hacpo_mega.algorithm.objective import objective_bounds
 from hacpo_mega.config import AlgorithmConfig, load_config
-from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
+from hacpo_mega.rollout.exchange import text_hash
 
 SAME = 0.95  # cosine above which a method's pulls are the reference's
 OF_ALGORITHM = "algorithm."
@@ -35,13 +39,11 @@ OF_ALGORITHM = "algorithm."
 class ScreenedAnswers:
     """The judged answers of one step of a run.
 
-    rewards_PNG      float64, NaN where unjudged      successes_PNG   bool      capability_N   float64
+    judged           what advantages are computed from, for any learner
     log_ratio_KPNG   of each learner k to each answer, nats per token, NaN where it is not known
     """
 
-    rewards_PNG: Tensor
-    successes_PNG: Tensor
-    capability_N: Tensor
+    judged: Judged
     log_ratio_KPNG: Tensor
 
 
@@ -88,7 +90,7 @@ def pull_of(steps: Sequence[ScreenedAnswers], learner: int, algorithm: Algorithm
     bounds = objective_bounds(algorithm)
     prompts, own, cross, num_trained = [], [], 0.0, 0
     for step in steps:
-        learning = learning_of(step.rewards_PNG, step.successes_PNG, step.capability_N, learner, algorithm)
+        learning = learning_of(replace(step.judged, learner=learner), algorithm)
         log_ratio_PNG = step.log_ratio_KPNG[learner]
         is_own_PNG = torch.zeros_like(learning.trains_PNG)
         is_own_PNG[:, learner] = True
@@ -125,7 +127,7 @@ def _read(run_dir: Path) -> tuple[list[str], list[ScreenedAnswers]]:
     config, metrics = load_config(run_dir / "config.toml"), read_metrics(run_dir / "metrics.jsonl")
     names = [agent.name for agent in config.agents]
     steps = [
-        _answers(read_rollouts(run_dir, step), names, metrics[step].values)
+        _answers(read_rollouts(run_dir, step), names, metrics[step])
         for step in logged_steps(run_dir)
         if step in metrics
     ]
@@ -134,25 +136,38 @@ def _read(run_dir: Path) -> tuple[list[str], list[ScreenedAnswers]]:
     return names, steps
 
 
-def _answers(
-    prompts: Sequence[Mapping[str, Any]], names: Sequence[str], values: Mapping[str, float]
-) -> ScreenedAnswers:
+def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], step: StepMetrics) -> ScreenedAnswers:
     most = max(answer["rollout"] for prompt in prompts for answer in prompt["answers"]) + 1
     shape = (len(prompts), len(names), most)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+    num_tokens_PNG, hash_PNG = torch.zeros((2, *shape), dtype=torch.int64)
     log_ratio_KPNG = torch.full((len(names), *shape), torch.nan, dtype=torch.float64)
     for p, prompt in enumerate(prompts):
         for answer in prompt["answers"]:
-            n, g = names.index(answer["agent"]), answer["rollout"]
-            log_ratio_KPNG[n, p, n, g] = 0.0
+            place = p, names.index(answer["agent"]), answer["rollout"]
+            log_ratio_KPNG[place[1]][place] = 0.0
+            num_tokens_PNG[place], hash_PNG[place] = answer["num_tokens"], text_hash(answer["text"])
             if answer["reward"] is not None:
-                rewards_PNG[p, n, g] = answer["reward"]
-                successes_PNG[p, n, g] = answer["verdict"] == "correct"
+                rewards_PNG[place], successes_PNG[place] = answer["reward"], answer["verdict"] == "correct"
             for learner, ratio in answer["ratio"].items():
                 if isinstance(ratio, float | int) and ratio > 0:
-                    log_ratio_KPNG[names.index(learner), p, n, g] = torch.tensor(ratio, dtype=torch.float64).log()
-    capability_N = torch.tensor([values[f"capability/{name}"] for name in names], dtype=torch.float64)
-    return ScreenedAnswers(rewards_PNG, successes_PNG, capability_N, log_ratio_KPNG)
+                    log_ratio_KPNG[names.index(learner)][place] = math.log(ratio)
+    skills = tuple(sorted({prompt["skill"] for prompt in prompts}))
+    skill_P = torch.tensor([skills.index(prompt["skill"]) for prompt in prompts])
+    of_skill = [rewards_PNG[skill_P == number].transpose(0, 1).flatten(1) for number in range(len(skills))]
+    judged = Judged(
+        rewards_PNG,
+        successes_PNG,
+        torch.tensor([step.values[f"capability/{name}"] for name in names], dtype=torch.float64),
+        learner=0,
+        num_tokens_PNG=num_tokens_PNG,
+        text_hash_PNG=hash_PNG,
+        skill_names=skills,
+        skill_P=skill_P,
+        skill_capability_NS=torch.stack([rewards.nanmean(dim=1) for rewards in of_skill], dim=1),
+        skill_judged_NS=torch.stack([(~rewards.isnan()).sum(dim=1).double() for rewards in of_skill], dim=1),
+    )
+    return ScreenedAnswers(judged, log_ratio_KPNG)
 
 
 def _rows(pulls: Mapping[str, Pull | None], reference: str) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,103 @@
+"""Functions in a method's place: the user's, by name, and those of methods that the kernels do not have.
+
+    [algorithm]
+    method = "naive"                          # who learns from whom
+    advantages = "mine.py:advantages"         # Judged -> advantages_PNG
+    objective = "mine.py:objective"           # PackedAnswers -> loss_B
+
+All must be pure: every rank computes them for itself, and a different result would train a different model. An
+objective is differentiated by autograd, in float64 torch, instead of the fused kernel. Functions of version 0.2 took
+(rewards_PNG, capability_N, learner) and (log_ratio_B, advantage_B, is_self_B, update_index): they are called as before
+(config/user_code.py tells them by their parameters).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from hacpo_kernels import SequenceTerms
+from torch import Tensor
+
+from hacpo_mega.algorithm.answers import PackedAnswers
+from hacpo_mega.algorithm.judged import Judged
+from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.config.user_code import named_function, takes_record
+
+
+def reads_skills(config: AlgorithmConfig) -> bool:
+    """True if advantages of the user's may read capability by skill."""
+    return config.advantages is not None and takes_record("advantages", config.advantages)
+
+
+def reads_source_tokens(config: AlgorithmConfig) -> bool:
+    """True if an objective reads token log-probs of others' answers, which must travel then."""
+    if not config.shares_answers:
+        return False
+    is_own = config.objective is not None and takes_record("objective", config.objective)
+    return is_own or config.needs_one_tokenizer
+
+
+def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
+    """Result of `algorithm.advantages` on a lane's judged answers, float64 [P, N, G].
+
+    0 for unjudged answers, and for others' if the method shares none. ValueError for anything but finite numbers of
+    that shape.
+    """
+    function, rewards_PNG = named_function(config.advantages), judged.rewards_PNG
+    mine = replace(judged, rewards_PNG=rewards_PNG.clone(), capability_N=judged.capability_N.detach().cpu().clone())
+    if takes_record("advantages", config.advantages):
+        found = function(mine)
+    else:
+        found = function(mine.rewards_PNG, mine.capability_N, judged.learner)
+    shape = tuple(rewards_PNG.shape)
+    if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"algorithm.advantages: {config.advantages} must return a tensor {shape}, found {what}")
+    advantages_PNG = found.detach().to("cpu", torch.float64).masked_fill(rewards_PNG.isnan(), 0.0)
+    if not advantages_PNG.isfinite().all():
+        raise ValueError(f"algorithm.advantages: {config.advantages} returned a number that is not finite")
+    if not config.shares_answers:
+        others_N = torch.arange(shape[1]) != judged.learner
+        advantages_PNG[:, others_N] = 0.0
+    return advantages_PNG
+
+
+def objective_loss(
+    answers: PackedAnswers, function: Callable[..., Tensor] | None, config: AlgorithmConfig
+) -> tuple[Tensor, SequenceTerms]:
+    """Loss of packed answers by a method's function, or by the user's (None): (loss_B, terms), float64.
+
+    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer and the weight that its tokens have
+    together, w = - (sum of d loss / d log-prob) / A: that of the kernels where a loss depends on s. ValueError for a
+    loss of another shape, or one that does not depend on the learner.
+    """
+    if function is not None:
+        name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
+    else:
+        name, own = f"algorithm.objective: {config.objective}", named_function(config.objective)
+        if takes_record("objective", config.objective):
+            loss_B = own(answers)
+        else:
+            loss_B = own(answers.log_ratio_B, answers.advantage_B, answers.is_self_B, answers.update_index)
+    if not isinstance(loss_B, Tensor) or loss_B.shape != answers.log_ratio_B.shape:
+        what = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
+        shape = tuple(answers.log_ratio_B.shape)
+        raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {what}")
+    with torch.no_grad():
+        weight_B = _weights(loss_B, answers, name)
+        ratio_B = answers.log_ratio_B.exp().masked_fill(answers.num_tokens_B == 0, torch.nan)
+    return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
+
+
+def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
+    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
+    if not answers.logprob_R.requires_grad:
+        return torch.zeros_like(answers.advantage_B)
+    slope_R = None
+    if loss_B.requires_grad:
+        ones_B = torch.ones_like(loss_B)
+        (slope_R,) = torch.autograd.grad(loss_B, answers.logprob_R, ones_B, retain_graph=True, allow_unused=True)
+    if slope_R is None:
+        raise ValueError(f"{name} returned a loss that does not depend on log_ratio_B or logprob_R")
+    slope_B = answers.mean(slope_R) * answers.length_B
+    return torch.where(answers.advantage_B == 0.0, 0.0, -slope_B / answers.advantage_B)
