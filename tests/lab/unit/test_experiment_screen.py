@@ -32,7 +32,7 @@ def test_the_pull_of_naive_is_the_sum_by_hand(tmp_path):
     judged = Judged(rewards_PNG, rewards_PNG == 1.0, torch.tensor([0.5, 0.5]), learner=0)
     step = ScreenedAnswers(judged, log_ratio_KPNG)
     found = pull_of([step, step], 0, algorithm_of(tmp_path, "algorithm.method='naive'"))
-    assert found.prompts_P.tolist() == pytest.approx([0.5 + 0.5 * 0.5, 0.0] * 2, abs=1e-5)
+    assert found.prompts_P.tolist() == pytest.approx([0.5 * 0.5, 0.0] * 2, abs=1e-5)
     assert found.own_P.tolist() == pytest.approx([0.5 + 1.5, 0.0] * 2, abs=1e-5)
     assert found.cross == pytest.approx(2 * 0.25, abs=1e-5) and found.num_trained == 2 * 4
 

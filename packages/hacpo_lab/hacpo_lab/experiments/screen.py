@@ -1,9 +1,9 @@
 """The pulls of a grid's methods on the answers of a run that was kept: how much each prompt would count, untrained.
 
 An answer with advantage A and weight w adds w A grad log-prob to its learner (d loss / d mean log-prob = -w A).
-The pull of a prompt is the sum of w A over its answers with A > 0: where every right answer is one text, a method that
-shares chooses nothing else than how much each prompt counts. A method whose pulls are another's, up to a factor that
-Adam removes, is not worth the seeds that could tell the two apart.
+The pull of a prompt is the sum of w A over others' answers with A > 0: where every right answer is one text, sharing
+chooses nothing else than how much each prompt counts. A method whose pulls are another's, up to a factor that Adam
+removes, and whose own answers weigh alike, is not worth the seeds that could tell the two apart.
 
 Ratios are those that the run has logged, of the update that trained an answer; an own answer that it did not train has
 ratio 1. Others' answers without a ratio are left out for all methods. Capabilities by skill are those of one step. Not
@@ -51,7 +51,7 @@ class ScreenedAnswers:
 class Pull:
     """The effect of a method on one learner, per prompt and in sum.
 
-    prompts_P    pull of each prompt, over all steps      own_P   sum of |w A| over its own answers
+    prompts_P    pull of others' answers to each prompt, over all steps      own_P   sum of |w A| over its own ones
     cross        sum of |w A| over others' answers        num_trained   answers that it trains on
     """
 
@@ -80,7 +80,7 @@ def screen(grid: Grid, run_dir: Path, reference: str, regime: str | None = None)
     for learner, agent in enumerate(names):
         pulls = {name: None if how is None else pull_of(steps, learner, how) for name, how in chosen.items()}
         rows = tuple(_rows(pulls, reference))
-        head = ("method", "cosine", "pull", "own cosine", "others' over own", "trained answers", "")
+        head = ("method", "pull: cosine", "pull: size", "own: cosine", "others' over own", "trained answers", "")
         tables.append(Table(f"{agent}: pulls beside {reference}'s", head, rows, _notes()))
     return tables
 
@@ -102,7 +102,7 @@ def pull_of(steps: Sequence[ScreenedAnswers], learner: int, algorithm: Algorithm
         )
         pulls_PNG = torch.zeros_like(log_ratio_PNG)
         pulls_PNG[trains_PNG] = weights * advantages
-        prompts.append(pulls_PNG.clamp(min=0.0).sum(dim=(1, 2)))
+        prompts.append(pulls_PNG.clamp(min=0.0).masked_fill(is_own_PNG, 0.0).sum(dim=(1, 2)))
         own.append(pulls_PNG[:, learner].abs().sum(dim=1))
         cross += float(pulls_PNG.abs().masked_fill(is_own_PNG, 0.0).sum())
         num_trained += int(trains_PNG.sum())
@@ -189,7 +189,7 @@ def _cosine(one: Tensor, other: Tensor) -> float:
 
 def _notes() -> tuple[str, ...]:
     return (
-        "Cosine: of the pulls of all prompts, sums of w A over answers with A > 0; own cosine: of the sums of |w A| "
-        "over own answers. Pull, trained answers: over the reference's.",
+        "Pull: of a prompt, the sum of w A over others' answers with A > 0. Own: the sum of |w A| over own answers. "
+        "Cosines are over all prompts; size and trained answers are over the reference's.",
         f"Methods whose two cosines are {SAME} or more learn what the reference learns.",
     )
