@@ -31,8 +31,8 @@ from hacpo_mega.models.families.families import (
     QWEN3_NEXT,
     SEED_OSS,
     SMOLLM3,
-    Family,
 )
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256

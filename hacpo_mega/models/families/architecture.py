@@ -12,7 +12,8 @@ from typing import Any
 
 from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
 from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short

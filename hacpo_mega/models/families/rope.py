@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hacpo_mega.models.families.families import Family
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.windows import FULL, WINDOWED
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import Fields
