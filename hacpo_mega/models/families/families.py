@@ -341,6 +341,7 @@ QWEN3_5_MOE = replace(
     ignores=QWEN3_5.ignores - {"mlp_only_layers"} | _BALANCE,
     only={**QWEN3_5.only, "mlp_only_layers": []},
 )
+_OWN_HEAD = "vLLM gives it a head of its own, so it would sample from another model than the one that is trained"
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     model_type="qwen3_next",
@@ -354,14 +355,53 @@ QWEN3_NEXT = replace(
               "norm_topk_prob": True},
     ignores=_NO_WINDOW | _BALANCE,
     only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": False},
-    why={"tie_word_embeddings": "vLLM gives it a head of its own, so it would sample from another model than the one "
-         "that is trained"},
+    why={"tie_word_embeddings": _OWN_HEAD},
+)  # fmt: skip
+
+# With latents (latent.py). vLLM's class reads how experts are scored and chosen, and in which type, where transformers'
+# has one way; it turns neighbours alone.
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "DeepSeek-V3, R1; Moonlight",
+    latent=True,
+    interleaved=True,
+    packs="fp8",
+    rope_kinds=("default", "yarn"),
+    experts=GLM4_MOE.experts,
+    defaults={
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "n_shared_experts": 1, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "num_attention_heads": 128, "vocab_size": 129280, "max_position_embeddings": 4096,
+    },
+    only={
+        "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "moe_router_dtype": "float32", "tie_word_embeddings": False,
+    },
+    ignores=frozenset(PREDICTS) | _BALANCE | {"aux_loss_alpha", "seq_aux", "ep_size"},
+    why={"tie_word_embeddings": _OWN_HEAD, "rope_interleave": "vLLM turns neighbours"},
+    asked={"first_k_dense_replace": "dense_layers"},
+)  # fmt: skip
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    models="GLM-4.7-Flash",
+    packs=None,
+    experts=replace(GLM4_MOE.experts, dense_kinds=True),
+    defaults={
+        **DEEPSEEK_V3.defaults, "num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "v_head_dim": 256, "num_attention_heads": 20, "vocab_size": 154880,
+        "max_position_embeddings": 202752, "rms_norm_eps": 1e-5,
+    },
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
         LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
-        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
+        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, DEEPSEEK_V3, GLM4_MOE_LITE,
     )
 }  # fmt: skip
 

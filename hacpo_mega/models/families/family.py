@@ -66,6 +66,8 @@ DELTA_FIELDS = {
     "linear_conv_kernel_dim": "width",
 }
 DELTA_INTERVAL = "full_attention_interval"
+# The fields about latents of attention (latent.py).
+LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 # Which layers may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
@@ -105,6 +107,7 @@ class Family:
     gated_attention whether queries come with a gate on attention's output
     delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
                     and the rest apart, or by heads of keys; None: it has no delta nets
+    latent          whether queries, keys and values come out of latents (latent.py)
     scales_queries  whether queries grow with their position, by `llama_4_scaling_beta` of its rope table (rope.py)
     defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
@@ -146,6 +149,7 @@ class Family:
     skips_rope: bool = False
     gated_attention: bool = False
     delta_net: Literal["apart", "by heads"] | None = None
+    latent: bool = False
     scales_queries: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignores: frozenset[str] = frozenset()
@@ -167,7 +171,7 @@ class Family:
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
-        lacks = lacks or self.skips_rope or self.sinks
+        lacks = lacks or self.skips_rope or self.sinks or self.latent
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
@@ -177,6 +181,7 @@ class Family:
         scalar |= {"rotary_dim"} if self.counts_turning else set()
         scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
         scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
+        scalar |= {*LATENT_FIELDS} if self.latent else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
         own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
         return name in own or name in ONLY or name in self.only

@@ -37,9 +37,13 @@ YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddi
 GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
 # As Ministral 3 has it: both of the first cancel, and queries grow.
 SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+# As DeepSeek-V3 has it: both of the last cancel in angles and scale scores.
+LATENT_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}
 # Sizes of gated delta nets, none like another.
 DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
              "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
+# Sizes of latents, none like another.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 # A vision tower of one layer, with its own names and types in both families.
 TOWERS = {
     "Gemma3ForConditionalGeneration": {
@@ -93,8 +97,10 @@ def make_model(
     `said` are further fields of config.json. With `images` it is the text model of an image checkpoint.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
-    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
     traits = FAMILIES[family]
+    if traits.latent:  # which decide the size of heads
+        num_kv_heads = num_heads
+    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias, said or {})
     if traits.windows != "none":
         config.sliding_window = window or (1024 if traits.windows in ("some", "pattern") else None)
     config.update(
@@ -209,7 +215,7 @@ def auto_class(images: bool) -> type:
 
 
 def _config(
-    family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int, attention_bias: bool
+    family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int, attention_bias: bool, said: dict
 ) -> PreTrainedConfig:
     rope = {"rope_theta": 10_000.0, "rope_type": "default", **(rope_scaling or {})}
     if family == "qwen2":
@@ -218,6 +224,8 @@ def _config(
     if FAMILIES[family].two_ropes:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
+    if FAMILIES[family].latent:
+        sizes = {**LATENT, **{name: said[name] for name in LATENT if name in said}}
     if FAMILIES[family].query_scalar:
         sizes["query_pre_attn_scalar"] = 24
     return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)

@@ -8,7 +8,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hacpo_mega.megatron.model import layers, shared_prompts
-from hacpo_mega.megatron.model.layers import PackedAttention
+from hacpo_mega.megatron.model.attention import PackedAttention
 from hacpo_mega.megatron.model.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
