@@ -224,6 +224,11 @@ class Architecture:
         return int((self.head_dim if self.latent is None else self.latent.turned_dim) * self.rotary_share)
 
     @property
+    def cached_dim(self) -> int:
+        """Numbers of a token that an engine's cache has for a head or, of latents, for all heads."""
+        return self.head_dim if self.latent is None else self.latent.cached
+
+    @property
     def value_dim(self) -> int:
         """Size of a head's value, and of attention's output of a head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
