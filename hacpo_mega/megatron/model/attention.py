@@ -78,13 +78,17 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSegments,
         **_megatron_options: object,
     ) -> torch.Tensor:
-        """Attention output of this rank's tokens [t, N, D]."""
+        """Attention output of this rank's tokens [t, N, D]; values may be shorter than keys, and so is it."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
         flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
         attend = _attend_flash if flash else _attend_in_groups
-        whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
+        query, key, value = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         sinks_N = None if self.sinks is None else self.sinks.chunk(self.cp.size())[self.cp.rank()]
-        return self.from_heads(attend(*whole, packed_seq_params, self.scale, self.window, sinks_N))
+        size, missing = value.shape[2], key.shape[2] - value.shape[2]
+        if missing:  # of latents: kernels take values that are as long as keys
+            value = pad(value, (0, missing))
+        output = attend(query, key, value, packed_seq_params, self.scale, self.window, sinks_N)
+        return self.from_heads(output[..., :size])
 
 
 def _attend_flash(
@@ -96,9 +100,6 @@ def _attend_flash(
     window: int | None,
     sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if missing := key_TKD.shape[2] - value_TKD.shape[2]:  # of latents; the kernels want values as long as keys
-        value_TKD = pad(value_TKD, (0, missing))
-        return _attend_flash(query_TND, key_TKD, value_TKD, packed, scale, window, sinks_N)[..., :-missing]
     # Megatron splits one fused projection: its value is a strided view, which the kernel refuses.
     sources = key_TKD, value_TKD.contiguous()
     with met_tokens(sources, packed.key_places) as met:  # the kernel lets the last query of a segment see all of them

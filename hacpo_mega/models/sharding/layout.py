@@ -92,7 +92,7 @@ def layout_problems(
     """Reasons why the model cannot have this layout, a line each; empty if it can.
 
     max_positions       tokens of the longest prompt and answer together
-    engine_head_sizes   head sizes, or sizes of latents, that an engine's attention on the CPU knows; None: it is on CUDA
+    engine_head_sizes   sizes of heads, or of latents, that an engine's attention on the CPU knows; None: it is on CUDA
     """
     of_tensors = _tensor_problems(architecture, layout)
     problems = of_tensors or _context_problems(architecture, layout)

@@ -142,8 +142,7 @@ class EngineWeights:
 
         Collective over the engine if the layer quantizes.
         """
-        layer, parameter = path
-        module = self._modules[layer]
+        module = self._modules[path[0]]
         if self.quantizes(path):
             _quantize(module, tensor, self._config)
         else:

@@ -80,7 +80,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             yield from _held_experts(module, parent)
             continue
         if absorbs(module):
-            yield _held_latents(module, parent)
+            yield _held_latents(module, path.partition(".mla_attn.")[0])
             continue
         names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
         if tied and path == HEAD_LAYER:

@@ -44,6 +44,9 @@ DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key
              "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
 # Sizes of latents, none like another.
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+# And the one for which vLLM has a kernel on the CPU; with another epsilon than that of latents' norms.
+CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 40,
+              "rms_norm_eps": 1e-2}  # fmt: skip
 # A vision tower of one layer, with its own names and types in both families.
 TOWERS = {
     "Gemma3ForConditionalGeneration": {
@@ -182,7 +185,7 @@ def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:
 def pack_fp8(folder: Path) -> set[str]:
     """Have a folder its projections in fp8, with a scale for each block of 128 x 128 numbers; returns their names."""
     stored, plain = load_file(folder / SINGLE), {}
-    names = {name for name in stored if name.endswith("proj.weight") or ".experts." in name}
+    names = {name for name in stored if name.endswith(("proj.weight", "_mqa.weight")) or ".experts." in name}
     for name, tensor in stored.items():
         plain[name] = tensor
         if name in names:
