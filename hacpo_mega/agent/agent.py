@@ -46,7 +46,7 @@ from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, AnswerTokens
 from hacpo_mega.megatron.actor import Actor, ActorHooks, ActorSpec
-from hacpo_mega.megatron.model.layers import has_flash3
+from hacpo_mega.megatron.model.attention import has_flash3
 from hacpo_mega.megatron.train.fused_optimizer import VERSIONS
 from hacpo_mega.megatron.train.optimizer import OffloadMode
 from hacpo_mega.memory.budget import Budget

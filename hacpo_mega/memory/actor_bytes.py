@@ -246,6 +246,8 @@ def _attention(plan: ActorPlan) -> int:
     """Bytes that attention keeps after its norm."""
     a, tokens, number = plan.architecture, plan.own_tokens, plan.device.number
     tp, cp = plan.layout.tp, plan.layout.cp
+    if a.latent is not None:
+        return _latent_attention(plan)
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
         return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
     q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
@@ -277,6 +279,19 @@ def _attention(plan: ActorPlan) -> int:
         # One over all heads is written out, and keeps the normalised numbers.
         kept += (q + k) * head if a.traits.whole_qk_norm else 0
     return kept
+
+
+def _latent_attention(plan: ActorPlan) -> int:
+    """The same of attention with latents: both before and after their norms; queries, keys, and values as long; the
+    output as long, and as the projection reads it."""
+    a, tokens, number, latent = plan.architecture, plan.own_tokens, plan.device.number, plan.architecture.latent
+    assert latent is not None, a.family
+    heads, own = a.num_heads // plan.layout.tp, tokens // plan.layout.tp
+    latents = own * number * (2 * latent.query_rank + latent.cached + latent.rank)
+    latents += own * FLOAT32 * (1 + (latent.query_rank > 0))
+    rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
+    kept = 4 * heads * tokens * a.head_dim * number + rows * (heads // plan.layout.cp) * FLOAT32
+    return latents + kept + heads * tokens * latent.value_dim * number
 
 
 # Of the rule of delta nets in chunks (megatron/model/delta_net.py): the tokens of one.

@@ -232,10 +232,18 @@ def engine_weights(actor: ActorPlan, engine: EnginePlan) -> int:
     """vLLM cuts a model into tensor-parallel ranks as Megatron does, experts too, and into no stages."""
     whole = Layout(tp=engine.tp)
     dense = num_weights(actor.architecture, whole) - expert_weights(actor.architecture, whole)
-    plain = dense * actor.device.number + engine_experts(actor, engine)
+    plain = (dense + _absorbed(actor.architecture, engine.tp)) * actor.device.number + engine_experts(actor, engine)
     if engine.quantization is None:
         return plain
     return plain - saved_bytes(actor.architecture, engine.tp, engine.quantization, actor.device.number)
+
+
+def _absorbed(architecture: Architecture, tp: int) -> int:
+    """Numbers that attention with latents holds a second time: the matrix of keys and values, by heads."""
+    if (latent := architecture.latent) is None:
+        return 0
+    heads = architecture.num_heads // tp
+    return architecture.attention_layers * heads * (latent.plain_dim + latent.value_dim) * latent.rank
 
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:
@@ -253,6 +261,8 @@ def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
 def cache_per_token(budget: Budget) -> int:
     """Bytes of one token's keys and values in every layer with attention of one rank of the engine."""
     a: Architecture = budget.actor.architecture
+    if a.latent is not None:  # one for all heads, on every rank
+        return a.attention_layers * a.latent.cached * budget.actor.device.number
     heads = max(1, a.num_kv_heads // budget.engine.tp)
     return 2 * a.attention_layers * heads * a.head_dim * budget.actor.device.number
 

@@ -15,7 +15,9 @@ from typing import Any
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import (
+    DEEPSEEK_V3,
     GEMMA3,
+    GLM4_MOE_LITE,
     GPT_OSS,
     HY_V3,
     LLAMA,
@@ -31,8 +33,8 @@ from hacpo_mega.models.families.families import (
     QWEN3_NEXT,
     SEED_OSS,
     SMOLLM3,
-    Family,
 )
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.rope import Llama3Rope
 
 _QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
@@ -137,6 +139,16 @@ _SEED_OSS = {"vocab_size": 155136, "max_position_embeddings": 524288, "rope_thet
 _SMOLLM3 = {"vocab_size": 128256, "max_position_embeddings": 65536, "rope_theta": 5e6}
 _SMALL_NAMES = [f"mistralai/Mistral-Small-3.{kind}" for kind in
                 ("1-24B-Base-2503", "1-24B-Instruct-2503", "2-24B-Instruct-2506")]  # fmt: skip
+# Published in fp8.
+_DEEPSEEK_NAMES = [f"deepseek-ai/DeepSeek-{kind}" for kind in ("V3", "V3-Base", "V3-0324", "R1", "R1-0528")]
+_YARN_40 = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
+_DEEPSEEK = {"max_position_embeddings": 163840, "rope_scaling": _YARN_40}
+_MOONLIGHT_NAMES = [f"moonshotai/Moonlight-16B-A3B{kind}" for kind in ("", "-Instruct")]
+_MOONLIGHT = {
+    "q_lora_rank": None, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6,
+    "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
+    "vocab_size": 163840, "max_position_embeddings": 8192, "rope_theta": 50000.0, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _TEXTS = {
     **_text(_gemma3("4b"), GEMMA3, 34, 2560, 10240, 8, 4, **_LINEAR),
     **_text(_gemma3("12b"), GEMMA3, 48, 3840, 15360, 16, 8, **_LINEAR),
@@ -154,6 +166,9 @@ _TEXTS = {
     **_text(["openai/gpt-oss-20b"], GPT_OSS, 24, 2880, 2880, 64, 8, num_local_experts=32),
     **_text(["openai/gpt-oss-120b"], GPT_OSS, 36, 2880, 2880, 64, 8, num_local_experts=128),
     **_text(["MiniMaxAI/MiniMax-M2"], MINIMAX_M2, 62, 3072, 1536, 48, 8, rotary_dim=64),
+    **_text(_DEEPSEEK_NAMES, DEEPSEEK_V3, 61, 7168, 18432, 128, 128, **_DEEPSEEK),
+    **_text(_MOONLIGHT_NAMES, DEEPSEEK_V3, 27, 2048, 11264, 16, 16, **_MOONLIGHT),
+    **_text(["zai-org/GLM-4.7-Flash"], GLM4_MOE_LITE, 47, 2048, 10240, 20, 20, rope_theta=1e6),
     **_text(["tencent/Hy3-preview"], HY_V3, 80, 4096, 13312, 64, 8, max_position_embeddings=262144),
 }
 _BY_NAME = {name: row for row in _ROWS for name in row.names}

@@ -216,7 +216,7 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     """Lays groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
 
     Segments: first the prompts of groups of several, the longest first; then the sequences of groups of one; then the
-    answers of the others, the longest first: neighbours attend together (layers.py). The row of answer token i reads
+    answers of the others, the longest first: neighbours attend together (attention.py). The row of answer token i reads
     position len(prompt) - 1 + i and predicts it. A tail of padding, a segment of its own, rounds T up to `multiple`;
     nothing of it is trained and no sequence attends to it.
     """

@@ -10,7 +10,7 @@ from tiny_models import LLAMA3_ROPE, YARN_ROPE, make_model
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.megatron.actor import initialize_parallel
-from hacpo_mega.megatron.model.layers import _attend_flash, _attend_in_groups
+from hacpo_mega.megatron.model.attention import _attend_flash, _attend_in_groups
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.weights.names import load_hf_weights

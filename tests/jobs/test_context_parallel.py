@@ -31,8 +31,8 @@ from tiny_models import make_model
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.actor import initialize_parallel
+from hacpo_mega.megatron.model.attention import PackedAttention
 from hacpo_mega.megatron.model.context_parallel import own_tokens
-from hacpo_mega.megatron.model.layers import PackedAttention
 from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.model.te_layers import PackedTEAttention
 from hacpo_mega.records import Sample

@@ -24,7 +24,7 @@ from run_cases import (
     write_watched_config,
 )
 from safetensors.torch import load_file
-from tiny_models import GPT_OSS_ROPE
+from tiny_models import CPU_LATENT, GPT_OSS_ROPE, LATENT_ROPE
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.logbook.files.metrics import read_metrics
@@ -33,12 +33,15 @@ pytestmark = pytest.mark.nightly
 
 LORA = {"rank": 4, "alpha": 8.0}
 # What the agent beside it is, and what sizes it must have.
-BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3", "qwen3_5_moe_text": "qwen3"}
+BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3", "qwen3_5_moe_text": "qwen3",
+          "deepseek_v3": "qwen3"}  # fmt: skip
 # With shared experts no routing is replayed.
 REPLAYS = "qwen3_moe", "gpt_oss"
+DEEPSEEK = {**CPU_LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 SIZES = {
     "smollm3": {"said": {"no_rope_layers": [1, 0]}},
     "gpt_oss": {"attention_bias": True, "window": 9, "rope_scaling": GPT_OSS_ROPE},
+    "deepseek_v3": {"rope_scaling": LATENT_ROPE, "said": DEEPSEEK},
     "qwen3_5_moe_text": {"said": {"rms_norm_eps": 1e-2}},
 }
 
@@ -110,7 +113,7 @@ def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
 
 
 def test_its_export_is_evaluated(family, undisturbed, tmp_path):
-    if family not in ("gpt_oss", "qwen3_5_moe_text"):
+    if family not in ("gpt_oss", "qwen3_5_moe_text", "deepseek_v3"):
         return
     rows = [{"prompt": f"{index}+{index}", "answer": "1"} for index in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

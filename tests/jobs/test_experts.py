@@ -14,7 +14,7 @@ import torch.distributed as dist
 from actor_cases import DESCENT, LOGPROB_ERROR, Oracle, gradient_by_descent, make_actor, norm, objective, random_samples
 from job import run_group
 from safetensors.torch import load_file
-from tiny_models import GPT_OSS_ROPE, make_model
+from tiny_models import GPT_OSS_ROPE, LATENT_ROPE, make_model
 
 from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
@@ -45,6 +45,12 @@ MODELS = {
     "qwen3_5_moe_text": {"tied": True, "num_experts": 8, "experts_per_token": 3, "said": {"rms_norm_eps": 1e-2}},
     "qwen3_next": {"tied": False, "num_experts": 8, "experts_per_token": 3, "num_layers": 4,
                    "said": {"rms_norm_eps": 1e-2}},
+    # Latents, of queries, too, whose scores YaRN scales; values longer than what does not turn of a key.
+    "deepseek_v3": {"tied": False, "num_experts": 8, "experts_per_token": 3, "rope_scaling": LATENT_ROPE,
+                    "said": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "v_head_dim": 16}},
+    # None of queries; two shared experts.
+    "glm4_moe_lite": {"tied": False, "num_experts": 8, "experts_per_token": 3,
+                      "said": {"q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False}},
 }  # fmt: skip
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
@@ -56,8 +62,10 @@ RUNS += [("gpt_oss", layout) for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1
 RUNS += [(name, layout) for name in ("minimax_m2", "hy_v3") for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 2))]
 DELTA_NETS = "qwen3_5_moe_text", "qwen3_next"
 RUNS += [(name, layout) for name in DELTA_NETS for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2), (1, 1, 2, 2))]
+LATENTS = "deepseek_v3", "glm4_moe_lite"
+RUNS += [(name, layout) for name in LATENTS for layout in ((1, 1, 1, 1), (2, 2, 1, 4), (2, 1, 2, 2))]
 # Biases for the choice of experts, one a layer that has experts.
-BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1}
+BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5

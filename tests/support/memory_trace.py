@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import initialize_parallel
-from hacpo_mega.megatron.model import layers, linear, moe
+from hacpo_mega.megatron.model import attention, layers, linear, moe
 from hacpo_mega.megatron.model import model as models
 from hacpo_mega.megatron.model.context_parallel import resize
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -99,7 +99,7 @@ def trace_actor(
         stack.enter_context(_replaced(models, "send", lambda tensors, _: list(tensors)))  # a copy loses its numbers
         if on_cuda:
             stack.enter_context(_replaced(moe, "_fits", lambda *_: True))
-            stack.enter_context(_replaced(layers, "_attend_in_groups", layers._attend_flash))
+            stack.enter_context(_replaced(attention, "_attend_in_groups", attention._attend_flash))
             # CUDA's adds in place; the CPU's takes float32 copies.
             stack.enter_context(_replaced(linear, "add_product", lambda total, left, right: None))
             stack.enter_context(_replaced(moe, "add_grouped_product", lambda total, left, right, ends: None))

@@ -314,7 +314,8 @@ def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[s
             dtype_name(agent.model)
         except ValueError as problem:
             yield str(problem)
-    yield from _fit_problems(config, agent, architecture, layout, engine_head_sizes())
+    head_sizes = engine_head_sizes(has_latents=architecture.latent is not None)
+    yield from _fit_problems(config, agent, architecture, layout, head_sizes)
     yield from _adapters(agent, architecture)
     if not is_planned(agent):
         yield from _folder(agent.model, architecture, reads_bytes=try_template)

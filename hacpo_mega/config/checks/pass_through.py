@@ -171,11 +171,12 @@ def engine_fields() -> frozenset[str] | None:
     return frozenset(entry.target.id for node in classes for entry in node.body if isinstance(entry, ast.AnnAssign))
 
 
-def engine_head_sizes() -> Collection[int] | None:
-    """The head sizes that vLLM's attention on CPU knows, where the CPU build of vLLM is installed; else None."""
+def engine_head_sizes(*, has_latents: bool) -> Collection[int] | None:
+    """The head sizes, or sizes of latents, that vLLM's attention on CPU knows, where its CPU build is installed; else
+    None."""
     if not is_cpu_build():
         return None
-    tree = _vllm_source("v1/attention/backends/cpu_attn.py")
+    tree = _vllm_source(f"v1/attention/backends/{'mla/cpu_mla' if has_latents else 'cpu_attn'}.py")
     for node in () if tree is None else ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             return ast.literal_eval(node.body[-1].value)

@@ -96,7 +96,7 @@ class HiddenStateModel(GPTModel):
     ) -> tuple:
         """Embeddings [t/tp, 1, H] (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
-        Where layers with a window have frequencies of their own, those follow the others (layers.py, TwoRopes); where
+        Where layers with a window have frequencies of their own, those follow the others (rope.py, TwoRopes); where
         queries are scaled, theirs do, with the scale: [T, 1, 1, 8P] (ScaledQueries).
         `padding_mask` goes to every feed-forward unchanged (moe.py).
         """

@@ -38,7 +38,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.router import Router, counts_of, random_weight
 from hacpo_mega.models.families.architecture import Architecture
 

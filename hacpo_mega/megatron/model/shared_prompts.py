@@ -5,7 +5,7 @@ gathered for it, prompt and answer end to end; queries stay in place. So the mat
 for all of its answers, and so does attention on its queries. The gradient of a key that several segments attend to is
 their sum.
 
-Not here: which answers share a prompt (samples/packing.py), attention itself (layers.py).
+Not here: which answers share a prompt (samples/packing.py), attention itself (attention.py).
 
 Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D head size.
 """

@@ -16,8 +16,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
-from hacpo_mega.megatron.model.gated import GatedActivation
 from hacpo_mega.megatron.model.layers import WithBias
+from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.megatron.model.rope import ScaledQueries
 from hacpo_mega.models.families.architecture import Architecture

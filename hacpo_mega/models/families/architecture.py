@@ -12,7 +12,9 @@ from typing import Any
 
 from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
+from hacpo_mega.models.families.latent import Latent, read_latent
 from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
 from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
@@ -43,6 +45,7 @@ class Architecture:
     shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
     dense_layers        how many layers, the first ones, have a feed-forward and no experts
     unturned            the layers whose queries and keys do not turn with the position
+    latent              what its heads are made of; None: of a token itself
     delta_net           what some layers have in the place of attention; delta_layers: whether each has it
     Raises ValueError for sizes that no such decoder has.
     """
@@ -77,6 +80,7 @@ class Architecture:
     shared_ffn: int = 0
     dense_layers: int = 0
     unturned: tuple[int, ...] = ()
+    latent: Latent | None = None
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
 
@@ -165,6 +169,8 @@ class Architecture:
     @property
     def softmax_scale(self) -> float | None:
         """Factor on attention scores; None: one over the root of the head size."""
+        if self.latent is not None and isinstance(self.rope, YarnRope):
+            return self.head_dim**-0.5 * self.rope.score_factor
         return None if self.query_scalar is None else self.query_scalar**-0.5
 
     def window_of(self, layer: int) -> int | None:
@@ -214,8 +220,18 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of a head's leading dimensions that rotary positions turn."""
-        return int(self.head_dim * self.rotary_share)
+        """Number of a head's dimensions that rotary positions turn: the first, or with latents the last ones."""
+        return int((self.head_dim if self.latent is None else self.latent.turned_dim) * self.rotary_share)
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers of a token that an engine's cache has for a head or, of latents, for all heads."""
+        return self.head_dim if self.latent is None else self.latent.cached
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a head's value, and of attention's output of a head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @classmethod
     def of_family(
@@ -252,20 +268,26 @@ class Architecture:
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
         delta_net, delta_layers = read_delta_net(path, fields, family, num_layers)
+        latent = read_latent(fields, family, num_heads)
         try:
             return cls.of_family(
                 family,
                 num_layers=num_layers,
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=fields.count(
+                num_kv_heads=num_heads
+                if latent is not None
+                else fields.count(
                     "num_key_value_heads",
                     default=defaults.get("num_key_value_heads", num_heads),
                     most=MOST["num_kv_heads"],
                 ),
-                head_dim=fields.count(
+                head_dim=latent.head_dim
+                if latent is not None
+                else fields.count(
                     "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
                 ),
+                latent=latent,
                 **read_feed_forward(fields, family.experts, defaults),
                 vocab_size=fields.count("vocab_size", default=defaults.get("vocab_size"), most=MOST["vocab_size"]),
                 max_positions=fields.count(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hacpo_mega.models.families.families import Family
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.windows import FULL, WINDOWED
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import Fields
@@ -48,6 +48,7 @@ class YarnRope:
     truncate               whether the edges of the blend are moved to whole pairs
     query_beta             a query at position p is multiplied with 1 + query_beta * log(1 + floor(p / original
                            positions)), as Llama 4 has it; 0: it is not
+    score_factor           of attention's scores, as DeepSeek-V2 has it
     """
 
     factor: float
@@ -57,6 +58,7 @@ class YarnRope:
     attention_factor: float
     truncate: bool
     query_beta: float = 0.0
+    score_factor: float = 1.0
 
     @property
     def reach(self) -> int:
@@ -116,6 +118,8 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     rope = read(table)
     if family.scales_queries and isinstance(rope, YarnRope):
         rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta"))
+    if family.latent and isinstance(rope, YarnRope):
+        rope = replace(rope, score_factor=_score_factor(table, rope.factor))
     return Angles(theta, rope, share, window_theta)
 
 
@@ -140,6 +144,24 @@ def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> 
         raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
     local = fields.positive("rope_local_base_freq", default=family.defaults["window_theta"])
     return own.positive("rope_theta", default=local)
+
+
+def _score_factor(table: Fields, factor: float) -> float:
+    """Factor of scores, from the size that `mscale_all_dim` gives cosines and sines of both sides. ValueError for what
+    vLLM's class for models with latents passes over, and where it counts one of both alone."""
+    scales = [table.given.get(name) or 0.0 for name in ("mscale", "mscale_all_dim")]
+    if any(scales) and not all(scales):
+        raise ValueError(
+            f"{table.path}: mscale and mscale_all_dim of rope type 'yarn' must both be given or neither, found "
+            f"{short(scales[0])} and {short(scales[1])}: transformers and vLLM would compute different angles"
+        )
+    for name, only in (("attention_factor", None), ("truncate", True)):
+        if table.given.get(name) not in (None, only):
+            raise ValueError(
+                f"{table.path}: {name} = {short(table.given[name])} of rope type 'yarn' is not supported with latents "
+                "of attention: vLLM passes over it"
+            )
+    return (0.1 * table.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2 if all(scales) else 1.0
 
 
 def _holder(table: Fields, fields: Fields, name: str) -> Fields:

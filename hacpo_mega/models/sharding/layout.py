@@ -92,7 +92,7 @@ def layout_problems(
     """Reasons why the model cannot have this layout, a line each; empty if it can.
 
     max_positions       tokens of the longest prompt and answer together
-    engine_head_sizes   head sizes that the attention of an engine on the CPU knows; None: an engine on CUDA
+    engine_head_sizes   sizes of heads, or of latents, that an engine's attention on the CPU knows; None: it is on CUDA
     """
     of_tensors = _tensor_problems(architecture, layout)
     problems = of_tensors or _context_problems(architecture, layout)
@@ -144,10 +144,12 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
     return later + 1 if layout.vpp == 1 else 2 * later + (layout.vpp - 1) * layout.pp + 1
 
 
-def head_size_problem(head_dim: int, known: Collection[int]) -> str:
-    """The sentence for a head size that the engine's attention does not know."""
-    near = _nearest(head_dim, known)
-    return f"head_dim {head_dim}: vLLM's attention on CPU knows {', '.join(map(str, sorted(known)))}. Nearest: {near}"
+def head_size_problem(size: int | None, known: Collection[int], *, has_latents: bool) -> str | None:
+    """The sentence for a size of heads, or of latents, that the engine's attention does not know; None if it does."""
+    if size is None or size in known:
+        return None
+    named, sizes = "kv_lora_rank + qk_rope_head_dim" if has_latents else "head_dim", ", ".join(map(str, sorted(known)))
+    return f"{named} {size}: vLLM's attention on CPU knows {sizes}. Nearest: {_nearest(size, known)}"
 
 
 def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
@@ -211,8 +213,9 @@ def _engine_problems(
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
-    if head_sizes is not None and architecture.head_dim not in head_sizes:
-        problems.append(head_size_problem(architecture.head_dim, head_sizes))
+    if head_sizes is not None:
+        found = head_size_problem(architecture.cached_dim, head_sizes, has_latents=architecture.latent is not None)
+        problems += [] if found is None else [found]
     if head_sizes is not None and architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
         near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
         problems.append(

@@ -88,6 +88,9 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
     if architecture.delta_net is not None:
         yield f"lora: models with gated delta nets, as {architecture.family}, have no adapters here. Nearest: no lora"
         return
+    if architecture.latent is not None:
+        yield f"lora: models with latents, as {architecture.family}, have no adapters here. Nearest: no lora"
+        return
     if architecture.shared_ffn:
         yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return

@@ -40,7 +40,7 @@ FIXED: dict[str, Any] = {
     "gated_linear_unit": True,
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
-    # Whose activation a layer has is for its spec to say (megatron/model/gated.py), with both libraries' layers.
+    # Whose activation a layer has is for its spec to say (megatron/model/linear.py), with both libraries' layers.
     "use_te_activation_func": True,
     "bias_activation_fusion": False,
     "activation_func_fp8_input_store": False,

@@ -140,6 +140,8 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
     if architecture.has_delta_net_in(layer):
         slots += _delta_slots(architecture, attention, f"{hugging}linear_attn.")
+    elif architecture.latent is not None:
+        slots += _latent_slots(architecture, attention, f"{hugging}self_attn.")
     else:
         slots += _attention_slots(architecture, attention, f"{hugging}self_attn.")
     slots += norms.values()
@@ -174,6 +176,35 @@ def _attention_slots(architecture: Architecture, attention: str, self_attn: str)
     if architecture.output_bias:
         slots.append(_whole(f"{attention}linear_proj.bias", f"{self_attn}o_proj.bias", hidden))
     return slots
+
+
+def _latent_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
+    """Latents, which every rank has whole, and what their heads are made of."""
+    latent, hidden, heads = architecture.latent, architecture.hidden_size, architecture.num_heads
+    assert latent is not None, architecture.family
+
+    def by_heads(name: str, theirs: str, rows: int, columns: int) -> Slot:
+        source = Source(f"{hugging}{theirs}.weight", (heads * rows, columns))
+        return Slot(f"{megatron}{name}.weight", Cut.HEADS, (source,), parts=_below(heads, 0, rows), groups=heads)
+
+    def whole(name: str, theirs: str, *shape: int) -> Slot:
+        return Slot(f"{megatron}{name}.weight", Cut.WHOLE, (Source(f"{hugging}{theirs}.weight", shape),))
+
+    if latent.query_rank:
+        slots = [
+            whole("q_down", "q_a_proj", latent.query_rank, hidden),
+            whole("q_norm", "q_a_layernorm", latent.query_rank),
+            by_heads("q_up", "q_b_proj", latent.head_dim, latent.query_rank),
+        ]
+    else:
+        slots = [by_heads("q_up", "q_proj", latent.head_dim, hidden)]
+    return [
+        *slots,
+        whole("kv_down", "kv_a_proj_with_mqa", latent.cached, hidden),
+        whole("kv_norm", "kv_a_layernorm", latent.rank),
+        by_heads("kv_up", "kv_b_proj", latent.plain_dim + latent.value_dim, latent.rank),
+        _columns(f"{megatron}linear_proj.weight", f"{hugging}o_proj.weight", hidden, heads * latent.value_dim),
+    ]
 
 
 def _delta_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.folder import has_tower, head_size, text_fields
 from hacpo_mega.models.sharding.layout import head_size_problem
 
@@ -169,9 +171,13 @@ class EngineSpec:
         types (AMX, fp8) do not.
         ValueError for a head size that vLLM's attention would refuse only at the first answer.
         """
-        head_dim, known = head_size(self.model), CPUAttentionBackend.get_supported_head_sizes()
-        if head_dim is not None and head_dim not in known:
-            raise ValueError(f"{self.model}: {head_size_problem(head_dim, known)}")
+        has_latents = self._family is not None and self._family.latent
+        size = Architecture.from_folder(self.model).cached_dim if has_latents else head_size(self.model)
+        known = (CPUMLABackend if has_latents else CPUAttentionBackend).get_supported_head_sizes()
+        if problem := head_size_problem(size, known, has_latents=has_latents):
+            raise ValueError(f"{self.model}: {problem}")
+        if has_latents:  # where a processor has AMX, vLLM would take another one, for bfloat16 alone
+            return {"attention_backend": "CPU_MLA", "block_size": BLOCK}
         if self.dtype.itemsize != 4 or "kv_cache_dtype" in self.options:
             return {}
         multiple_of = type(CPUAttentionBackend.get_supported_kernel_block_sizes()[0])

@@ -8,12 +8,14 @@ from functools import partial, wraps
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed import parallel_state
 from vllm.distributed.aux_output_connector import worker
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention
 from vllm.utils import jit_monitor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -24,6 +26,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from hacpo_mega.cluster.patches import Patch
+from hacpo_mega.models.families.latent import EPSILON
 from hacpo_mega.rollout.cpu.delta_net import in_any_type
 from hacpo_mega.rollout.vllm.host_process import keeping_default_group, without_message_queue
 from hacpo_mega.rollout.vllm.routing import on_every_rank
@@ -105,6 +108,31 @@ def of_one_group(init: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
+def with_latent_norms(init: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of the `__init__` of attention with latents, whose norms have an epsilon of their own."""
+
+    @wraps(init)
+    def start(attention: nn.Module, *given: Any, **named: Any) -> None:
+        init(attention, *given, **named)
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            if hasattr(attention, name):  # that of queries where these have latents, too
+                getattr(attention, name).variance_epsilon = EPSILON
+
+    return start
+
+
+def of_apart_heads(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of the CPU's rotation, whose kernel takes heads for neighbours: parts of heads are not."""
+
+    @wraps(on_cpu)
+    def forward_cpu(rotation: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if query.dim() == 2:  # all heads of a token in a row
+            return on_cpu(rotation, positions, query, key)
+        return rotation.forward_native(positions, query, key)
+
+    return forward_cpu
+
+
 class MergedRecords:
     """Replacement of a live output processor's `process_outputs`: an answer's tokens are one record when it ends.
 
@@ -158,6 +186,8 @@ _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
 _SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
 _LOADERS = "loaders of norms over all heads that ranks share are partial functions, which have no name"
 _ROUTER = "on the CPU it has sigmoids with a bias for groups of experts alone, which MiniMax-M2 has none of"
+_LATENTS = "norms of latents have 1e-6, as in the models' own code and in transformers, whatever rms_norm_eps says"
+_APART = "on the CPU it turns other numbers of a head than those that it is given, where these are a part of it"
 _DELTA = "on the CPU it takes bfloat16 alone, and quickstarts and tests are in float32"
 
 VLLM = (
@@ -168,6 +198,8 @@ VLLM = (
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
     Patch(CPURouter, "__init__", of_one_group, _ROUTER, wraps=True),
+    Patch(DeepseekV2MLAAttention, "__init__", with_latent_norms, _LATENTS, wraps=True),
+    Patch(RotaryEmbedding, "forward_cpu", of_apart_heads, _APART, wraps=True),
     Patch(layerwise, "_get_weight_loader", with_a_name, _LOADERS, wraps=True),
     Patch(gdn_attention, "cpu_gdn_attention_core", in_any_type, _DELTA, wraps=True),
 )

@@ -2,7 +2,8 @@
 
 On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
 linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
-are packed when both of their tensors have arrived (expert_weights.py).
+are packed when both of their tensors have arrived (expert_weights.py). Attention with latents also has two matrices
+made of one of its layers' (absorbs), and makes them again.
 A layer that quantizes what it loads, as `vllm = { quantization = "fp8_per_tensor" }` asks for, gets its shard in the
 plain form too, and quantizes it in place, as it would have done from a folder at the start. Some kinds reduce the
 largest number over the ranks of an engine, so all ranks have to reach a layer, in one order (Receiver).
@@ -30,7 +31,7 @@ from hacpo_mega.models.files.weight_files import HEAD, stacks_experts
 from hacpo_mega.models.sharding.shards import Shard
 from hacpo_mega.rollout.vllm.host_process import replaced
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
-from hacpo_mega.rollout.weights.held_weights import EMBEDDING, is_embedding
+from hacpo_mega.rollout.weights.held_weights import EMBEDDING, absorbs, is_embedding
 from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_parts
 
 # Methods of layers that hold weights as they load them, but for the CPU's packing.
@@ -76,6 +77,7 @@ class EngineWeights:
         self._recording = recording
         self.parts = stacked_parts(recording.parts)
         self._packed = _packed_by_weight(model)
+        self._absorbing = {id(module.kv_b_proj): module for module in model.modules() if absorbs(module)}
 
     @property
     def fallback(self) -> Mapping[str, str]:
@@ -140,11 +142,17 @@ class EngineWeights:
 
         Collective over the engine if the layer quantizes.
         """
-        layer, parameter = path
-        module = self._modules[layer]
+        module = self._modules[path[0]]
         if self.quantizes(path):
             _quantize(module, tensor, self._config)
-            return
+        else:
+            self._install(path, tensor, num_written, is_new=is_new)
+        if (attention := self._absorbing.get(id(module))) is not None:
+            attention.process_weights_after_loading(self._config.dtype)
+
+    def _install(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
+        layer, parameter = path
+        module = self._modules[layer]
         tensor.view(-1)[num_written:].zero_()
         if packs_experts(module):
             both = self._unpacked[layer]

@@ -79,6 +79,9 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
         if holds_experts(module):
             yield from _held_experts(module, parent)
             continue
+        if absorbs(module):
+            yield _held_latents(module, path.partition(".mla_attn.")[0])
+            continue
         names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
         if tied and path == HEAD_LAYER:
             names = [EMBEDDING]
@@ -89,6 +92,11 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
             for name, cut in zip(names[:1] * (len(cuts) - len(names)) + names, cuts, strict=True):
                 yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+
+
+def absorbs(module: nn.Module) -> bool:
+    """True for attention with latents, which multiplies with parts of its layer `kv_b_proj` while it answers."""
+    return hasattr(module, "W_UK_T") and hasattr(module, "W_UV")
 
 
 def is_embedding(module: nn.Module, path: str) -> bool:
@@ -115,6 +123,18 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
     own = (lambda: module.w13_bias[:, 0::2]), (lambda: module.w13_bias[:, 1::2]), (lambda: module.w2_bias)
     for name, cut, bias in zip(names, [Cut(1, rank * size, size)] * 2 + [Cut(1, 0, hidden)], own, strict=True):
         yield HeldPart(f"{parent}.{STAR}.{name}.bias", cut, bias, is_packed=False)
+
+
+def _held_latents(module: nn.Module, attention: str) -> HeldPart:
+    """A rank's rows of the matrix of keys and values, as its own two are made of it; the layer holds it, too."""
+    rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
+
+    def own() -> Tensor:
+        both = torch.cat([module.W_UK_T, module.W_UV.transpose(1, 2)], dim=1)  # [heads, numbers of both, rank]
+        return both.flatten(0, 1)
+
+    cut = Cut(0, module.kv_b_proj.tp_rank * rows, rows)
+    return HeldPart(f"{attention}.kv_b_proj.weight", cut, cache(own), is_packed=False)
 
 
 def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:

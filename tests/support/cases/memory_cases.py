@@ -14,6 +14,7 @@ from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.delta_net import DeltaNet
+from hacpo_mega.models.families.latent import Latent
 from hacpo_mega.models.sharding.layout import Layout
 
 TRACEABLE = replace(CUDA, triton_head=False)
@@ -41,6 +42,9 @@ DELTA_EXPERTS = replace(DELTA, family="qwen3_5_moe_text", ffn_size=0, num_expert
                         expert_ffn=192, normalises_experts=True, shared_ffn=256)  # fmt: skip
 # A norm over all heads beside experts.
 MINIMAX = replace(EXPERTS, family="minimax_m2", rotary_share=0.5)
+# Latents, of queries, too; values shorter than keys.
+LATENTS = replace(SHARED, family="deepseek_v3", num_kv_heads=8, head_dim=96, qk_norm=False, rotary_share=1.0,
+                  latent=Latent(query_rank=192, rank=256, plain_dim=64, turned_dim=32, value_dim=64))  # fmt: skip
 GPT_OSS = replace(EXPERTS, family="gpt_oss", qk_norm=False, qkv_bias=True, output_bias=True, windows=(128, None) * 2)
 
 

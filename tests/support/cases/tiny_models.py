@@ -37,9 +37,16 @@ YARN_ROPE = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddi
 GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
 # As Ministral 3 has it: both of the first cancel, and queries grow.
 SCALED_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+# As DeepSeek-V3 has it: both of the last cancel in angles and scale scores.
+LATENT_ROPE = {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0}
 # Sizes of gated delta nets, none like another.
 DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
              "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}  # fmt: skip
+# Sizes of latents, none like another.
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+# And the one for which vLLM has a kernel on the CPU; with another epsilon than that of latents' norms.
+CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 40,
+              "rms_norm_eps": 1e-2}  # fmt: skip
 # A vision tower of one layer, with its own names and types in both families.
 TOWERS = {
     "Gemma3ForConditionalGeneration": {
@@ -93,8 +100,10 @@ def make_model(
     `said` are further fields of config.json. With `images` it is the text model of an image checkpoint.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
-    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias)
     traits = FAMILIES[family]
+    if traits.latent:  # which decide the size of heads
+        num_kv_heads = num_heads
+    config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias, said or {})
     if traits.windows != "none":
         config.sliding_window = window or (1024 if traits.windows in ("some", "pattern") else None)
     config.update(
@@ -176,7 +185,7 @@ def pack_experts(folder: Path, seed: int = 2) -> dict[str, torch.Tensor]:
 def pack_fp8(folder: Path) -> set[str]:
     """Have a folder its projections in fp8, with a scale for each block of 128 x 128 numbers; returns their names."""
     stored, plain = load_file(folder / SINGLE), {}
-    names = {name for name in stored if name.endswith("proj.weight") or ".experts." in name}
+    names = {name for name in stored if name.endswith(("proj.weight", "_mqa.weight")) or ".experts." in name}
     for name, tensor in stored.items():
         plain[name] = tensor
         if name in names:
@@ -209,7 +218,7 @@ def auto_class(images: bool) -> type:
 
 
 def _config(
-    family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int, attention_bias: bool
+    family: str, rope_scaling: dict | None, head_dim: int, derived_head_dim: int, attention_bias: bool, said: dict
 ) -> PreTrainedConfig:
     rope = {"rope_theta": 10_000.0, "rope_type": "default", **(rope_scaling or {})}
     if family == "qwen2":
@@ -218,6 +227,8 @@ def _config(
     if FAMILIES[family].two_ropes:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
+    if FAMILIES[family].latent:
+        sizes = {**LATENT, **{name: said[name] for name in LATENT if name in said}}
     if FAMILIES[family].query_scalar:
         sizes["query_pre_attn_scalar"] = 24
     return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)

@@ -10,6 +10,7 @@ from hacpo_mega.rollout.vllm.patches import VLLM
 PATCHES = {f"{patch.owner.__name__}.{patch.name}": patch for patch in (*TORCH, *MEGATRON, *VLLM)}
 GROUP = "vllm.distributed.parallel_state.GroupCoordinator"
 BLOCKS = "vllm.v1.core.kv_cache_manager.KVCacheBlocks | None"
+DEEPSEEK = "transformers.models.deepseek"
 LINEAR = "megatron.core.tensor_parallel.layers"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 # The library's own, or the type of what has no signature.
@@ -51,6 +52,22 @@ SIGNATURES = {
         "custom_routing_function: collections.abc.Callable | None = None, "
         "hash_indices_table: torch.Tensor | None = None, "
         "eplb_state: vllm.distributed.eplb.eplb_state.EplbLayerState | None = None)"
+    ),
+    "DeepseekV2MLAAttention.__init__": (
+        "(self, vllm_config: vllm.config.vllm.VllmConfig, "
+        f"config: {DEEPSEEK}_v2.configuration_deepseek_v2.DeepseekV2Config | "
+        f"{DEEPSEEK}_v3.configuration_deepseek_v3.DeepseekV3Config, hidden_size: int, num_heads: int, "
+        "qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int, q_lora_rank: int | None, kv_lora_rank: int, "
+        "max_position_embeddings: int = 8192, cache_config: vllm.config.cache.CacheConfig | None = None, "
+        "quant_config: vllm.model_executor.layers.quantization.base_config.QuantizationConfig | None = None, "
+        "prefix: str = '', topk_indices_buffer: torch.Tensor | None = None, "
+        "index_group_builder: vllm.v1.attention.backends.mla.index_group.SparseMLAIndexGroupBuilder | None = None, "
+        "input_size: int | None = None, reduce_results: bool = True, "
+        "non_causal_multi_token_decode: bool = False) -> None"
+    ),
+    "RotaryEmbedding.forward_cpu": (
+        "(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> "
+        "tuple[torch.Tensor, torch.Tensor | None]"
     ),
     "vllm.model_executor.model_loader.reload.layerwise._get_weight_loader": "(tensor: torch.Tensor)",
     "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.megatron import actor as actors
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import gated, layers, rope
+from hacpo_mega.megatron.model import attention, linear, rope
 from hacpo_mega.megatron.model.model import unwrapped
 from hacpo_mega.megatron.train import schedule
 
@@ -201,9 +201,9 @@ def record_actor(folder: Path) -> dict[str, Asked]:
     work = HostWork(actor.model.module, *_of_optimizer(actor), unwrapped(actor.model).rope_P)
     with ExitStack() as stack:
         for owner, name, called in [
-            (layers, "_attend_in_groups", "attention"),
+            (attention, "_attend_in_groups", "attention"),
             (rope, "rotate_heads", "rotations"),
-            (gated, "gated_activation", "activations"),
+            (linear, "gated_activation", "activations"),
             (actors, "linear_logprob", "head"),
             (torch.nn.functional, "rms_norm", "norms"),
             (actor.optimizer, "step", "optimizer"),

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.megatron.model import gated, layers, moe, rope
+from hacpo_mega.megatron.model import attention, linear, moe, rope
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import Layout
@@ -87,7 +87,7 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
         patched = stack.enter_context(monkeypatch.context())
         patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
-        for room, name in ((rope, "rotate_heads"), (gated, "gated_activation")):
+        for room, name in ((rope, "rotate_heads"), (linear, "gated_activation")):
             patched.setattr(room, name, partial(getattr(room, name), backend="reference"))
         patched.setattr(backends, "TRITON", backends.REFERENCE)  # a kernel of Triton has no fake
         patched.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,8 +123,8 @@ def forward(model: HiddenStateModel, tp: int = 1, prefixes_S2: torch.Tensor | No
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):
     attended = []
-    flash = layers._attend_flash
-    monkeypatch.setattr(layers, "_attend_flash", lambda *given: attended.append(given[0].device) or flash(*given))
+    flash = attention._attend_flash
+    monkeypatch.setattr(attention, "_attend_flash", lambda *given: attended.append(given[0].device) or flash(*given))
     with on_fake_cuda(tp, pp, pp_rank, monkeypatch):
         model = build(name, tp, pp)
         assert {parameter.device for parameter in model.parameters()} == {GPU}
@@ -136,9 +136,9 @@ def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):
 
 def test_prompts_that_answers_share_are_gathered_on_the_device(monkeypatch):
     """The kernel is handed the keys of 17, 17 + 1 and 17 + 46 tokens."""
-    met, kernel = [], layers.varlen_attn
+    met, kernel = [], attention.varlen_attn
     monkeypatch.setattr(
-        layers, "varlen_attn", lambda *given, **how: met.append(given[1].shape) or kernel(*given, **how)
+        attention, "varlen_attn", lambda *given, **how: met.append(given[1].shape) or kernel(*given, **how)
     )
     with on_fake_cuda(1, 1, 0, monkeypatch):
         hidden = forward(build("qwen3"), prefixes_S2=torch.tensor([[0, 0], [0, 17], [0, 17]], dtype=torch.int32))

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, silu
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
-from hacpo_mega.megatron.model.gated import GatedActivation
+from hacpo_mega.megatron.model.linear import GatedActivation
 
 REFERENCES = {"silu": silu, "gelu_pytorch_tanh": partial(gelu, approximate="tanh")}
 

@@ -7,8 +7,8 @@ from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hacpo_mega.megatron.model import layers, shared_prompts
-from hacpo_mega.megatron.model.layers import PackedAttention
+from hacpo_mega.megatron.model import attention, shared_prompts
+from hacpo_mega.megatron.model.attention import PackedAttention
 from hacpo_mega.megatron.model.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -98,7 +98,7 @@ class Kernel(torch.autograd.Function):
         return tuple(torch.ones_like(kept) for kept in ctx.saved_tensors)
 
 
-@pytest.mark.parametrize("attend", [layers._attend_in_groups, layers._attend_flash])
+@pytest.mark.parametrize("attend", [attention._attend_in_groups, attention._attend_flash])
 def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(attend, monkeypatch):
     """Backward gathers them again: of a prompt of six and nine answers of a token each."""
     gathered, gather = [], shared_prompts.gather_tokens
@@ -109,15 +109,15 @@ def test_keys_that_many_answers_meet_are_not_kept_for_each_of_them(attend, monke
         return found
 
     monkeypatch.setattr(shared_prompts, "gather_tokens", noted)
-    monkeypatch.setattr(layers, "varlen_attn", lambda *given, **_how: Kernel.apply(*given[:3]))
+    monkeypatch.setattr(attention, "varlen_attn", lambda *given, **_how: Kernel.apply(*given[:3]))
     query, key, value = (torch.randn(15, heads, HEAD_DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
     starts, seen = torch.tensor([0, *range(6, 16)]).int(), torch.tensor([(0, 0)] + 9 * [(0, 6)]).int()
     found_TND = attend(query, key, value, packed_segments(starts, seen), None, None)
-    rows = 9 * 7 + 6 * (attend is layers._attend_flash)  # which has the prompt's own as well
+    rows = 9 * 7 + 6 * (attend is attention._attend_flash)  # which has the prompt's own as well
     assert [number for number, _ in gathered] == [rows] * 2 and all(kept.expired() for _, kept in gathered)
     found_TND.sum().backward()
     assert [number for number, _ in gathered] == [rows] * 4
-    if attend is layers._attend_flash:
+    if attend is attention._attend_flash:
         assert key.grad[:, 0, 0].tolist() == value.grad[:, 0, 0].tolist() == [10.0] * 6 + [1.0] * 9
 
 
@@ -151,7 +151,7 @@ class DenseKernel:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return tuple(found[0].transpose(0, 1) for found in backward(*whole, lse[None], 0.0, True, scale=0.3))
 
-    as_output = staticmethod(layers._Varlen.as_output)
+    as_output = staticmethod(attention._Varlen.as_output)
 
 
 def test_the_gradient_of_sinks_beside_a_kernel_is_a_softmaxs():
@@ -162,7 +162,7 @@ def test_the_gradient_of_sinks_beside_a_kernel_is_a_softmaxs():
     expected_TND = attention_by_hand(*expected_inputs[:3], [19], 0.3, None, expected_inputs[3])
     (expected_TND * direction_TND).sum().backward()
     inputs = [tensor.float().requires_grad_() for tensor in inputs]
-    found_TND = layers.WithSinks.apply(*inputs, DenseKernel())
+    found_TND = attention.WithSinks.apply(*inputs, DenseKernel())
     (found_TND * direction_TND).sum().backward()
     require_close(found_TND, expected_TND, inputs, expected_inputs)
 
@@ -199,12 +199,12 @@ def test_hopper_takes_flash_attention_3_where_it_is_installed(window, monkeypatc
 
     fused = torch.randn(8, 8, 16)
     given = fused[:, :4], fused[:, 4:6], fused[:, 6:], packed, 0.3, window
-    monkeypatch.setattr(layers, "varlen_attn", lambda *_given, **_how: asked.append("torch"))
+    monkeypatch.setattr(attention, "varlen_attn", lambda *_given, **_how: asked.append("torch"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for capability in ((9, 0), (10, 0)):
         for installed in (flash_attn_varlen_func, None):
-            monkeypatch.setattr(layers, "FLASH3", installed)
-            assert layers.has_flash3() == (installed is not None and capability == (9, 0))
-            layers._attend_flash(*given)
+            monkeypatch.setattr(attention, "FLASH3", installed)
+            assert attention.has_flash3() == (installed is not None and capability == (9, 0))
+            attention._attend_flash(*given)
     assert asked == [(True, (-1 if window is None else 3, 0), 0.3, 1, False), "torch", "torch", "torch"]

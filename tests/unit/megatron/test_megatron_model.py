@@ -20,7 +20,7 @@ from tiny_models import LLAMA3_ROPE, make_model
 
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.megatron.actor import initialize_parallel
-from hacpo_mega.megatron.model import gated, rope
+from hacpo_mega.megatron.model import linear, rope
 from hacpo_mega.megatron.model.model import build_model, forward_packed
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.weights import hf_writer
@@ -122,7 +122,7 @@ def test_with_cudas_kernels_a_model_computes_the_same(world, tmp_path, monkeypat
     positions_T = torch.cat([torch.arange(7), torch.arange(5)])
     found, called = [], []
     for backend in ("reference", "triton"):
-        for room, function in ((rope, rotate_heads), (gated, gated_activation)):
+        for room, function in ((rope, rotate_heads), (linear, gated_activation)):
 
             def counted(*given, function=function, chosen=backend, **options):
                 called.append(function.__name__)

@@ -13,7 +13,8 @@ from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 
 pytestmark = pytest.mark.nightly
 NUM_MODELS = 20
@@ -44,6 +45,8 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     if family.may_turn_a_part:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])
+    if family.latent and rope.get("rope_type") == "yarn" and rng.random() < 0.7:
+        rope |= {"mscale": rng.choice([0.7, 1.0]), "mscale_all_dim": rng.choice([0.7, 1.0])}
     turns = {"no_rope_layers": [rng.randint(0, 1) for _ in range(num_layers)]} if family.skips_rope else None
     return {
         "num_layers": num_layers,
@@ -54,7 +57,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "hidden_size": num_heads * (head_dim if "head_dim" not in family.defaults else rng.choice([8, 12, 20])),
         "ffn_size": rng.choice([40, 96, 160]),
         "vocab_size": rng.choice([97, 128, 131, 259]),
-        "tied": rng.random() < 0.5,
+        "tied": rng.random() < 0.5 and "tie_word_embeddings" not in family.only,
         "attention_bias": family.may_have_bias and (rng.random() < 0.5 or "attention_bias" in family.only),
         "rope_scaling": rope,
         "said": turns,
@@ -86,7 +89,7 @@ def random_delta_net(family: Family, rng: random.Random) -> dict:
 def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
     if family.experts is None or family.experts.shared is None or family.delta_net is not None:
         return {"experts_per_token": rng.choice([1, 2, 3])}
-    if family.experts.dense_kinds:
+    if "num_shared_experts" in family.experts.fields:
         said = {"num_shared_experts": rng.choice([1, 2]), "router_scaling_factor": rng.choice([1.0, 2.5])}
         return {"experts_per_token": rng.choice([1, 2, 3]), "said": said}
     groups = rng.choice([1, 2, 4])
@@ -97,9 +100,22 @@ def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
         "experts_per_token": rng.randint(1, of_a_token * num_experts // groups),
         "said": {
             "n_group": groups, "topk_group": of_a_token, "n_shared_experts": rng.choice([1, 2]),
-            "first_k_dense_replace": rng.randrange(num_layers), "norm_topk_prob": rng.random() < 0.5,
-            "routed_scaling_factor": rng.choice([1.0, 2.5]), "use_qk_norm": rng.random() < 0.5,
+            "norm_topk_prob": rng.random() < 0.5, "routed_scaling_factor": rng.choice([1.0, 2.5]),
+            **({} if family.experts.dense_kinds else {"first_k_dense_replace": rng.randrange(num_layers)}),
+            **({"use_qk_norm": rng.random() < 0.5} if family.qk_norm is None else {}),
+            **random_latents(family, rng),
         },
+    }  # fmt: skip
+
+
+def random_latents(family: Family, rng: random.Random) -> dict:
+    if not family.latent:
+        return {}
+    plain_dim, turned_dim = rng.choice([4, 12, 16]), rng.choice([4, 8, 16])
+    return {
+        "q_lora_rank": rng.choice([None, 8, 24]), "kv_lora_rank": rng.choice([8, 24, 40]),
+        "qk_nope_head_dim": plain_dim, "qk_rope_head_dim": turned_dim,
+        "v_head_dim": rng.choice([2, plain_dim, plain_dim + turned_dim]),
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from memory_cases import (
     GEMMA3,
     GLM4,
     GPT_OSS,
+    LATENTS,
     LLAMA,
     MINIMAX,
     OLMO2,
@@ -74,6 +75,9 @@ OTHER_CHOICES = [
     plan_of(GPT_OSS, tp=2, ep=2),
     plan_of(MINIMAX, tp=2, ep=2),
     plan_of(SHARED, tp=2, ep=2, device=CPU),
+    plan_of(LATENTS, tp=2, ep=2),
+    plan_of(LATENTS, tp=2, cp=2, ep=2),
+    plan_of(LATENTS, device=CPU),
 ]
 
 

@@ -158,12 +158,46 @@ HY3 = """{"architectures": ["HYV3ForCausalLM"], "enable_attention_fp32_softmax":
   "qk_norm": true, "rms_norm_eps": 1e-05, "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
   "route_norm": true, "router_scaling_factor": 2.826, "tie_word_embeddings": false, "use_cache": true,
   "use_grouped_mm": true, "vocab_size": 120832}"""
+MOONLIGHT = """{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163586, "ep_size": 1, "first_k_dense_replace": 1,
+  "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11264,
+  "kv_lora_rank": 512, "max_position_embeddings": 8192, "model_type": "deepseek_v3", "moe_intermediate_size": 1408,
+  "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": true,
+  "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+  "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": null, "qk_nope_head_dim": 128,
+  "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_theta": 50000.0, "routed_scaling_factor": 2.446,
+  "scoring_func": "sigmoid", "seq_aux": true, "tie_word_embeddings": false, "topk_group": 1,
+  "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": true, "v_head_dim": 128,
+  "vocab_size": 163840}"""
+DEEPSEEK_V3 = """{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
+  "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+  "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+  "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true, "num_attention_heads": 128,
+  "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+  "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "quantization_config": {
+  "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+  "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+  "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"}, "rope_theta": 10000,
+  "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": false, "topk_group": 4,
+  "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": true, "v_head_dim": 128, "vocab_size": 129280}"""
+GLM47_FLASH = """{"architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240, "max_position_embeddings": 202752,
+  "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": true,
+  "num_attention_heads": 20, "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1,
+  "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_hidden_layers": 47,
+  "num_key_value_heads": 20, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+  "rope_scaling": null, "rope_theta": 1000000, "tie_word_embeddings": false, "q_lora_rank": 768, "kv_lora_rank": 512,
+  "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "vocab_size": 154880}"""
 PUBLISHED = {"Qwen2.5-7B-Instruct": QWEN25, "DeepSeek-R1-Distill-Qwen-1.5B": DISTILLED, "Qwen3-8B": QWEN3,
              "Llama-3.2-1B-Instruct": LLAMA32, "Mistral-7B-Instruct-v0.3": MISTRAL_V03, "phi-4": PHI4,
              "OLMo-2-1124-7B": OLMO2, "GLM-4-9B-0414": GLM4, "Olmo-3-7B-Instruct": OLMO3,
              "gemma-3-1b-it": GEMMA3, "Qwen3-30B-A3B": QWEN3_MOE, "Mixtral-8x7B-Instruct-v0.1": MIXTRAL,
              "SmolLM3-3B": SMOLLM3, "Seed-OSS-36B-Instruct": SEED_OSS, "gpt-oss-20b": GPT_OSS,
-             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3, "Qwen3-Next-80B-A3B-Instruct": QWEN3_NEXT}  # fmt: skip
+             "MiniMax-M2": MINIMAX_M2, "Hy3-preview": HY3, "Qwen3-Next-80B-A3B-Instruct": QWEN3_NEXT,
+             "Moonlight-16B-A3B-Instruct": MOONLIGHT, "DeepSeek-V3": DEEPSEEK_V3,
+             "GLM-4.7-Flash": GLM47_FLASH}  # fmt: skip
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 # Fields by which transformers' other models, or later members of these families, compute something else.
 FOREIGN = {"logit_scale": 0.0625, "final_logit_softcapping": 30.0, "n_shared_experts": 1, "embedding_multiplier": 12.0,
            "no_rope_layers": [1, 0], "attn_temperature_tuning": True, "clip_qkv": 8.0}  # fmt: skip
@@ -179,7 +213,8 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
     config = json.loads(PUBLISHED[name])
     found, theirs = read(tmp_path, config), AutoConfig.for_model(**config)
     assert (found.num_kv_heads, found.num_heads) == (theirs.num_key_value_heads, theirs.num_attention_heads)
-    assert found.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    own = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert found.head_dim == getattr(theirs, "qk_head_dim", own)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert found.tied == theirs.tie_word_embeddings
@@ -189,9 +224,9 @@ def test_published_folders_are_read_as_transformers_reads_them(tmp_path, name):
 
 
 BY_NAME = ("SmolLM3-3B", "Seed-OSS-36B-Instruct", "gpt-oss-20b", "MiniMax-M2", "Hy3-preview",
-           "Qwen3-Next-80B-A3B-Instruct")  # fmt: skip
+           "Qwen3-Next-80B-A3B-Instruct", "Moonlight-16B-A3B-Instruct", "DeepSeek-V3", "GLM-4.7-Flash")  # fmt: skip
 # The one family that knows it.
-KNOWN = {("SmolLM3-3B", "no_rope_layers")}
+KNOWN = {("SmolLM3-3B", "no_rope_layers"), *((name, "n_shared_experts") for name in BY_NAME[-3:])}
 
 
 @pytest.mark.parametrize("name, field", sorted({*itertools.product(PUBLISHED, FOREIGN)} - KNOWN))
@@ -209,6 +244,7 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     """Whole, and less every field at its default, as `save_pretrained` leaves them out."""
     family = FAMILIES[model_type]
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_key_value_heads": 32} if family.latent else {}  # as many as heads
     config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
     config.architectures = [family.architecture]
     whole = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
@@ -224,7 +260,7 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     assert whole.windows == (windows if any(windows) else ())
     assert whole.tied == config.tie_word_embeddings
     assert whole.rotary_share == rope.get("partial_rotary_factor", 1.0)
-    assert whole.head_dim == (getattr(config, "head_dim", None) or 16)
+    assert whole.head_dim == getattr(config, "qk_head_dim", getattr(config, "head_dim", None) or 16)
 
 
 def test_no_word_of_a_window_is_the_familys_own_and_null_is_none(tmp_path):
@@ -281,6 +317,17 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
         (QWEN3_NEXT, {"tie_word_embeddings": True}, "with qwen3_next: vLLM gives it a head of its own"),
         (QWEN3_NEXT, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported, only \[\]"),
         (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported, only 1"),
+        (MOONLIGHT, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
+        (MOONLIGHT, {"rope_interleave": False}, "with deepseek_v3: vLLM turns neighbours"),
+        (MOONLIGHT, {"tie_word_embeddings": True}, "with deepseek_v3: vLLM gives it a head of its own"),
+        (MOONLIGHT, {"num_key_value_heads": 4}, "num_key_value_heads = 4 is not supported, only that of num_attention"),
+        (GLM47_FLASH, {"head_dim": 128}, "head_dim = 128 is not supported, only that of qk_rope_head_dim, 64"),
+        (GLM47_FLASH, {"v_head_dim": 512}, r"v_head_dim \(512\) is more than qk_nope_head_dim \+ qk_rope_head_dim"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": 1.0}}, "must both be given or neither, found 1.0 and 0.0"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "truncate = False of rope type 'yarn' is not"),
+        (DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "vLLM passes over it"),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope type 'linear' is not supported with"),
+        (DEEPSEEK_V3, {"quantization_config": {"quant_method": "awq"}}, "only quant_method fp8 and weight_block_size"),
         (HY3, {"route_norm": False}, "route_norm = False is not supported, only True"),
         (HY3, {"first_k_dense_replace": 2}, "mlp_layer_types must be 2 times 'dense', as first_k_dense_replace says"),
         (HY3, {"mlp_layer_types": ["sparse"] * 79 + ["dense"]}, "mlp_layer_types must be 1 times 'dense'"),

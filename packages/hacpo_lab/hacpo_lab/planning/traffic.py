@@ -190,8 +190,9 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
     q, k = a.num_heads // layout.tp, max(a.num_kv_heads // layout.tp, layout.cp)
     learns = actor.lora is None or is_adapted(a, actor.lora, "self_attention.linear_proj")
     again, attentions = int(phase == "learn" and learns), math.ceil(a.num_layers / layout.pp)
-    heads = attentions * (ways * 2 * (q + k) + again * q)
-    size = (layout.cp - 1) / layout.cp * tokens * heads * a.head_dim * actor.device.number
+    # Queries and keys, and, as long as values, these and the output.
+    numbers = attentions * (ways * (q + k) * (a.head_dim + a.value_dim) + again * q * a.value_dim)
+    size = (layout.cp - 1) / layout.cp * tokens * numbers * actor.device.number
     count = attentions * (ways * EXCHANGES + again)
     return Message(phase, "heads of cp", spread.cp, size, count * batches, piped=True)
 
