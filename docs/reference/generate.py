@@ -15,7 +15,8 @@ from hacpo_mega.cli.app import app
 from hacpo_mega.config.describe import FieldDescription, describe_fields
 from hacpo_mega.config.tables.algorithm import PRESETS, AlgorithmConfig
 from hacpo_mega.evaluation.keys import EvaluationTable
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -248,8 +248,9 @@ def _attention(plan: ActorPlan) -> int:
     tp, cp = plan.layout.tp, plan.layout.cp
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
         return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
-    q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
-    head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
+    own = a.heads_in(0)
+    q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
+    head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
@@ -400,6 +401,7 @@ def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bo
     # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
     # weight's, before it is added.
     part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
+    logit += 0 if triton or a.softcap is None else FLOAT32  # the slopes of capped ones
     in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.

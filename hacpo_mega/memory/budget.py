@@ -253,8 +253,8 @@ def waiting_bytes(actor: ActorPlan, engine: EnginePlan) -> int:
 def cache_per_token(budget: Budget) -> int:
     """Bytes of one token's keys and values in every layer with attention of one rank of the engine."""
     a: Architecture = budget.actor.architecture
-    heads = max(1, a.num_kv_heads // budget.engine.tp)
-    return 2 * a.attention_layers * heads * a.head_dim * budget.actor.device.number
+    numbers = sum(max(1, heads.kv_heads // budget.engine.tp) * heads.size for heads in a.attention_heads)
+    return 2 * numbers * budget.actor.device.number
 
 
 def cache_per_answer(budget: Budget) -> int:

@@ -34,9 +34,10 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 def matrix_parameters(model: Architecture) -> int:
     """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    queries = query * 2 if model.gated else query
-    attention = model.attention_layers * model.hidden_size * (queries + 2 * key_value + query)
+    attention = 0
+    for heads in model.attention_heads:
+        query, projected = model.num_heads * heads.size, heads.kv_heads * heads.size * (1 + heads.has_values)
+        attention += model.hidden_size * (query * (3 if model.gated else 2) + projected)
     if (delta := model.delta_net) is not None:
         # A state is read twice and written once for every token, as a matrix of its numbers would be.
         each = model.hidden_size * (delta.projected_rows + delta.value_rows) + delta.mixed_rows * delta.width
@@ -44,9 +45,14 @@ def matrix_parameters(model: Architecture) -> int:
     return attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
 
 
+def query_numbers(model: Architecture) -> int:
+    """Numbers of a token's queries in all layers."""
+    return model.num_heads * sum(heads.size for heads in model.attention_heads)
+
+
 def pairs_per_token(model: Architecture) -> int:
     """Pairs of tokens whose attention takes as many FLOPs as a token's matrices."""
-    return matrix_parameters(model) // (2 * max(1, model.attention_layers) * model.num_heads * model.head_dim)
+    return matrix_parameters(model) // (2 * (query_numbers(model) or model.num_heads * model.head_dim))
 
 
 def feed_forward_parameters(model: Architecture) -> int:
@@ -105,5 +111,5 @@ def forward_flops(model: Architecture, num_sequences: float, length: float) -> f
     2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
     dimension and pair of tokens, of which there are length^2 / 2.
     """
-    attention = 2.0 * model.attention_layers * model.num_heads * model.head_dim * length**2
+    attention = 2.0 * query_numbers(model) * length**2
     return num_sequences * (2.0 * matrix_parameters(model) * length + attention)

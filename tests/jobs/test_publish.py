@@ -27,6 +27,8 @@ MODELS = {
     "olmo2": {"family": "olmo2", "tied": False},
     "olmo3": {"family": "olmo3", "tied": False, "window": 11, "rope_scaling": YARN_ROPE},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 11},
+    "gemma4": {"family": "gemma4_text", "tied": True, "window": 11},
+    "gemma4-images": {"family": "gemma4_text", "tied": True, "window": 11, "images": True},
     "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 11, "images": True},
     "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
     "mistral-window": {"family": "mistral", "tied": False, "window": 11},

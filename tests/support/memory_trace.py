@@ -206,6 +206,7 @@ class _Run:
             self._counting(self._own_tokens) % self.architecture.vocab_size,
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
+            softcap=self.architecture.softcap,
             group=tp if tp.size() > 1 else None,
             fuse_main_grad=weight.requires_grad and weight.dtype != torch.float32,
         )

@@ -7,7 +7,7 @@ torch. Not here: the computation (megatron/model/delta_net.py).
 from dataclasses import dataclass
 from pathlib import Path
 
-from hacpo_mega.models.families.families import DELTA_FIELDS, DELTA_INTERVAL, Family
+from hacpo_mega.models.families.family import DELTA_FIELDS, DELTA_INTERVAL, Family
 from hacpo_mega.models.files.fields import MOST, Fields
 
 LINEAR = "linear_attention"

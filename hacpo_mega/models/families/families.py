@@ -1,192 +1,18 @@
 """The families of models that can be trained: one record each, and nothing about a family anywhere else.
 
-A record lists the fields that a config.json of the family may have, and what the family decides by itself. An unknown
-field is refused, since it may ask for another computation (Mistral's `sliding_window`). Sources: the configuration
-classes of transformers, whose defaults tests/unit/models/test_families.py compares, and vllm/model_executor/models. Not
-here: public sizes (public.py), names of tensors (segments.py).
+Sources: the configuration classes of transformers, whose defaults tests/unit/models/test_families.py compares, and
+vllm/model_executor/models. Not here: what a record may say (family.py), public sizes (public.py), names of tensors
+(segments.py).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
+from hacpo_mega.models.families.family import AFTER, AROUND, SANDWICH, Family
 from hacpo_mega.models.files.folder import PREDICTS, read_config
 from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS
-
-# What Architecture.from_folder, folder.py and the tokenizer's readers read.
-READ = frozenset(
-    {"architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-    | {"num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps"}
-    | {"tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "dtype", "torch_dtype"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id"}
-)
-# What describes a folder, its making or its sampling, and changes no log-prob.
-DESCRIBES = frozenset(
-    {"_name_or_path", "_attn_implementation_autoset", "auto_map", "initializer_range", "transformers_version"}
-    | {"use_cache", "pretraining_tp", "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class"}
-    | {"finetuning_task", "return_dict", "return_dict_in_generate", "output_attentions", "output_hidden_states"}
-    | {"output_scores", "torchscript", "use_bfloat16", "tf_legacy_loss", "prefix", "sep_token_id", "max_length"}
-    | {"min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature"}
-    | {"top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"}
-    | {"encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "chunk_size_feed_forward"}
-    | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
-    | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
-)
-# Fields that every family may have with this value alone: with another the model computes something else.
-ONLY: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "is_encoder_decoder": False,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-    "pruned_heads": {},
-}
-
-# Norms of a layer, Megatron's names -> those of a folder: before attention and feed-forward; after both; all four.
-# A norm behind a block is part of the sum with the residual (megatron/model/layers.py, AddNormed).
-BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-AFTER = {"self_attn_bda.norm": "post_attention_layernorm", "mlp_bda.norm": "post_feedforward_layernorm"}
-AROUND = {
-    **BEFORE,
-    "self_attn_bda.norm": "post_self_attn_layernorm",
-    "mlp_bda.norm": "post_mlp_layernorm",
-}
-SANDWICH = {
-    **AFTER,
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "pre_feedforward_layernorm",
-}
-# The fields about gated delta nets -> their sizes (delta_net.py); how far apart layers with attention are.
-DELTA_FIELDS = {
-    "linear_num_key_heads": "key_heads",
-    "linear_num_value_heads": "value_heads",
-    "linear_key_head_dim": "key_dim",
-    "linear_value_head_dim": "value_dim",
-    "linear_conv_kernel_dim": "width",
-}
-DELTA_INTERVAL = "full_attention_interval"
-# Which layers may see a window alone -> the fields that say so.
-WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
-           "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
-
-    models          what is published of it, for people
-    model_type      as config.json and Megatron's model builder know it
-    architecture    the class that transformers and vLLM run
-    qkv_bias        whether queries, keys and values have a bias, whatever config.json says
-    may_have_bias   whether `attention_bias` may be true
-    output_bias     whether it then stands for a bias on the output projection, too
-    qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
-    whole_qk_norm   whether that is over all heads together, before they are split
-    interleaved     whether neighbours turn together, not the halves of what turns
-    windows         which layers may see a window alone: none, all, some, or those of the family's pattern (windows.py)
-    two_ropes       whether layers with a window have angles of their own
-    offset_norms    whether its folders hold what a norm's scale is beyond 1
-    sinks           whether each query head has a number that joins its scores and has no value
-    activation      of the feed-forward's gate, by transformers' name or vLLM's
-    scaled_embedding    whether the embedding is multiplied with the root of the hidden size
-    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
-    experts         what it has in the place of its feed-forwards; None: feed-forwards
-    norms           the norms of a layer: Megatron's name -> that of its folders
-    stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
-    rope_ignores    fields of its rope table that say where images lie, and change nothing in text
-    rope_kinds      the kinds of rotary scaling that it may have (rope.py)
-    rotary_share    how much of a head turns with the position, where config.json does not say it
-    may_turn_a_part whether config.json may say another share
-    counts_turning  whether it may do so by `rotary_dim`, a number of a head's dimensions
-    image_class     the class of its image checkpoints, whose `text_config` is a model of this family
-    packs           how its folders may hold matrices that are read as bfloat16: experts in MXFP4, all of a layer in fp8
-    skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
-    gated_attention whether queries come with a gate on attention's output
-    delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
-                    and the rest apart, or by heads of keys; None: it has no delta nets
-    scales_queries  whether queries grow with their position, by `llama_4_scaling_beta` of its rope table (rope.py)
-    defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
-                    num_key_value_heads as many as heads
-    ignores         fields of the family that change nothing, given what `only` fixes
-    only            fields of the family, with the one value that is supported
-    why             of an `only` field, what is wrong with another value; no entry: it computes something else
-    made_with       what a new config.json has to say, where transformers' default is another model
-    asked           fields that vLLM's class asks for and folders may leave out -> the Architecture's; it gets those of
-                    `only`, too
-    engine_cuts_norms   whether vLLM cuts norms over all heads by ranks
-    """
-
-    model_type: str
-    architecture: str
-    models: str
-    qkv_bias: bool = False
-    may_have_bias: bool = False
-    output_bias: bool = True
-    qk_norm: bool | None = False
-    whole_qk_norm: bool = False
-    interleaved: bool = False
-    windows: Literal["none", "all", "some", "pattern"] = "none"
-    two_ropes: bool = False
-    offset_norms: bool = False
-    sinks: bool = False
-    activation: str = "silu"
-    scaled_embedding: bool = False
-    query_scalar: bool = False
-    experts: Experts | None = None
-    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
-    stored_fused: frozenset[str] = frozenset()
-    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    rope_ignores: frozenset[str] = frozenset()
-    rotary_share: float = 1.0
-    may_turn_a_part: bool = False
-    counts_turning: bool = False
-    image_class: str | None = None
-    packs: Literal["mxfp4", "fp8"] | None = None
-    skips_rope: bool = False
-    gated_attention: bool = False
-    delta_net: Literal["apart", "by heads"] | None = None
-    scales_queries: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    ignores: frozenset[str] = frozenset()
-    only: Mapping[str, Any] = field(default_factory=dict)
-    why: Mapping[str, str] = field(default_factory=dict)
-    made_with: Mapping[str, Any] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)
-    engine_cuts_norms: bool = False
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """Fields that a config.json may have with one value alone."""
-        free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
-        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs is not None}
-        free["attention_bias"] = self.may_have_bias and "attention_bias" not in self.only
-        return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
-
-    @property
-    def fits_te(self) -> bool:
-        """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
-        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
-        lacks = lacks or self.skips_rope or self.sinks
-        return self.norms == BEFORE and not lacks
-
-    def knows(self, name: str) -> bool:
-        """True if a config.json of the family may have this field."""
-        scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
-        scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
-        scalar |= {"rotary_dim"} if self.counts_turning else set()
-        scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
-        scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
-        experts = self.experts.fields if self.experts is not None else frozenset()
-        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
-        return name in own or name in ONLY or name in self.only
-
 
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
@@ -468,6 +294,42 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
 )  # fmt: skip
+_NO_PLE = "Gemma 4 E2B and E4B, which have embeddings for every layer and layers that share keys, are not built; 31B is"
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    "text of Gemma 4 31B",
+    qk_norm=True,
+    value_norm=True,
+    scaled_layers=True,
+    norms=SANDWICH,
+    windows="some",
+    two_ropes=True,
+    full_heads=True,
+    activation=_TANH,
+    scaled_embedding=True,
+    query_scalar=1,
+    softcap=True,
+    rope_kinds=("proportional",),
+    image_class="Gemma4ForConditionalGeneration",
+    defaults={
+        "num_attention_heads": 8, "vocab_size": 262144, "max_position_embeddings": 131072, "head_dim": 256,
+        "num_key_value_heads": 4, "tie_word_embeddings": True, "global_head_dim": 512, "sliding_window": 512,
+        "sliding_window_pattern": 6, "window_theta": 1e4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    ignores=frozenset({"vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    only={
+        "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+    },
+    why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
+    made_with={"hidden_size_per_layer_input": 0},
+)  # fmt: skip
 # From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction
 # beside the model's own (weight_files.py). `mamba_ssm_dtype` is the engine's type of a state.
 _DELTA = {
@@ -533,7 +395,7 @@ QWEN3_NEXT = replace(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, GEMMA4, SMOLLM3, SEED_OSS, QWEN3_MOE,
         MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
     )
 }  # fmt: skip

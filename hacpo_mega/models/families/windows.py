@@ -6,7 +6,7 @@ A window of w is the token itself and the w - 1 before it, in transformers as in
 from pathlib import Path
 
 from hacpo_mega.models.families.delta_net import LINEAR
-from hacpo_mega.models.families.families import Family
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.fields import Fields
 

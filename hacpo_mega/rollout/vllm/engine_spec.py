@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from hacpo_mega.config.checks.device_memory import CPU_DEFAULTS, CUDA_DEFAULTS
 from hacpo_mega.config.checks.pass_through import RETURNS_ROUTING
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.folder import has_tower, head_size, text_fields
 from hacpo_mega.models.sharding.layout import head_size_problem
 

@@ -13,7 +13,8 @@ from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.families import FAMILIES, Family
+from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.family import Family
 
 pytestmark = pytest.mark.nightly
 NUM_MODELS = 20
