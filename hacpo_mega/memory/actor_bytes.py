@@ -260,6 +260,7 @@ def _attention(plan: ActorPlan) -> int:
         kept += (q + q + met) * head
     # A gate, its sigmoid, and the output that it has been applied to.
     kept += 3 * q * head if a.gated else 0
+    kept += tokens * k * FLOAT32 if a.traits.value_norm else 0
     if cp > 1 and not plan.device.flash_attention:
         # Values beside their padded copy.
         kept += met * head
@@ -270,8 +271,8 @@ def _attention(plan: ActorPlan) -> int:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not (plan.device.flash_attention or cp > 1):
-        # A view of keys or values keeps all of the fused projection.
-        kept += (q + 2 * k) * head
+        # A view of keys or values keeps all of the fused projection, of a group whose ranks share it all queries.
+        kept += (q * max(1, tp // own.kv_heads) + (1 + own.has_values) * k) * head
     if a.qk_norm:
         # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32

@@ -248,9 +248,7 @@ def _gradient_kernel(
         out.store([row, column], (gradient * slope).to(out_ptr.dtype.element_ty))
 
 
-def logit_stats(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve
-) -> LogitStats:
+def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve) -> LogitStats:
     """`reference.logit_stats` in Triton, float32 [T] each."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
     tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else STATS_BF16
@@ -281,9 +279,7 @@ def operand(weight_VH: torch.Tensor) -> torch.Tensor:
     return aligned(weight_VH)
 
 
-def logit_gradient(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients
-) -> torch.Tensor:
+def logit_gradient(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients) -> torch.Tensor:
     """`reference.logit_gradient` in Triton, but [C, V] in the dtype of hidden, for the tensor cores."""
     num_rows, num_columns = len(hidden_CH), len(weight_VH)
     tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16

@@ -1,7 +1,7 @@
 """All kernels in plain torch: the CPU path, and the formulas to check against the paper.
 
-linear_logprob      log softmax(cap(hidden @ weight^T) / temperature)[target], split into the part of one vocabulary shard
-                    (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
+linear_logprob      log softmax(cap(hidden @ weight^T) / temperature)[target], split into the part of one vocabulary
+                    shard (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
                     (others' answers: stepwise band and exponential factor), or another method's objective of others'
                     answers (`Bounds.cross`). Both backends must match it.
@@ -62,9 +62,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logit_stats(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve
-) -> LogitStats:
+def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve) -> LogitStats:
     """Statistics [T] of this shard. `column_T` is the target's row of `weight_VH`, or -1 if it is not here."""
     dtype = compute_dtype(hidden_TH.dtype)
     weight_HV = operand(weight_VH).t()
@@ -133,9 +131,7 @@ class RowGradients(NamedTuple):
     coefficient_C: torch.Tensor  # d loss / d logprob
 
 
-def logit_gradient(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients
-) -> torch.Tensor:
+def logit_gradient(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients) -> torch.Tensor:
     """d loss / d(hidden @ weight^T), one chunk [C, V]; the logits are computed again.
 
     d logprob / dz_v = 1{v = target} - p_v,  dz / dlogit = 1 / temperature times 1 - tanh^2(logit / c) with a cap.
@@ -143,7 +139,8 @@ def logit_gradient(
     hidden_CH = hidden_CH.to(compute_dtype(hidden_CH.dtype))
     z_CV = _capped(product(hidden_CH, operand(weight_VH).t()), curve)
     slope_CV = None if curve.softcap is None else (z_CV / curve.softcap).square_().neg_().add_(1.0)
-    gradient_CV = z_CV.mul_(curve.inverse_temperature).sub_(rows.logsumexp_C[:, None]).exp_().mul_(-rows.coefficient_C[:, None])
+    z_CV.mul_(curve.inverse_temperature)
+    gradient_CV = z_CV.sub_(rows.logsumexp_C[:, None]).exp_().mul_(-rows.coefficient_C[:, None])
     here_C = (rows.column_C >= 0).to(rows.coefficient_C.dtype) * rows.coefficient_C
     gradient_CV.scatter_add_(1, rows.column_C.clamp(min=0)[:, None], here_C[:, None])
     gradient_CV.mul_(curve.inverse_temperature)

@@ -220,9 +220,9 @@ class Architecture:
     def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
         """Models of a single layer for every kind among `layers`, without experts and with, with attention and with a
         delta net, with key/value heads of either kind, and how many are such."""
-        own = self.full_heads is not None
+        own, all_windows = self.full_heads is not None, self.windows
         counts = Counter(
-            (self.has_experts_in(layer), self.has_delta_net_in(layer), (self.window_of(layer),) if own else self.windows)
+            (self.has_experts_in(layer), self.has_delta_net_in(layer), (self.window_of(layer),) if own else all_windows)
             for layer in layers
         )
         thin = replace(self, num_layers=1, dense_layers=0)

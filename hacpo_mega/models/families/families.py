@@ -294,7 +294,8 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
 )  # fmt: skip
-_NO_PLE = "Gemma 4 E2B and E4B, which have embeddings for every layer and layers that share keys, are not built; 31B is"
+_NO_PLE = "Gemma 4 E2B and E4B have embeddings for every layer and layers that share keys, which are not built; 31B is"
+_NO_EXPERTS = "Gemma 4 26B-A4B has experts beside its feed-forwards, which are not built; 31B is"
 GEMMA4 = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
@@ -321,13 +322,16 @@ GEMMA4 = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    ignores=frozenset({"vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    ignores=frozenset({"vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"}),
     only={
         "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
-        "enable_moe_block": False,
+        "enable_moe_block": False, "num_experts": None,
     },
-    why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
+    why={
+        "hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE, "enable_moe_block": _NO_EXPERTS,
+        "num_experts": _NO_EXPERTS,
+    },
     made_with={"hidden_size_per_layer_input": 0},
 )  # fmt: skip
 # From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction
@@ -395,8 +399,8 @@ QWEN3_NEXT = replace(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, GEMMA4, SMOLLM3, SEED_OSS, QWEN3_MOE,
-        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, GEMMA4, SMOLLM3, SEED_OSS,
+        QWEN3_MOE, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a family of models is: the fields that a config.json may have, and what the family decides by itself.
+"""A family of models: the fields that a config.json may have, and what the family decides by itself.
 
 An unknown field is refused, since it may ask for another computation (Mistral's `sliding_window`). Not here: the
 families (families.py).

@@ -1,7 +1,7 @@
 """Key/value heads of a layer: those of layers without a window may be others, as config.json says. Imports no torch.
 
 Gemma 4: there they are fewer and larger, and a value is its key before norm and rotation. Not here: the computation
-(megatron/model/heads.py), and the windows themselves (windows.py).
+(megatron/model/rope.py), and the windows themselves (windows.py).
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ def read_heads(
     full = [layer for layer, window in enumerate(windows) if window is None]
     found = {str(layer): table.given.get(str(layer)) or {} for layer in full}
     one = next(iter(found.values()))
-    if table.given.keys() - found.keys() or any(other != one for other in found.values()) or one.keys() - {SIZE, NUMBER}:
+    strange = one.keys() - {SIZE, NUMBER} or table.given.keys() - found.keys()
+    if strange or any(other != one for other in found.values()):
         raise ValueError(
             f"{path}: {BY_LAYER} must give all layers of full_attention the same {SIZE} and {NUMBER}, and no other "
             f"layer any, found {short(table.given)}"

@@ -132,7 +132,8 @@ def make_model(
         kinds = ("sliding_attention", "full_attention") if traits.windows == "pattern" else kinds
         kinds = kinds if not traits.full_heads else ("sliding_attention", "full_attention")
         kinds = kinds if traits.delta_net is None else ("linear_attention", "full_attention")
-        config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
+        shift = num_layers if traits.full_heads else 0  # whose last layer has no window
+        config.layer_types = [kinds[(layer - shift) % 2] for layer in range(num_layers)]
     if traits.full_heads:
         # Twice as large in layers without a window, and half as many; which layers these are a new config alone reads.
         fields = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
@@ -235,7 +236,7 @@ def _config(
         return AutoConfig.for_model(family, rope_parameters=rope)
     if FAMILIES[family].two_ropes:
         if FAMILIES[family].full_heads:
-            rope |= {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+            rope = {"partial_rotary_factor": 0.25, **rope, "rope_type": "proportional"}
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
     if FAMILIES[family].query_scalar is True:

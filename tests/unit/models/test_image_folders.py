@@ -121,7 +121,7 @@ GEMMA4_31B = {
 PUBLISHED = {"gemma-4-31B-it": GEMMA4_31B, "Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
              "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
              "Ministral-3-8B-Base-2512": MINISTRAL3_8B, "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
-UNSCALED = "gemma-4-31B-it",
+UNSCALED = ("gemma-4-31B-it",)
 KINDS = {
     "gemma4": {"family": "gemma4_text", "tied": True, "window": 7},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
@@ -168,6 +168,46 @@ def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, n
     assert found == public_architecture(name)
     assert dtype_name(tmp_path) == "bfloat16"
     assert eos_token_ids(tmp_path) == tuple(PUBLISHED[name].get("eos_token_id", ()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 18}, "= 256 is not supported with gemma4_text: "
+         "Gemma 4 E2B and E4B have"),
+        ({"num_kv_shared_layers": 18}, "= 18 is not supported with gemma4_text: Gemma 4 E2B and E4B have"),
+        ({"enable_moe_block": True, "num_experts": 128}, "= True is not supported with gemma4_text: Gemma 4 26B-A4B"),
+        ({"num_experts": 128}, "num_experts = 128 is not supported with gemma4_text: Gemma 4 26B-A4B"),
+        ({"layer_types": ["sliding_attention"] * 60}, "the last of layer_types is a layer with a window"),
+        ({"use_bidirectional_attention": "all"}, "'all' is not supported, only 'vision'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope type 'default' is not supported"),
+        ({"num_global_key_value_heads": 5}, "32 attention heads cannot share 5 key/value heads evenly"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config must give all layers of full_attention the"),
+    ],
+)  # fmt: skip
+def test_what_a_gemma_4_here_is_not_is_one_line(tmp_path, changes, line):
+    text = GEMMA4_31B["text_config"] | changes
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text}))
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        Architecture.from_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_by_layer_are_those_of_the_published_fields(tmp_path):
+    """And what neither says is E2B's, whose embeddings are refused."""
+    text = dict(GEMMA4_31B["text_config"])
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B))
+    published = Architecture.from_folder(tmp_path)
+    full = [layer for layer, window in enumerate(published.windows) if window is None]
+    own = {str(layer): {"head_dim": text["global_head_dim"], "num_key_value_heads": 4} for layer in full}
+    for name in ("global_head_dim", "num_global_key_value_heads"):
+        del text[name]
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text | {"per_layer_config": own}}))
+    assert Architecture.from_folder(tmp_path) == published
+    del text["hidden_size_per_layer_input"]
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text}))
+    with pytest.raises(ValueError, match=r"hidden_size_per_layer_input = None .*E2B"):
+        Architecture.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
