@@ -226,6 +226,7 @@ class Actor:
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
             temperature=self.temperature,
+            softcap=self.architecture.softcap,
             group=parallel_state.get_tensor_model_parallel_group() if self.layout.tp > 1 else None,
             # A bf16 weight's gradient would be rounded to bf16 before DDP adds it to its float32 buffer.
             fuse_main_grad=weight_VH.requires_grad and weight_VH.dtype != torch.float32,

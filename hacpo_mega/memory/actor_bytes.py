@@ -250,8 +250,9 @@ def _attention(plan: ActorPlan) -> int:
         return _latent_attention(plan)
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
         return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
-    q, k = a.num_heads // tp, max(1, a.num_kv_heads // tp)
-    head = tokens * a.head_dim * number  # of one head; that of all tokens and 1 / cp of the heads is as large
+    own = a.heads_in(0)
+    q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
+    head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
@@ -261,6 +262,7 @@ def _attention(plan: ActorPlan) -> int:
         kept += (q + q + met) * head
     # A gate, its sigmoid, and the output that it has been applied to.
     kept += 3 * q * head if a.gated else 0
+    kept += tokens * k * FLOAT32 if a.traits.value_norm else 0
     if cp > 1 and not plan.device.flash_attention:
         # Values beside their padded copy.
         kept += met * head
@@ -271,8 +273,8 @@ def _attention(plan: ActorPlan) -> int:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
     if a.qk_norm or not (plan.device.flash_attention or cp > 1):
-        # A view of keys or values keeps all of the fused projection.
-        kept += (q + 2 * k) * head
+        # A view of keys or values keeps all of the fused projection, of a group whose ranks share it all queries.
+        kept += (q * max(1, tp // own.kv_heads) + (1 + own.has_values) * k) * head
     if a.qk_norm:
         # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
         kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
@@ -415,6 +417,7 @@ def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bo
     # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
     # weight's, before it is added.
     part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
+    logit += 0 if triton or a.softcap is None else FLOAT32  # the slopes of capped ones
     in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.

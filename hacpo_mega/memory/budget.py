@@ -263,8 +263,8 @@ def cache_per_token(budget: Budget) -> int:
     a: Architecture = budget.actor.architecture
     if a.latent is not None:  # one for all heads, on every rank
         return a.attention_layers * a.latent.cached * budget.actor.device.number
-    heads = max(1, a.num_kv_heads // budget.engine.tp)
-    return 2 * a.attention_layers * heads * a.head_dim * budget.actor.device.number
+    numbers = sum(max(1, heads.kv_heads // budget.engine.tp) * heads.size for heads in a.attention_heads)
+    return 2 * numbers * budget.actor.device.number
 
 
 def cache_per_answer(budget: Budget) -> int:

@@ -34,7 +34,13 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 def matrix_parameters(model: Architecture) -> int:
     """Parameters that every token is multiplied with: all matrices but the embedding table, and the output head."""
-    attention = model.attention_layers * attention_parameters(model)
+    if model.latent is not None:
+        attention = model.attention_layers * _latent_parameters(model)
+    else:
+        attention = 0
+        for heads in model.attention_heads:
+            query, projected = model.num_heads * heads.size, heads.kv_heads * heads.size * (1 + heads.has_values)
+            attention += model.hidden_size * (query * (3 if model.gated else 2) + projected)
     if (delta := model.delta_net) is not None:
         # A state is read twice and written once for every token, as a matrix of its numbers would be.
         each = model.hidden_size * (delta.projected_rows + delta.value_rows) + delta.mixed_rows * delta.width
@@ -42,24 +48,24 @@ def matrix_parameters(model: Architecture) -> int:
     return attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
 
 
-def attention_parameters(model: Architecture) -> int:
-    """The same of one layer with attention, its output's matrix included."""
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    if (latent := model.latent) is None:
-        return model.hidden_size * ((2 * query if model.gated else query) + 2 * key_value + query)
+def _latent_parameters(model: Architecture) -> int:
+    """The same of one layer with attention by latents, its output's matrix included."""
+    latent, query = model.latent, model.num_heads * model.head_dim
     of_tokens = latent.query_rank + latent.cached + model.num_heads * latent.value_dim
     of_latents = latent.rank * model.num_heads * (latent.plain_dim + latent.value_dim)
     return model.hidden_size * of_tokens + of_latents + (latent.query_rank or model.hidden_size) * query
 
 
+def pair_numbers(model: Architecture) -> int:
+    """Numbers of a token's queries and values in all layers: both meet those of every token before."""
+    if model.latent is not None:
+        return model.attention_layers * model.num_heads * (model.head_dim + model.value_dim)
+    return 2 * model.num_heads * sum(heads.size for heads in model.attention_heads)
+
+
 def pairs_per_token(model: Architecture) -> int:
     """Pairs of tokens whose attention takes as many FLOPs as a token's matrices."""
-    return matrix_parameters(model) // (max(1, model.attention_layers) * _pair_parameters(model))
-
-
-def _pair_parameters(model: Architecture) -> int:
-    """Numbers of queries and of values of a token and its heads: both meet those of every token before it."""
-    return model.num_heads * (model.head_dim + model.value_dim)
+    return matrix_parameters(model) // (pair_numbers(model) or 2 * model.num_heads * model.head_dim)
 
 
 def feed_forward_parameters(model: Architecture) -> int:
@@ -118,5 +124,5 @@ def forward_flops(model: Architecture, num_sequences: float, length: float) -> f
     2 per matrix parameter and token; causal attention adds, per layer, 2 for q.k and 2 for the values, per head
     dimension and pair of tokens, of which there are length^2 / 2.
     """
-    attention = 1.0 * model.attention_layers * _pair_parameters(model) * length**2
+    attention = 1.0 * pair_numbers(model) * length**2
     return num_sequences * (2.0 * matrix_parameters(model) * length + attention)

@@ -17,6 +17,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import (
     DEEPSEEK_V3,
     GEMMA3,
+    GEMMA4,
     GLM4_MOE_LITE,
     GPT_OSS,
     HY_V3,
@@ -123,6 +124,10 @@ def _ministral3(size: str) -> list[str]:
     return [f"mistralai/Ministral-3-{size}-{kind}" for kind in ("Base-2512", "Instruct-2512-BF16", "Reasoning-2512")]
 
 
+# In the place of every sixth layer's heads, the size of all of which the family has, there are fewer and larger ones.
+_GEMMA4 = {"vocab_size": 262144, "max_position_embeddings": 262144, "sliding_window": 1024, "attention_k_eq_v": True,
+           "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}  # fmt: skip
+_GEMMA4_NAMES = [f"google/gemma-4-31B{kind}" for kind in ("", "-it")]
 _LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}
 _WIDE = {"head_dim": 128, "query_pre_attn_scalar": 168}
 _TEKKEN = {"vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
@@ -153,6 +158,7 @@ _TEXTS = {
     **_text(_gemma3("4b"), GEMMA3, 34, 2560, 10240, 8, 4, **_LINEAR),
     **_text(_gemma3("12b"), GEMMA3, 48, 3840, 15360, 16, 8, **_LINEAR),
     **_text(_gemma3("27b"), GEMMA3, 62, 5376, 21504, 32, 16, **_LINEAR, **_WIDE),
+    **_text(_GEMMA4_NAMES, GEMMA4, 60, 5376, 21504, 32, 16, num_global_key_value_heads=4, **_GEMMA4),
     **_text(_ministral3("3B"), MINISTRAL3, 26, 3072, 9216, 32, 8, **_LONG, tie_word_embeddings=True),
     **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),

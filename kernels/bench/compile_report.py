@@ -88,6 +88,7 @@ def head_kernels(dtype: str):
     for name, kernel, tiling in zip(("stats", "gradient"), (logprob._stats_kernel, logprob._gradient_kernel), tilings):
         sizes = ("block_t", "block_v", "block_h", "group_t", "tiles_per_split")
         constants = {size: getattr(tiling, size) for size in sizes if size in kernel.arg_names} | {"upcast": False}
+        constants["softcap"] = None
         types = types_of(kernel, pointers)
         yield compile_kernel(f"{name} {dtype}", kernel, types, constants, tiling.num_warps, tiling.num_stages)
 

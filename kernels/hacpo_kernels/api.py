@@ -9,6 +9,7 @@ from hacpo_kernels.backends import choose_backend
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import DTYPES
 from hacpo_kernels.objective_stats import SequenceTerms
+from hacpo_kernels.reference import Curve
 
 
 def linear_logprob(
@@ -19,6 +20,7 @@ def linear_logprob(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     temperature: float = 1.0,
+    softcap: float | None = None,
     ignore_index: int = -100,
     group: dist.ProcessGroup | None = None,
     reduce_hidden_grad: bool = True,
@@ -32,6 +34,7 @@ def linear_logprob(
     target        [T] int, global token ids, or `ignore_index`: log-prob 0, no gradient
     vocab_size    the vocabulary without padding over all shards: rows at or past it are never part of the softmax.
                   Default: all rows of all shards
+    softcap       logits z of hidden @ weight^T are replaced by c tanh(z / c) with this c, before temperature
     group         the tensor-parallel group over which the vocabulary is sharded, None when it is not. One all-gather
                   of 3 numbers per token, merged in rank order: all ranks return the same bits
     reduce_hidden_grad   sum the gradient of hidden over `group` here (hidden is replicated). False when a
@@ -47,13 +50,15 @@ def linear_logprob(
     if vocab_size is None:
         vocab_size = vocab_start + len(weight) if num_shards == 1 else len(weight) * num_shards
     checks.check_linear_logprob(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected a number above 0, or None")
     if num_shards > 1 and group.rank() > 0 and vocab_start == 0:
         raise ValueError(f"vocab_start is 0 on rank {group.rank()} of the group; expected the first id of its shard")
     if fuse_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("fuse_main_grad is on but weight has no main_grad; expected Megatron's gradient buffer there")
     head = Head(
         backend=choose_backend(backend, hidden, DTYPES),
-        inverse_temperature=1.0 / temperature,
+        curve=Curve(1.0 / temperature, softcap),
         num_columns=max(0, min(len(weight), vocab_size - vocab_start)),
         group=group if num_shards > 1 else None,
         reduce_hidden_grad=reduce_hidden_grad,

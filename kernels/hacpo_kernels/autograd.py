@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hacpo_kernels import reference
 from hacpo_kernels.backends import Backend
 from hacpo_kernels.products import add_product, product
-from hacpo_kernels.reference import LogitStats, RowGradients
+from hacpo_kernels.reference import Curve, LogitStats, RowGradients
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Head:
     """Non-tensor arguments that linear_logprob's backward takes from its forward."""
 
     backend: Backend
-    inverse_temperature: float
+    curve: Curve
     num_columns: int  # rows of the weight shard that are vocabulary; the rest is padding
     group: dist.ProcessGroup | None
     reduce_hidden_grad: bool
@@ -35,7 +35,7 @@ class LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TH, weight_VH, column_T, ignored_T, head):
         vocabulary_VH = weight_VH[: head.num_columns]
-        stats = head.backend.logit_stats(hidden_TH, vocabulary_VH, column_T, head.inverse_temperature)
+        stats = head.backend.logit_stats(hidden_TH, vocabulary_VH, column_T, head.curve)
         if head.group is not None:
             stats = _merge_over_group(stats, head.group)
         logprob_T, logsumexp_T = reference.finish_stats(stats)
@@ -82,7 +82,7 @@ def _fold_chunks(
         chunk = slice(start, start + step)
         hidden_CH = hidden_TH[rows_N[chunk]]
         chunk_rows = RowGradients(*(column_N[chunk] for column_N in rows))
-        gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.inverse_temperature, chunk_rows)
+        gradient_CV = backend.logit_gradient(hidden_CH, vocabulary_VH, head.curve, chunk_rows)
         if wants_hidden:
             grad_hidden_NH[chunk] = product(gradient_CV, vocabulary_VH, dtype)
         if wants_weight:

@@ -8,15 +8,15 @@ import torch
 from hacpo_kernels import elementwise, experts, reference
 from hacpo_kernels import linear_logprob as triton_logprob
 from hacpo_kernels import sequence_objective as triton_objective
-from hacpo_kernels.reference import LogitStats, RowGradients
+from hacpo_kernels.reference import Curve, LogitStats, RowGradients
 
 
 @dataclass(frozen=True)
 class Backend:
     """Functions of a backend; reference.py defines each of them."""
 
-    logit_stats: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], LogitStats]
-    logit_gradient: Callable[[torch.Tensor, torch.Tensor, float, RowGradients], torch.Tensor]
+    logit_stats: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Curve], LogitStats]
+    logit_gradient: Callable[[torch.Tensor, torch.Tensor, Curve, RowGradients], torch.Tensor]
     operand: Callable[[torch.Tensor], torch.Tensor]
     chunk_rows: Callable[[int], int]
     segment_sum: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hacpo_kernels.reference import LogitStats, RowGradients
+from hacpo_kernels.reference import Curve, LogitStats, RowGradients
 
 INTERPRETED = triton.knobs.runtime.interpret
 DTYPES = (torch.bfloat16, torch.float32)
@@ -94,6 +94,14 @@ def _logit_tile(
 
 
 @triton.jit
+def _tanh(x):
+    """tanh by exp2, which cannot overflow: (1 - e) / (1 + e) with e = exp(-2 |x|), and the sign of x."""
+    shrunk = tl.exp2(-2.0 * tl.abs(x) * LOG2_E)
+    size = (1.0 - shrunk) / (1.0 + shrunk)
+    return tl.where(x < 0.0, -size, size)
+
+
+@triton.jit
 def _stats_kernel(
     hidden_ptr,  # *bf16 or *fp32 [T, H], rows 16-byte aligned
     weight_ptr,  # as hidden [V, H]
@@ -113,6 +121,7 @@ def _stats_kernel(
     tiles_per_split: tl.constexpr,
     group_t: tl.constexpr,
     upcast: tl.constexpr,
+    softcap: tl.constexpr,
 ):
     """Persistent kernel: program p takes items p, p + programs, ...; an item is a row block and a vocabulary split."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
@@ -132,6 +141,8 @@ def _stats_kernel(
         last = tl.minimum((split + 1) * split_columns, num_columns)
         for column in range(split * split_columns, last, block_v):
             logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
+            if softcap is not None:
+                logits = softcap * _tanh(logits * (1.0 / softcap))
             columns = column + tl.arange(0, block_v)
             # TMA fills columns past the end with 0, which would be a logit like any other.
             logits = tl.where((columns < num_columns)[None, :], logits, float("-inf"))
@@ -207,8 +218,9 @@ def _gradient_kernel(
     block_h: tl.constexpr,
     group_t: tl.constexpr,
     upcast: tl.constexpr,
+    softcap: tl.constexpr,
 ):
-    """Gradient of sum(coefficient * log-prob) by the logits before temperature."""
+    """Gradient of sum(coefficient * log-prob) by the logits before temperature and cap."""
     hidden = tl.make_tensor_descriptor(hidden_ptr, [num_rows, hidden_size], [hidden_stride, 1], [block_t, block_h])
     weight = tl.make_tensor_descriptor(weight_ptr, [num_columns, hidden_size], [weight_stride, 1], [block_v, block_h])
     out = tl.make_tensor_descriptor(out_ptr, [num_rows, num_columns], [out_stride, 1], [block_t, block_v])
@@ -218,6 +230,11 @@ def _gradient_kernel(
         row, split = _tile_place(item, num_rows, num_splits, block_t, group_t)
         column = split * block_v
         logits = _logit_tile(hidden, weight, row, column, hidden_size, block_t, block_v, block_h, upcast)
+        slope = inverse_temperature
+        if softcap is not None:
+            turned = _tanh(logits * (1.0 / softcap))
+            logits = softcap * turned
+            slope = inverse_temperature * (1.0 - turned * turned)
         rows = row + tl.arange(0, block_t)
         columns = column + tl.arange(0, block_v)
         inside = rows < num_rows
@@ -228,12 +245,10 @@ def _gradient_kernel(
         prob = tl.exp2((logits * inverse_temperature - logsumexp[:, None]) * LOG2_E)
         hit = tl.where(columns[None, :] == target[:, None], coefficient[:, None], 0.0)
         gradient = hit - coefficient[:, None] * prob
-        out.store([row, column], (gradient * inverse_temperature).to(out_ptr.dtype.element_ty))
+        out.store([row, column], (gradient * slope).to(out_ptr.dtype.element_ty))
 
 
-def logit_stats(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, inverse_temperature: float
-) -> LogitStats:
+def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve) -> LogitStats:
     """`reference.logit_stats` in Triton, float32 [T] each."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
     tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else STATS_BF16
@@ -246,14 +261,15 @@ def logit_stats(
         _launch(
             _stats_kernel, triton.cdiv(num_rows, tiling.block_t) * num_splits, tiling,
             hidden_TH, weight_VH, column_T, *parts_3ST, num_rows, hidden_TH.shape[1], num_columns,
-            hidden_TH.stride(0), weight_VH.stride(0), inverse_temperature, tiles_per_split=tiling.tiles_per_split,
+            hidden_TH.stride(0), weight_VH.stride(0), curve.inverse_temperature,
+            tiles_per_split=tiling.tiles_per_split, softcap=curve.softcap,
         )  # fmt: skip
     if num_rows:
         # The interpreter pays per program, a GPU per program too long.
         block_t = 1024 if INTERPRETED else 64
         with torch.cuda.device_of(hidden_TH):
             _join_kernel[(triton.cdiv(num_rows, block_t),)](
-                *parts_3ST, *stats_3T, num_rows, num_splits, inverse_temperature, block_t, num_warps=2
+                *parts_3ST, *stats_3T, num_rows, num_splits, curve.inverse_temperature, block_t, num_warps=2
             )
     return LogitStats(*stats_3T)
 
@@ -263,9 +279,7 @@ def operand(weight_VH: torch.Tensor) -> torch.Tensor:
     return aligned(weight_VH)
 
 
-def logit_gradient(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, inverse_temperature: float, rows: RowGradients
-) -> torch.Tensor:
+def logit_gradient(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients) -> torch.Tensor:
     """`reference.logit_gradient` in Triton, but [C, V] in the dtype of hidden, for the tensor cores."""
     num_rows, num_columns = len(hidden_CH), len(weight_VH)
     tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16
@@ -275,7 +289,7 @@ def logit_gradient(
         _gradient_kernel, triton.cdiv(num_rows, tiling.block_t) * triton.cdiv(num_columns, tiling.block_v), tiling,
         hidden_CH, weight_VH, rows.column_C, rows.logsumexp_C, rows.coefficient_C, gradient_CV,
         num_rows, hidden_CH.shape[1], num_columns, hidden_CH.stride(0), weight_VH.stride(0), gradient_CV.stride(0),
-        inverse_temperature,
+        curve.inverse_temperature, softcap=curve.softcap,
     )  # fmt: skip
     return gradient_CV
 

@@ -1,7 +1,7 @@
 """All kernels in plain torch: the CPU path, and the formulas to check against the paper.
 
-linear_logprob      log softmax(hidden @ weight^T / temperature)[target], split into the part of one vocabulary shard
-                    (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
+linear_logprob      log softmax(cap(hidden @ weight^T) / temperature)[target], split into the part of one vocabulary
+                    shard (`logit_stats`, `logit_gradient`) and the part that needs all shards (`merge_stats`).
 packed_objective    HACPO (arXiv 2603.02604): `objective_from_mean` is eq. 47 (own answers, GSPO clip) and eq. 50
                     (others' answers: stepwise band and exponential factor), or another method's objective of others'
                     answers (`Bounds.cross`). Both backends must match it.
@@ -34,8 +34,18 @@ def chunk_rows(num_columns: int) -> int:
     return max(1, LOGIT_BUDGET // max(1, num_columns))
 
 
+class Curve(NamedTuple):
+    """From a product of hidden and weight, z, to what softmax takes: cap(z) / temperature.
+
+    cap(z) is c tanh(z / c) with c = `softcap`, or z for None.
+    """
+
+    inverse_temperature: float
+    softcap: float | None = None
+
+
 class LogitStats(NamedTuple):
-    """Softmax statistics of one vocabulary shard, z = hidden @ weight^T / temperature, per token [T].
+    """Softmax statistics of one vocabulary shard, z = cap(hidden @ weight^T) / temperature, per token [T].
 
     max_T      max over the shard, -inf if it has no column
     sum_T      sum of exp(z - max)
@@ -52,9 +62,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logit_stats(
-    hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, inverse_temperature: float
-) -> LogitStats:
+def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve) -> LogitStats:
     """Statistics [T] of this shard. `column_T` is the target's row of `weight_VH`, or -1 if it is not here."""
     dtype = compute_dtype(hidden_TH.dtype)
     weight_HV = operand(weight_VH).t()
@@ -64,10 +72,17 @@ def logit_stats(
         target_T=hidden_TH.new_full((len(hidden_TH),), -torch.inf, dtype=dtype),
     )
     for rows in _chunks(len(hidden_TH), len(weight_VH)) if len(weight_VH) else ():
-        z_CV = product(hidden_TH[rows], weight_HV, dtype).mul_(inverse_temperature)
+        z_CV = _capped(product(hidden_TH[rows], weight_HV, dtype), curve).mul_(curve.inverse_temperature)
         for whole_T, part_C in zip(stats, _chunk_stats(z_CV, column_T[rows])):
             whole_T[rows] = part_C
     return stats
+
+
+def _capped(product_CV: torch.Tensor, curve: Curve) -> torch.Tensor:
+    """cap(z) of [C, V], in place."""
+    if curve.softcap is None:
+        return product_CV
+    return product_CV.div_(curve.softcap).tanh_().mul_(curve.softcap)
 
 
 def operand(weight_VH: torch.Tensor) -> torch.Tensor:
@@ -116,19 +131,20 @@ class RowGradients(NamedTuple):
     coefficient_C: torch.Tensor  # d loss / d logprob
 
 
-def logit_gradient(
-    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, inverse_temperature: float, rows: RowGradients
-) -> torch.Tensor:
+def logit_gradient(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients) -> torch.Tensor:
     """d loss / d(hidden @ weight^T), one chunk [C, V]; the logits are computed again.
 
-    d logprob / dz_v = 1{v = target} - p_v,  dz / dlogit = 1 / temperature.
+    d logprob / dz_v = 1{v = target} - p_v,  dz / dlogit = 1 / temperature times 1 - tanh^2(logit / c) with a cap.
     """
     hidden_CH = hidden_CH.to(compute_dtype(hidden_CH.dtype))
-    z_CV = product(hidden_CH, operand(weight_VH).t()).mul_(inverse_temperature)
+    z_CV = _capped(product(hidden_CH, operand(weight_VH).t()), curve)
+    slope_CV = None if curve.softcap is None else (z_CV / curve.softcap).square_().neg_().add_(1.0)
+    z_CV.mul_(curve.inverse_temperature)
     gradient_CV = z_CV.sub_(rows.logsumexp_C[:, None]).exp_().mul_(-rows.coefficient_C[:, None])
     here_C = (rows.column_C >= 0).to(rows.coefficient_C.dtype) * rows.coefficient_C
     gradient_CV.scatter_add_(1, rows.column_C.clamp(min=0)[:, None], here_C[:, None])
-    return gradient_CV.mul_(inverse_temperature)
+    gradient_CV.mul_(curve.inverse_temperature)
+    return gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV)
 
 
 # ---- sequence objective ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ loaded. Four gloo processes run all layouts: with tp * pp < 4 they are several c
 
 import functools
 import json
+import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.weights.names import load_hf_weights
 from hacpo_mega.megatron.weights.reshard import full_tensors, save_hf
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.files.weight_files import text_name
+from hacpo_mega.models.files.weight_files import LAYER_SCALE, text_name
 
 VOCAB = 131
 CASES = {
@@ -46,7 +47,10 @@ CASES = {
     "olmo3": {"family": "olmo3", "tied": False, "window": 7, "rope_scaling": YARN_ROPE, "num_layers": 4},
     # norms by 1 + w around both blocks, windows, two kinds of angles, an embedding that is scaled
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7, "num_layers": 4},
-    # the same, and one with queries that grow, beside a vision tower that neither computes
+    # two kinds of heads and of angles, keys that are values, norms on these, a number of each layer, a cap on logits
+    "gemma4": {"family": "gemma4_text", "tied": True, "window": 7, "num_layers": 4},
+    "gemma4-images": {"family": "gemma4_text", "tied": True, "window": 7, "images": True, "num_kv_heads": 4},
+    # images of Gemma 3, and queries that grow, beside a vision tower that neither computes
     "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 7, "images": True, "max_shard_size": "60KB"},
     "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
     # gated delta nets beside attention with a gate; norms of nearly nothing would only show rounding errors
@@ -85,6 +89,8 @@ LATER = (
     "olmo3",
     "glm4",
     "gemma3",
+    "gemma4",
+    "gemma4-images",
     "smollm3",
     "seed-oss",
 )
@@ -274,6 +280,8 @@ def shard_of_logits(hidden_TH: torch.Tensor, model: torch.nn.Module) -> torch.Te
     weight_VH = lm_head_weight(model)
     padding_V = vocab_start(model) + torch.arange(len(weight_VH)) >= VOCAB
     logits_TV = copy_to_tensor_model_parallel_region(hidden_TH) @ weight_VH.T
+    if (cap := unwrapped(model).architecture.softcap) is not None:
+        logits_TV = cap * (logits_TV / cap).tanh()
     return logits_TV.masked_fill(padding_V, float("-inf"))
 
 
@@ -286,9 +294,10 @@ def gradients_by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         wrapped.zero_grad_buffer()
         pipeline(wrapped, forward_only=False)
         finalize_model_grads([wrapped], None)
-        for parameter in model.parameters():
+        for parameter in filter(operator.attrgetter("requires_grad"), model.parameters()):
             parameter.data.copy_(parameter.main_grad)
-        return dict(full_tensors(model, bucket_bytes=40_000))
+        tensors = full_tensors(model, bucket_bytes=40_000)
+        return {name: tensor for name, tensor in tensors if not name.endswith(LAYER_SCALE)}  # which is not trained
 
 
 @pytest.mark.parametrize("name, tp, pp", EACH_RUN)

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hacpo_mega.cluster.groups.spans import Spans
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.actor import initialize_parallel
-from hacpo_mega.megatron.model import attention, layers, linear, moe
+from hacpo_mega.megatron.model import attention, layers, linear, moe, rope
 from hacpo_mega.megatron.model import model as models
 from hacpo_mega.megatron.model.context_parallel import resize
 from hacpo_mega.megatron.model.model import build_model, forward_packed, lm_head_weight, unwrapped, vocab_start
@@ -112,6 +112,7 @@ def trace_actor(
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # whose products have memory of their own
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
             stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
+            stack.enter_context(_replaced(rope, "rms_norm", _fused_norm_of_values))
         bare = build_model(
             architecture,
             tp=layout.tp,
@@ -206,6 +207,7 @@ class _Run:
             self._counting(self._own_tokens) % self.architecture.vocab_size,
             vocab_start=vocab_start(self.model),
             vocab_size=self.architecture.vocab_size,
+            softcap=self.architecture.softcap,
             group=tp if tp.size() > 1 else None,
             fuse_main_grad=weight.requires_grad and weight.dtype != torch.float32,
         )
@@ -317,6 +319,10 @@ def _fused_norm(norm: layers.RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
 
 def _fused_offset_norm(norm: layers.OffsetRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return _FusedNorm.apply(hidden.float(), 1.0 + norm.weight.float()).type_as(hidden)
+
+
+def _fused_norm_of_values(values: torch.Tensor, shape: tuple[int], eps: float) -> torch.Tensor:
+    return _FusedNorm.apply(values, values.new_ones(shape))
 
 
 @contextmanager

@@ -135,7 +135,7 @@ class WarmStartConfig(Section):
 class InitConfig(Section):
     """A small model that `hacpo-mega init` creates at the agent's `model` folder, with a tokenizer of its own."""
 
-    family: Literal[tuple(name for name, family in FAMILIES.items() if family.experts is None)]
+    family: Literal[tuple(name for name, of in FAMILIES.items() if of.experts is None and not of.full_heads)]
     """Architecture of the model, one without experts."""
     num_layers: Count
     """Transformer layers."""

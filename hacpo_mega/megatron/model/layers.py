@@ -21,7 +21,7 @@ from hacpo_mega.megatron.model.attention import LatentAttention, PackedAttention
 from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
 from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.moe import expert_layer
-from hacpo_mega.megatron.model.rope import ScaledQueries, TwoRopes, WithoutRope
+from hacpo_mega.megatron.model.rope import OwnHeads, QueriesAndKeys, ScaledQueries, TwoRopes, WithoutRope
 from hacpo_mega.models.families.architecture import Architecture
 
 # ---- norms: under sequence parallelism, over all heads, after a block, scaled by 1 + w
@@ -124,11 +124,17 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class AddNormed(torch.nn.Module):
-    """Residual addition where a block's output is normalised first; Megatron's is a plain one."""
+    """Residual addition where a block's output is normalised first; Megatron's is a plain one.
 
-    def __init__(self, config: TransformerConfig, norm: type[RMSNorm]) -> None:
+    With `scales` the sum is multiplied with a number that stays as it was loaded.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm], scales: bool) -> None:
         super().__init__()
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.scale: torch.nn.Parameter | None = None
+        if scales:
+            self.scale = torch.nn.Parameter(torch.ones_like(self.norm.weight[:1]), requires_grad=False)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""
@@ -141,7 +147,8 @@ class AddNormed(torch.nn.Module):
         assert dropout == 0.0, dropout
         # Megatron enables gradients here even if nothing is trained: the norm's weight would then keep its input.
         with torch.set_grad_enabled(output.requires_grad or residual.requires_grad):
-            return residual + self.norm(output if bias is None else output + bias)
+            added = residual + self.norm(output if bias is None else output + bias)
+            return added if self.scale is None else added * self.scale
 
 
 # ---- layer specs
@@ -185,7 +192,8 @@ def _layer_spec(
         setattr(layer.submodules, name, norm if name in traits.norms else IdentityOp)
     for name in ("self_attn_bda", "mlp_bda"):
         if f"{name}.norm" in traits.norms:
-            added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm})
+            scales = traits.scaled_layers and name == "mlp_bda"
+            added = ModuleSpec(module=AddNormed, params={"config": config, "norm": norm, "scales": scales})
             setattr(layer.submodules, name, added)
     if has_delta_net:
         delta = {"delta": architecture.delta_net}
@@ -209,7 +217,16 @@ def _set_attention(
     traits = architecture.traits
     if traits.two_ropes:
         attention.module = TwoRopes
-        attention.params = {**attention.params, "has_window": window is not None}
+        places = (0, 2 * architecture.full_rotary_dim, 2 * architecture.angle_size)
+        attention.params = {**attention.params, "angles": places[:2] if window is None else places[1:]}
+    if (full := architecture.full_heads) is not None:
+        heads = full if window is None else architecture.kinds_of_heads[0]
+        attention.module = OwnHeads
+        attention.params = {**attention.params, "heads": heads}
+        if not heads.has_values:
+            attention.submodules.linear_qkv = ModuleSpec(
+                module=QueriesAndKeys, params={"linear": attention.submodules.linear_qkv}
+            )
     if architecture.query_beta:
         attention.module = ScaledQueries
     if not turns:

@@ -1,4 +1,5 @@
-"""Rotary positions: frequencies of a model, cosines and sines of a micro-batch, and their application in attention.
+"""Rotary positions: frequencies of a model, cosines and sines of a micro-batch, and their application in attention;
+attention whose queries, keys and values are made otherwise than Megatron's.
 
 Cosines and sines are made once a micro-batch for all layers. Megatron's own function would make them twice in every
 layer, and keep them for backward.
@@ -9,20 +10,24 @@ Not here: the kinds of scaling and their numbers (models/families/rope.py).
 """
 
 import math
+from copy import copy
 
 import torch
 from hacpo_kernels import rotate_heads
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from torch.nn.functional import rms_norm
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.families.rope import LinearRope, Llama3Rope, YarnRope
+from hacpo_mega.models.families.heads import Heads
+from hacpo_mega.models.families.rope import LinearRope, Llama3Rope, ProportionalRope, YarnRope
 
 
 def rope_frequencies(architecture: Architecture) -> torch.Tensor:
     """Rotary frequencies, float32 [P]."""
     theta, rope = architecture.rope_theta, architecture.rope
-    frequencies_P = _plain(architecture.rotary_dim, theta)
+    frequencies_P = _plain(architecture.full_rotary_dim, theta)
     match rope:
         case None:
             return frequencies_P
@@ -32,6 +37,9 @@ def rope_frequencies(architecture: Architecture) -> torch.Tensor:
             return _llama3(frequencies_P, rope)
         case YarnRope():
             return _yarn(frequencies_P, rope, theta)
+        case ProportionalRope():
+            frequencies_P[int(len(frequencies_P) * rope.share) :] = 0.0
+            return frequencies_P
     raise ValueError(f"{type(rope).__name__} has no frequencies")
 
 
@@ -106,16 +114,63 @@ def _yarn(frequencies_P: torch.Tensor, rope: YarnRope, theta: float) -> torch.Te
 class TwoRopes(SelfAttention):
     """Megatron's self-attention for models whose layers with a window have rotary angles of their own."""
 
-    def __init__(self, *place: object, has_window: bool, **options: object) -> None:
+    def __init__(self, *place: object, angles: tuple[int, int], **options: object) -> None:
+        """`angles`: from where to where its numbers lie in a row of cosines and sines."""
         super().__init__(*place, **options)
-        self.place = 1 if has_window else 0
+        self.own = slice(*angles)
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: None, *, rotary_pos_emb: torch.Tensor, **options: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Same as Megatron's, from cosines and sines of both kinds [T, 1, 1, 8P], those for windows last."""
-        mine = rotary_pos_emb.chunk(2, dim=-1)[self.place]
+        """Same as Megatron's, from cosines and sines of both kinds [T, 1, 1, 4P + 4P], those for windows last."""
+        mine = rotary_pos_emb[..., self.own]
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=mine, **options)
+
+
+class OwnHeads(TwoRopes):
+    """TwoRopes whose layers have key/value heads of two kinds, and normalised values (Gemma 4).
+
+    Where values have no projection, a value is its key before norm and rotation.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, heads: Heads, **options: object
+    ) -> None:
+        config = copy(config)
+        config.kv_channels, config.num_query_groups = heads.size, heads.kv_heads
+        super().__init__(config, submodules, **options)
+        self.has_values = heads.has_values
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, *_none: object, **_never: object
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [T, 1, N, D], keys and values [T, 1, K, D] of this rank, all of them normalised.
+
+        As Megatron's, the projection has of each group its queries, its key and, if there is one, its value; more ranks
+        than groups gather it, and share the queries of one.
+        """
+        mixed = self.linear_qkv(hidden_states)[0]
+        groups, ranks, rank = self.config.num_query_groups, self.tp_group.size(), self.tp_group.rank()
+        sharing = max(1, ranks // groups)
+        if sharing > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
+            mixed = mixed.chunk(groups, dim=-1)[rank // sharing]
+        size = self.hidden_size_per_attention_head
+        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, size))
+        queries = mixed.shape[-2] - 1 - self.has_values
+        query, key, value = mixed[..., :queries, :], mixed[..., queries, :], mixed[..., -1, :]
+        query = query.flatten(-3, -2).chunk(sharing, dim=-2)[rank % sharing]
+        return self.q_layernorm(query), self.k_layernorm(key), rms_norm(value, (size,), eps=self.q_layernorm.eps)
+
+
+class QueriesAndKeys:
+    """Megatron's fused projection without the rows of values, in its constructor's form."""
+
+    def __new__(
+        cls, size: int, rows: int, *, linear: type, config: TransformerConfig, **options: object
+    ) -> torch.nn.Module:
+        """Returns the linear itself; `rows` are those with values."""
+        return linear(size, rows - config.kv_channels * config.num_query_groups, config=config, **options)
 
 
 class WithoutRope(SelfAttention):

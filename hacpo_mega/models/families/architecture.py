@@ -14,6 +14,7 @@ from hacpo_mega.models.families.delta_net import DeltaNet, read_delta_net
 from hacpo_mega.models.families.experts import read_feed_forward, routing_problem
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.families.family import Family
+from hacpo_mega.models.families.heads import Heads, read_heads
 from hacpo_mega.models.families.latent import Latent, read_latent
 from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
 from hacpo_mega.models.families.windows import read_windows
@@ -47,6 +48,8 @@ class Architecture:
     unturned            the layers whose queries and keys do not turn with the position
     latent              what its heads are made of; None: of a token itself
     delta_net           what some layers have in the place of attention; delta_layers: whether each has it
+    full_heads          key/value heads of layers without a window, where they are others (heads.py)
+    softcap             logits z are c tanh(z / c), with this c; None: z
     Raises ValueError for sizes that no such decoder has.
     """
 
@@ -83,16 +86,21 @@ class Architecture:
     latent: Latent | None = None
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
+    full_heads: Heads | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             if getattr(self, name) > most:
                 raise ValueError(f"{name} is more than {most:,}, which no model has")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly: "
-                "the first number must be a multiple of the second"
-            )
+        for heads in self.kinds_of_heads:
+            if self.num_heads % heads.kv_heads:
+                raise ValueError(
+                    f"{self.num_heads} attention heads cannot share {heads.kv_heads} key/value heads evenly: "
+                    "the first number must be a multiple of the second"
+                )
+            if heads.size % 2:
+                raise ValueError(f"head_dim {heads.size} is odd; rotary positions turn pairs of numbers")
         choice = self.num_experts, self.experts_per_token, self.num_groups, self.groups_per_token
         if problem := routing_problem(*choice):
             raise ValueError(problem)
@@ -101,8 +109,6 @@ class Architecture:
                 f"first_k_dense_replace is {self.dense_layers}, and there are {self.num_layers} layers: none of them "
                 "would have experts"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions turn pairs of numbers")
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ValueError(
                 f"partial_rotary_factor {self.rotary_share} turns {self.rotary_dim} of the {self.head_dim} numbers of "
@@ -122,7 +128,8 @@ class Architecture:
     @property
     def angle_size(self) -> int:
         """Number of rotary angles per token, all layers together."""
-        return self.rotary_dim * (2 if self.window_theta is not None or self.query_beta else 1)
+        more = self.rotary_dim if self.window_theta is not None or self.query_beta else 0
+        return self.full_rotary_dim + more
 
     @property
     def query_beta(self) -> float:
@@ -173,6 +180,20 @@ class Architecture:
             return self.head_dim**-0.5 * self.rope.score_factor
         return None if self.query_scalar is None else self.query_scalar**-0.5
 
+    @property
+    def kinds_of_heads(self) -> tuple[Heads, ...]:
+        """Key/value heads of layers with a window, or of all, and those of layers without one where they are others."""
+        return (Heads(self.num_kv_heads, self.head_dim), *((self.full_heads,) if self.full_heads is not None else ()))
+
+    def heads_in(self, layer: int) -> Heads:
+        """Key/value heads of an attention layer."""
+        return self.kinds_of_heads[-1 if self.window_of(layer) is None else 0]
+
+    @property
+    def attention_heads(self) -> tuple[Heads, ...]:
+        """Key/value heads of every layer with attention, in order."""
+        return tuple(self.heads_in(layer) for layer in range(self.num_layers) if not self.has_delta_net_in(layer))
+
     def window_of(self, layer: int) -> int | None:
         """Number of tokens that a layer attends to, the token itself included; None: all."""
         return self.windows[layer] if self.windows else None
@@ -203,14 +224,20 @@ class Architecture:
 
     def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
         """Models of a single layer for every kind among `layers`, without experts and with, with attention and with a
-        delta net, and how many are such."""
-        counts = Counter((self.has_experts_in(layer), self.has_delta_net_in(layer)) for layer in layers)
+        delta net, with key/value heads of either kind, and how many are such."""
+        own, all_windows = self.full_heads is not None, self.windows
+        counts = Counter(
+            (self.has_experts_in(layer), self.has_delta_net_in(layer), (self.window_of(layer),) if own else all_windows)
+            for layer in layers
+        )
         thin = replace(self, num_layers=1, dense_layers=0)
         plain = replace(thin, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
                         groups_per_token=1)  # fmt: skip
         return {
-            replace(thin if has_experts else plain, delta_layers=(has_delta,) if self.delta_layers else ()): count
-            for (has_experts, has_delta), count in counts.items()
+            replace(
+                thin if has_experts else plain, delta_layers=(has_delta,) if self.delta_layers else (), windows=windows
+            ): count
+            for (has_experts, has_delta, windows), count in counts.items()
         }
 
     @property
@@ -232,6 +259,11 @@ class Architecture:
     def value_dim(self) -> int:
         """Size of a head's value, and of attention's output of a head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def full_rotary_dim(self) -> int:
+        """The same in layers without a window."""
+        return int(self.kinds_of_heads[-1].size * self.rotary_share)
 
     @classmethod
     def of_family(
@@ -269,24 +301,24 @@ class Architecture:
         angles = read_rope(path, fields, family)
         delta_net, delta_layers = read_delta_net(path, fields, family, num_layers)
         latent = read_latent(fields, family, num_heads)
+        windows = read_windows(path, fields, family, num_layers)
+        if latent is not None:
+            num_kv_heads, head_dim = num_heads, latent.head_dim
+        else:
+            num_kv_heads = fields.count(
+                "num_key_value_heads", default=defaults.get("num_key_value_heads", num_heads), most=MOST["num_kv_heads"]
+            )
+            head_dim = fields.count(
+                "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
+            )
         try:
             return cls.of_family(
                 family,
                 num_layers=num_layers,
                 hidden_size=hidden_size,
                 num_heads=num_heads,
-                num_kv_heads=num_heads
-                if latent is not None
-                else fields.count(
-                    "num_key_value_heads",
-                    default=defaults.get("num_key_value_heads", num_heads),
-                    most=MOST["num_kv_heads"],
-                ),
-                head_dim=latent.head_dim
-                if latent is not None
-                else fields.count(
-                    "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
-                ),
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
                 latent=latent,
                 **read_feed_forward(fields, family.experts, defaults),
                 vocab_size=fields.count("vocab_size", default=defaults.get("vocab_size"), most=MOST["vocab_size"]),
@@ -299,13 +331,15 @@ class Architecture:
                 rope_theta=angles.theta,
                 rope=angles.rope,
                 rotary_share=angles.share,
-                windows=read_windows(path, fields, family, num_layers),
+                windows=windows,
                 window_theta=angles.window_theta,
                 unturned=read_unturned(path, fields, family, num_layers),
                 delta_net=delta_net,
                 delta_layers=delta_layers,
-                query_scalar=fields.count("query_pre_attn_scalar", default=defaults["query_pre_attn_scalar"])
-                if family.query_scalar
+                query_scalar=_query_scalar(fields, family),
+                full_heads=read_heads(path, fields, family, windows or (None,) * num_layers, (num_kv_heads, head_dim)),
+                softcap=fields.positive("final_logit_softcapping")
+                if family.softcap and given.get("final_logit_softcapping") is not None
                 else None,
                 tied=fields.flag("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)),
                 attention_bias=fields.flag("attention_bias", default=defaults.get("attention_bias", False)),
@@ -314,6 +348,13 @@ class Architecture:
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
             raise ValueError(named) from error
+
+
+def _query_scalar(fields: Fields, family: Family) -> int | None:
+    """The number in the place of the head size where scores are scaled; None: the head size."""
+    if family.query_scalar is True:
+        return fields.count("query_pre_attn_scalar", default=family.defaults["query_pre_attn_scalar"])
+    return family.query_scalar or None
 
 
 def _family(path: Path, given: Mapping[str, Any]) -> Family:
@@ -345,7 +386,8 @@ def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> No
     for key, only in family.values.items():
         found = given.get(key)
         # true == 1 in Python, and 1 is no answer to a question of true or false
-        if found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool)):
+        is_other = found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool))
+        if is_other or (key not in given and family.made_with.get(key) is not None):
             asked = f"{path}: {key} = {short(found)} is not supported"
             raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
                              else f"{asked}, only {only!r}")  # fmt: skip

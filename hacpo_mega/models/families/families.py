@@ -1,9 +1,8 @@
 """The families of models that can be trained: one record each, and nothing about a family anywhere else.
 
-A record lists the fields that a config.json of the family may have, and what the family decides by itself. An unknown
-field is refused, since it may ask for another computation (Mistral's `sliding_window`). Sources: the configuration
-classes of transformers, whose defaults tests/unit/models/test_families.py compares, and vllm/model_executor/models. Not
-here: public sizes (public.py), names of tensors (segments.py).
+Sources: the configuration classes of transformers, whose defaults tests/unit/models/test_families.py compares, and
+vllm/model_executor/models. Not here: what a record may say (family.py), public sizes (public.py), names of tensors
+(segments.py).
 """
 
 from collections.abc import Mapping
@@ -295,6 +294,46 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
 )  # fmt: skip
+_NO_PLE = "Gemma 4 E2B and E4B have embeddings for every layer and layers that share keys, which are not built; 31B is"
+_NO_EXPERTS = "Gemma 4 26B-A4B has experts beside its feed-forwards, which are not built; 31B is"
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    "text of Gemma 4 31B",
+    qk_norm=True,
+    value_norm=True,
+    scaled_layers=True,
+    norms=SANDWICH,
+    windows="some",
+    two_ropes=True,
+    full_heads=True,
+    activation=_TANH,
+    scaled_embedding=True,
+    query_scalar=1,
+    softcap=True,
+    rope_kinds=("proportional",),
+    image_class="Gemma4ForConditionalGeneration",
+    defaults={
+        "num_attention_heads": 8, "vocab_size": 262144, "max_position_embeddings": 131072, "head_dim": 256,
+        "num_key_value_heads": 4, "tie_word_embeddings": True, "global_head_dim": 512, "sliding_window": 512,
+        "sliding_window_pattern": 6, "window_theta": 1e4,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    ignores=frozenset({"vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"}),
+    only={
+        "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "enable_moe_block": False, "num_experts": None,
+    },
+    why={
+        "hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE, "enable_moe_block": _NO_EXPERTS,
+        "num_experts": _NO_EXPERTS,
+    },
+    made_with={"hidden_size_per_layer_input": 0},
+)  # fmt: skip
 # From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction
 # beside the model's own (weight_files.py). `mamba_ssm_dtype` is the engine's type of a state.
 _DELTA = {
@@ -400,8 +439,9 @@ GLM4_MOE_LITE = replace(
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in (
-        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, SMOLLM3, SEED_OSS, QWEN3_MOE,
-        MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, DEEPSEEK_V3, GLM4_MOE_LITE,
+        LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, PHI3, OLMO2, OLMO3, GLM4, GEMMA3, GEMMA4, SMOLLM3, SEED_OSS,
+        QWEN3_MOE, MIXTRAL, GLM4_MOE, GPT_OSS, MINIMAX_M2, HY_V3, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, DEEPSEEK_V3,
+        GLM4_MOE_LITE,
     )
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
-"""A family of models: the fields of its config.json, and what it decides by itself. Imports no torch.
+"""A family of models: the fields that a config.json may have, and what the family decides by itself.
 
-Not here: the families themselves (families.py), and what their fields say (architecture.py, rope.py, windows.py).
+An unknown field is refused, since it may ask for another computation (Mistral's `sliding_window`). Not here: the
+families (families.py).
 """
 
 from collections.abc import Mapping
@@ -68,6 +69,8 @@ DELTA_FIELDS = {
 DELTA_INTERVAL = "full_attention_interval"
 # The fields about latents of attention (latent.py).
 LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
+# The fields about key/value heads of layers without a window (heads.py).
+FULL_HEADS = frozenset({"attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config"})
 # Which layers may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
@@ -90,9 +93,14 @@ class Family:
     two_ropes       whether layers with a window have angles of their own
     offset_norms    whether its folders hold what a norm's scale is beyond 1
     sinks           whether each query head has a number that joins its scores and has no value
+    full_heads      whether layers without a window may have key/value heads of their own (heads.py)
+    value_norm      whether values are normalised, without a scale
+    scaled_layers   whether a layer's output is multiplied with a number of its own, which is not trained
+    softcap         whether `final_logit_softcapping` may be given: logits z are then c tanh(z / c)
     activation      of the feed-forward's gate, by transformers' name or vLLM's
     scaled_embedding    whether the embedding is multiplied with the root of the hidden size
-    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled
+    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled; a number:
+                    this one is, whatever config.json says
     experts         what it has in the place of its feed-forwards; None: feed-forwards
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
@@ -133,9 +141,13 @@ class Family:
     two_ropes: bool = False
     offset_norms: bool = False
     sinks: bool = False
+    full_heads: bool = False
+    value_norm: bool = False
+    scaled_layers: bool = False
+    softcap: bool = False
     activation: str = "silu"
     scaled_embedding: bool = False
-    query_scalar: bool = False
+    query_scalar: bool | int = False
     experts: Experts | None = None
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     stored_fused: frozenset[str] = frozenset()
@@ -171,12 +183,14 @@ class Family:
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
         lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
-        lacks = lacks or self.skips_rope or self.sinks or self.latent
+        lacks = lacks or self.skips_rope or self.sinks or self.latent or self.full_heads
         return self.norms == BEFORE and not lacks
 
     def knows(self, name: str) -> bool:
         """True if a config.json of the family may have this field."""
-        scalar = {"query_pre_attn_scalar"} if self.query_scalar else set()
+        scalar = {"query_pre_attn_scalar"} if self.query_scalar is True else set()
+        scalar |= FULL_HEADS if self.full_heads else set()
+        scalar |= {"final_logit_softcapping"} if self.softcap else set()
         scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
         scalar |= {"rotary_dim"} if self.counts_turning else set()
         scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()

@@ -66,7 +66,14 @@ class YarnRope:
         return int(self.original_positions * self.factor)
 
 
-Rope = LinearRope | Llama3Rope | YarnRope
+@dataclass(frozen=True)
+class ProportionalRope:
+    """Pairs lie as if all of a head turned, and only the first `share` of them do (Gemma 4)."""
+
+    share: float
+
+
+Rope = LinearRope | Llama3Rope | YarnRope | ProportionalRope
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,10 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     if family.counts_turning and fields.given.get("rotary_dim") is not None:
         own_share = fields.count("rotary_dim") / fields.count("head_dim", default=family.defaults["head_dim"])
     share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
+    kind = table.given.get("rope_type") or table.given.get("type") or "default"
+    share = family.rotary_share if kind == "proportional" else share  # whose own it is
     if share != family.rotary_share and not family.may_turn_a_part:
         raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
-    kind = table.given.get("rope_type") or table.given.get("type") or "default"
     if kind not in family.rope_kinds:
         raise ValueError(
             f"{path}: rope type {short(kind)} is not supported with {family.model_type}; "
@@ -199,10 +207,18 @@ def _yarn(table: Fields) -> YarnRope:
     )
 
 
+def _proportional(table: Fields) -> ProportionalRope:
+    share = table.positive("partial_rotary_factor", default=1.0)
+    if share > 1.0:
+        raise ValueError(f"{table.path}: partial_rotary_factor must be at most 1, found {short(share)}")
+    return ProportionalRope(share)
+
+
 # kind -> the fields of its table, and their reading
 KINDS: Mapping[str, tuple[frozenset[str], Callable[[Fields], Rope | None]]] = {
     "default": (frozenset(), lambda _: None),
     "linear": (frozenset({"factor"}), _linear),
+    "proportional": (frozenset(), _proportional),
     "llama3": (
         frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
         _llama3,

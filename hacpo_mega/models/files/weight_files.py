@@ -51,6 +51,8 @@ TEXT_PREFIXES = {
 # A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type; by
 # the names of most families and of Hy3.
 CORRECTION, EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
+# A number of a layer that its output is multiplied with, which is not trained.
+LAYER_SCALE = "layer_scalar"
 # Prefix of multi-token prediction layers that do not lie behind the others.
 BESIDE = "mtp."
 # Last names of stacks of experts (stacked_experts.py), and the matrices of an expert that are in them.

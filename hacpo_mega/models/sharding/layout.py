@@ -155,8 +155,10 @@ def head_size_problem(size: int | None, known: Collection[int], *, has_latents: 
 def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
     queries = architecture.num_heads * (2 if architecture.gated else 1)
-    rows = (queries + 2 * architecture.num_kv_heads) * architecture.head_dim
-    also = {"the model's {} rows of query, key and value together": rows}
+    also = {}
+    for heads, where in zip(architecture.kinds_of_heads, ("", " in layers without a window"), strict=False):
+        together = f"the model's {{}} rows of query, key and value together{where}"
+        also[together] = (queries + (1 + heads.has_values) * heads.kv_heads) * heads.size
     if architecture.traits.whole_qk_norm:
         also["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
     return _sharing_problems(architecture, "tp", layout.tp, also)
@@ -167,18 +169,19 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
 
     With more ranks than key/value heads, each head goes to several.
     """
-    heads, kv_heads, tp = architecture.num_heads, architecture.num_kv_heads, layout.tp
+    heads, tp = architecture.num_heads, layout.tp
     if layout.cp > 1 and architecture.delta_net is not None:
         return [
             f"cp ({layout.cp}): gated delta nets, as {architecture.family} has, need whole sequences. Nearest: cp = 1"
         ]
 
     def fits(cp: int) -> bool:
-        return heads % (tp * cp) == 0 and _copies(kv_heads, tp * cp)
+        return heads % (tp * cp) == 0 and all(_copies(each.kv_heads, tp * cp) for each in architecture.kinds_of_heads)
 
     if fits(layout.cp):
         return []
     nearest = _nearest(layout.cp, [cp for cp in range(1, heads // tp + 1) if fits(cp)])
+    kv_heads = " and ".join(str(each.kv_heads) for each in architecture.kinds_of_heads)
     return [
         f"cp ({layout.cp}): tp x cp ({tp} x {layout.cp} = {tp * layout.cp}) must divide the model's {heads} attention "
         f"heads, and its {kv_heads} key/value heads or be a multiple of them. Nearest: cp = {nearest}"
@@ -214,8 +217,13 @@ def _engine_problems(
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
     if head_sizes is not None:
-        found = head_size_problem(architecture.cached_dim, head_sizes, has_latents=architecture.latent is not None)
-        problems += [] if found is None else [found]
+        sizes = [heads.size for heads in architecture.kinds_of_heads]
+        has_latents = architecture.latent is not None
+        found = (
+            head_size_problem(size, head_sizes, has_latents=has_latents)
+            for size in ([architecture.cached_dim] if has_latents else sizes)
+        )
+        problems += [problem for problem in found if problem is not None]
     if head_sizes is not None and architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
         near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
         problems.append(
@@ -242,7 +250,7 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
 
     With more ranks than key/value heads, each head is copied to several.
     """
-    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    heads, kinds = architecture.num_heads, architecture.kinds_of_heads
     divided = {
         "the model's {} attention heads": heads,
         "the model's {} feed-forward columns": architecture.ffn_size,
@@ -252,18 +260,21 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
     if architecture.delta_net is not None:
         divided["the model's {} key heads of gated delta nets"] = architecture.delta_net.key_heads
 
-    valid = [n for n in range(1, heads + 1) if _copies(kv_heads, n) and not any(size % n for size in divided.values())]
+    def fits(n: int) -> bool:
+        return all(_copies(each.kv_heads, n) for each in kinds) and not any(size % n for size in divided.values())
+
+    valid = [n for n in range(1, heads + 1) if fits(n)]
     nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"
     problems = [
         f"{key} ({ranks}) must divide {words.format(size)}. {nearest}"
         for words, size in divided.items()
         if size % ranks
     ]
-    if not _copies(kv_heads, ranks):
-        problems.append(
-            f"{key} ({ranks}) must divide the model's {kv_heads} key/value heads or be a multiple of them. {nearest}"
-        )
-    return problems
+    return problems + [
+        f"{key} ({ranks}) must divide the model's {each.kv_heads} key/value heads or be a multiple of them. {nearest}"
+        for each in kinds
+        if not _copies(each.kv_heads, ranks)
+    ]
 
 
 def _copies(kv_heads: int, ranks: int) -> bool:

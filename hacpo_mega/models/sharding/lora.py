@@ -91,6 +91,9 @@ def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterato
     if architecture.latent is not None:
         yield f"lora: models with latents, as {architecture.family}, have no adapters here. Nearest: no lora"
         return
+    if architecture.full_heads is not None:
+        yield f"lora: models with two kinds of heads, as {architecture.family}, have no adapters here. Nearest: no lora"
+        return
     if architecture.shared_ffn:
         yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
         return
@@ -134,7 +137,7 @@ def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
     cut_down, cut_up = CUTS.get(base.cut, (Cut.WHOLE, base.cut))
     takes_all = base.cut is Cut.EXPERTS or chosen == tuple(range(len(base.sources)))
     down = Slot(f"{module}.adapter.down", cut_down, downs)
-    up = Slot(f"{module}.adapter.up", cut_up, ups, None if takes_all else chosen)
+    up = Slot(f"{module}.adapter.up", cut_up, ups, None if takes_all else chosen, heads=base.heads)
     return Adapter(module, base, down, up)
 
 

@@ -273,9 +273,11 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
         yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
     elif slot.cut is Cut.QKV:
         queries = architecture.num_heads * (2 if architecture.gated else 1)  # with the gate of each
-        for heads in (queries, architecture.num_kv_heads, architecture.num_kv_heads):
+        own = slot.heads
+        assert own is not None, slot.parameter
+        for heads in (queries, own.kv_heads, own.kv_heads):  # a key without a value is loaded as both
             shares = min(tp, heads)
-            each, place = heads * architecture.head_dim // shares, rank // (tp // shares)
-            yield heads * architecture.head_dim, each * place, each * (place + 1)
+            each, place = heads * own.size // shares, rank // (tp // shares)
+            yield heads * own.size, each * place, each * (place + 1)
     else:
         raise ValueError(f"{slot.sources[0].name}: how vLLM cuts what is {slot.cut.value} is not known here")

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.files.weight_files import EMBEDDING, HEAD
+from hacpo_mega.models.families.heads import Heads
+from hacpo_mega.models.files.weight_files import EMBEDDING, HEAD, LAYER_SCALE
 
 # vLLM's padding of a vocabulary, so that actor and engine over equally many ranks cut it at the same rows.
 VOCAB_MULTIPLE = 64
@@ -76,6 +77,7 @@ class Slot:
 
     matrices   those of a fused cut that it has, its sources one by one; None: all
     parts      of a cut by heads, in the order of the parameter, and of how many groups of heads
+    heads      of a fused query, key and value: the key/value heads of its layer
     """
 
     parameter: str
@@ -84,6 +86,7 @@ class Slot:
     matrices: tuple[int, ...] | None = None
     parts: tuple[HeadRows, ...] = ()
     groups: int = 0
+    heads: Heads | None = None
 
     @property
     def dim(self) -> int:
@@ -143,27 +146,29 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
     elif architecture.latent is not None:
         slots += _latent_slots(architecture, attention, f"{hugging}self_attn.")
     else:
-        slots += _attention_slots(architecture, attention, f"{hugging}self_attn.")
+        slots += _attention_slots(architecture, architecture.heads_in(layer), attention, f"{hugging}self_attn.")
     slots += norms.values()
+    if traits.scaled_layers:
+        slots.append(_whole(f"{megatron}mlp_bda.scale", f"{hugging}{LAYER_SCALE}", 1))
     if architecture.has_experts_in(layer):
         return slots + _expert_slots(architecture, megatron, hugging)
     return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
 
 
-def _attention_slots(architecture: Architecture, attention: str, self_attn: str) -> list[Slot]:
+def _attention_slots(architecture: Architecture, heads: Heads, attention: str, self_attn: str) -> list[Slot]:
     hidden, traits = architecture.hidden_size, architecture.traits
-    query_rows, kv_rows = _projection_rows(architecture)
+    query_rows, kv_rows = architecture.num_heads * heads.size, heads.kv_heads * heads.size
     stored_rows = query_rows * 2 if architecture.gated else query_rows
-    qkv, slots = {"q_proj": stored_rows, "k_proj": kv_rows, "v_proj": kv_rows}, []
+    qkv, slots = {"q_proj": stored_rows, "k_proj": kv_rows, **({"v_proj": kv_rows} if heads.has_values else {})}, []
     weight = _fused(architecture, self_attn, "weight", qkv, "qkv_proj", hidden)
-    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, weight))
+    slots.append(Slot(f"{attention}linear_qkv.weight", Cut.QKV, weight, heads=heads))
     if architecture.qkv_bias:
         bias = _fused(architecture, self_attn, "bias", qkv, "qkv_proj")
-        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, bias))
+        slots.append(Slot(f"{attention}linear_qkv.bias", Cut.QKV, bias, heads=heads))
     if architecture.qk_norm:
         cut = Cut.ROWS if traits.whole_qk_norm else Cut.WHOLE
         for name, rows in (("q", query_rows), ("k", kv_rows)):
-            source = Source(f"{self_attn}{name}_norm.weight", (rows if cut is Cut.ROWS else architecture.head_dim,))
+            source = Source(f"{self_attn}{name}_norm.weight", (rows if cut is Cut.ROWS else heads.size,))
             slots.append(Slot(f"{attention}{name}_layernorm.weight", cut, (source,)))
     if traits.sinks:
         sinks = Source(f"{self_attn}sinks", (architecture.num_heads,))
@@ -302,11 +307,6 @@ def _fused(
     return tuple(Source(f"{prefix}{part}.{kind}", (rows, *columns)) for part, rows in stored.items())
 
 
-def _projection_rows(architecture: Architecture) -> tuple[int, int]:
-    """Rows of all queries, and of all keys or of all values."""
-    return architecture.num_heads * architecture.head_dim, architecture.num_kv_heads * architecture.head_dim
-
-
 def _whole(parameter: str, name: str, size: int) -> Slot:
     return Slot(parameter, Cut.WHOLE, (Source(name, (size,)),))
 
@@ -331,8 +331,9 @@ def segments(
         start, stop = (min(edge * rows, size) for edge in (tp_rank, tp_rank + 1))
         return (Segment(0, start, stop),)
     if slot.cut is Cut.QKV:
-        query_rows, kv_rows = _projection_rows(architecture)
-        pieces = _window(_fused_qkv(architecture), tp=tp, tp_rank=tp_rank)
+        assert slot.heads is not None, slot.parameter
+        query_rows, kv_rows = architecture.num_heads * slot.heads.size, slot.heads.kv_heads * slot.heads.size
+        pieces = _window(_fused_qkv(architecture, slot.heads), tp=tp, tp_rank=tp_rank)
         return _as_stored(pieces, slot, (query_rows, kv_rows, kv_rows))
     if slot.cut is Cut.GATE_UP:
         rows = gate_rows(slot)
@@ -424,17 +425,17 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _fused_qkv(architecture: Architecture) -> list[Segment]:
-    """The whole fused projection: for each key/value group its query heads, its key head, its value head."""
-    size, per_group = architecture.head_dim, architecture.num_heads // architecture.num_kv_heads
+def _fused_qkv(architecture: Architecture, own: Heads) -> list[Segment]:
+    """The whole fused projection: for each key/value group its query heads, its key head, its value head if any."""
+    size, per_group = own.size, architecture.num_heads // own.kv_heads
     fused = []
-    for group in range(architecture.num_kv_heads):
+    for group in range(own.kv_heads):
         if architecture.gated:  # a folder has the gate of every head after its query
             heads = [2 * size * head for head in range(group * per_group, (group + 1) * per_group)]
             fused += [Segment(0, head + gate, head + gate + size) for gate in (0, size) for head in heads]
         else:
             fused.append(Segment(0, group * per_group * size, (group + 1) * per_group * size))
-        fused += [Segment(source, group * size, (group + 1) * size) for source in (1, 2)]
+        fused += [Segment(source, group * size, (group + 1) * size) for source in range(1, 2 + own.has_values)]
     return fused
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hacpo_mega.models.sharding.shards import STAR, Shard
 from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts, in_turn
+from hacpo_mega.rollout.weights.parts import loaded_tensors
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
 
@@ -66,6 +67,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
     tied    whether the output layer is the embedding
     """
     seen: set[nn.Module] = set()
+    shares_keys = _shares_keys(model)
     # A tied output layer may be the embedding itself, under a second name; the router of experts has two names, too.
     for path, module in model.named_modules(remove_duplicate=False):
         parent, _, last = path.rpartition(".")
@@ -83,9 +85,11 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             yield _held_latents(module, path.partition(".mla_attn.")[0])
             continue
         names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
+        if path in shares_keys:
+            names[-1] = names[-2]  # it has keys twice
         if tied and path == HEAD_LAYER:
             names = [EMBEDDING]
-        for kind, parameter in module.named_parameters(recurse=False):
+        for kind, parameter in loaded_tensors(module):
             is_packed = kind == "weight" and hasattr(module, "cpu_linear") and not is_embedding(module, path)
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
             cuts = _cuts(module, len(names), kind, parameter)
@@ -97,6 +101,12 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
 def absorbs(module: nn.Module) -> bool:
     """True for attention with latents, which multiplies with parts of its layer `kv_b_proj` while it answers."""
     return hasattr(module, "W_UK_T") and hasattr(module, "W_UV")
+
+
+def _shares_keys(model: nn.Module) -> set[str]:
+    """Paths of fused projections whose values have no matrix of their own."""
+    attentions = model.named_modules() if getattr(model.config, "attention_k_eq_v", False) else ()
+    return {f"{path}.qkv_proj" for path, module in attentions if getattr(module, "is_sliding", None) is False}
 
 
 def is_embedding(module: nn.Module, path: str) -> bool:

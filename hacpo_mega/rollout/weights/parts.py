@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hacpo_mega.models.files.weight_files import CORRECTION
+from hacpo_mega.models.files.weight_files import CORRECTION, LAYER_SCALE
 from hacpo_mega.models.sharding.publish_plan import whole_summary
 from hacpo_mega.models.sharding.shards import Shard, runs, stacked
 
@@ -133,7 +133,7 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     """
     recording, owners = Recording(), {}
     for layer, module in model.named_modules():
-        for parameter, tensor in module.named_parameters(recurse=False):
+        for parameter, tensor in loaded_tensors(module):
             if parameter != CORRECTION or _address(tensor) not in owners:  # the experts have their router's, too
                 owners[_address(tensor)] = layer, parameter
             recording.shapes[layer, parameter] = tensor.shape
@@ -151,6 +151,12 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
     for name, reason in problems.items():
         recording.use_fallback([name], reason)
     return recording
+
+
+def loaded_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what a layer itself loads: its parameters, and its scale, which vLLM has as a buffer."""
+    yield from module.named_parameters(recurse=False)
+    yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=False) if name == LAYER_SCALE)
 
 
 def fallback_summary(fallback: Mapping[str, str], versions: Mapping[str, str]) -> str:

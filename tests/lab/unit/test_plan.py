@@ -41,6 +41,7 @@ PARAMETERS = {
     "google/gemma-3-4b-it": 3_880_263_168,
     "google/gemma-3-12b-it": 11_766_034_176,
     "google/gemma-3-27b-it": 27_009_346_304,
+    "google/gemma-4-31B-it": 30_697_345_340,  # with a number for each of 60 layers, which transformers has as buffers
     "mistralai/Ministral-3-3B-Base-2512": 3_429_006_336,
     "mistralai/Ministral-3-8B-Base-2512": 8_489_553_920,
     "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,

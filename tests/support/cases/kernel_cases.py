@@ -75,7 +75,12 @@ class Exact:
 
 
 def exact(
-    head: Head, coefficient, temperature: float = 1.0, ignore_index=-100, coefficient_error: float = 0.0
+    head: Head,
+    coefficient,
+    temperature: float = 1.0,
+    ignore_index=-100,
+    coefficient_error: float = 0.0,
+    softcap: float | None = None,
 ) -> Exact:
     """The oracle: all logits in float64, torch's own log_softmax and autograd; and first-order bounds on rounding.
 
@@ -86,12 +91,17 @@ def exact(
                 difference, base of the logarithm); (V + 48) u: the sum of exponentials, exp, log, and log V < 12
     gradients   every term is coefficient * (1{target} - p): p has the relative error of exp(log-prob), to which the
                 sum over V or T terms adds its own, the stores in bf16 theirs, and the coefficient its own
+    softcap     c tanh(z / c) turns an error of z into no larger one, and adds at most 12 u c: z / c, its exponential
+                e and (1 - e) / (1 + e) are a dozen roundings of numbers up to 1. Two logits of a log-prob have it, and
+                the slope 1 - tanh^2 of a gradient twice the error of tanh, with at most 2 / c of that of z
     """
     hidden = head.hidden.detach().cpu().double().requires_grad_()
     weight = head.weight[: head.vocab_size].detach().cpu().double().requires_grad_()
     target = head.target.cpu()
     kept = target != ignore_index
-    logprob_TV = torch.log_softmax(hidden @ weight.T / temperature, dim=1)
+    logits_TV = hidden @ weight.T
+    logits_TV = logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)
+    logprob_TV = torch.log_softmax(logits_TV / temperature, dim=1)
     logprob = logprob_TV.gather(1, target.clamp(min=0)[:, None])[:, 0] * kept
     (logprob * coefficient.cpu().double()).sum().backward()
 
@@ -100,9 +110,11 @@ def exact(
     with torch.no_grad():
         largest_T = (hidden.abs() @ weight.abs().T).amax(dim=1) / temperature
         bound_T = unit * (2 * (hidden_size + 12) * largest_T + num_columns + 48)
+        bound_T += 2 * 12 * unit * (softcap or 0.0) / temperature
         terms_TV = torch.nn.functional.one_hot(target.clamp(min=0), num_columns) + logprob_TV.exp()
         terms_TV *= (coefficient.cpu().double().abs() * kept / temperature)[:, None]
-        error_T1 = (bound_T + stored + coefficient_error)[:, None]
+        slope_T = 0.0 if softcap is None else bound_T * temperature / softcap + 2 * 12 * unit
+        error_T1 = (bound_T + stored + coefficient_error + slope_T)[:, None]
         # 8 more roundings for temperature, coefficient and the sums of micro-batches or shards
         return Exact(
             logprob.detach(),

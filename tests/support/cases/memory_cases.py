@@ -14,7 +14,9 @@ from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.delta_net import DeltaNet
+from hacpo_mega.models.families.heads import Heads
 from hacpo_mega.models.families.latent import Latent
+from hacpo_mega.models.families.rope import ProportionalRope
 from hacpo_mega.models.sharding.layout import Layout
 
 TRACEABLE = replace(CUDA, triton_head=False)
@@ -29,6 +31,9 @@ QWEN2 = replace(SMALL, family="qwen2", qk_norm=False, qkv_bias=True)
 OLMO2 = replace(SMALL, family="olmo2")
 GLM4 = replace(QWEN2, family="glm4", rotary_share=0.5)
 GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) * 2, window_theta=1e4, query_scalar=64)
+# Layers with a window have 8 query heads over 2 of size 64, others over one of size 128 that is key and value.
+GEMMA4 = replace(GEMMA3, family="gemma4_text", query_scalar=1, rope=ProportionalRope(0.25),
+                 full_heads=Heads(1, 128, has_values=False), softcap=30.0)  # fmt: skip
 DELTA = replace(
     LLAMA, family="qwen3_5_text", qk_norm=True, rotary_share=0.25, delta_net=DeltaNet(4, 8, 64, 64, 4),
     delta_layers=(True, False) * 2,

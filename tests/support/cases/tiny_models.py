@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.folder import has_tower
-from hacpo_mega.models.files.weight_files import CORRECTION, SINGLE
+from hacpo_mega.models.files.weight_files import CORRECTION, LAYER_SCALE, SINGLE
 
 # As Llama 3.2 has it, with an original length so short that a test's sequences reach all three frequency bands.
 LLAMA3_ROPE = {
@@ -53,6 +53,11 @@ TOWERS = {
         "mm_tokens_per_image": 4,
         "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48,
                           "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    },
+    "Gemma4ForConditionalGeneration": {
+        "vision_config": {"model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
+                          "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 4,
+                          "position_embedding_size": 16},
     },
     "Qwen3_5ForConditionalGeneration": {
         "vision_config": {"model_type": "qwen3_5_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 1,
@@ -134,14 +139,25 @@ def make_model(
     if hasattr(config, "layer_types"):
         kinds = ("full_attention", "sliding_attention" if window else "full_attention")
         kinds = ("sliding_attention", "full_attention") if traits.windows == "pattern" else kinds
+        kinds = kinds if not traits.full_heads else ("sliding_attention", "full_attention")
         kinds = kinds if traits.delta_net is None else ("linear_attention", "full_attention")
-        config.layer_types = [kinds[layer % 2] for layer in range(num_layers)]
+        shift = num_layers if traits.full_heads else 0  # whose last layer has no window
+        config.layer_types = [kinds[(layer - shift) % 2] for layer in range(num_layers)]
+    if traits.full_heads:
+        # Twice as large in layers without a window, and half as many; which layers these are a new config alone reads.
+        fields = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
+        own = {"global_head_dim": 2 * head_dim, "num_global_key_value_heads": max(1, num_kv_heads // 2)}
+        config = type(config)(**{**fields, **own, "attention_k_eq_v": True, **(said or {})})
     if images:
         kind = getattr(transformers, traits.image_class)
         config = kind.config_class(text_config=config, tie_word_embeddings=tied, **TOWERS[traits.image_class])
         config.architectures = [traits.image_class]
     model = auto_class(images).from_config(config, dtype=dtype)
     _randomize(model, seed, 0.0 if traits.offset_norms else 1.0)
+    if traits.query_scalar == 1 and traits.query_scalar is not True:  # their norm has the scale of scores, too
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_norm.weight") and "tower" not in name:
+                parameter.data *= len(parameter) ** -0.5
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if images and traits.experts is not None:
         stack_experts(Path(folder))
@@ -209,7 +225,10 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrai
     """Hugging Face's model of a folder, by its plainest implementations; its grouped experts refuse float64."""
     experts = {"experts_implementation": "eager"} if Architecture.from_folder(folder).has_experts else {}
     kind = auto_class(has_tower(folder))
-    return kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **experts)
+    model = kind.from_pretrained(folder, attn_implementation="eager", dtype=dtype, **experts)
+    if has_tower(folder):  # Gemma 4 puts it in the place of images; an embedding built with it would not train its row
+        model.config.text_config.pad_token_id = 0
+    return model
 
 
 def auto_class(images: bool) -> type:
@@ -225,12 +244,16 @@ def _config(
         assert (head_dim, attention_bias) == (derived_head_dim, False), (head_dim, derived_head_dim, attention_bias)
         return AutoConfig.for_model(family, rope_parameters=rope)
     if FAMILIES[family].two_ropes:
+        if FAMILIES[family].full_heads:
+            rope = {"partial_rotary_factor": 0.25, **rope, "rope_type": "proportional"}
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
     sizes = {"head_dim": head_dim, "attention_bias": attention_bias}
     if FAMILIES[family].latent:
         sizes = {**LATENT, **{name: said[name] for name in LATENT if name in said}}
-    if FAMILIES[family].query_scalar:
+    if FAMILIES[family].query_scalar is True:
         sizes["query_pre_attn_scalar"] = 24
+    if FAMILIES[family].softcap:
+        sizes["final_logit_softcapping"] = 2.0  # logits are of the order of one
     return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)
 
 
@@ -248,5 +271,7 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
                 value = draw * parameter.shape[-1] ** -0.5
             parameter.copy_(value)
         for name, buffer in model.named_buffers():
+            if name.endswith(LAYER_SCALE):
+                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
             if name.endswith(CORRECTION):  # less than scores differ by
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

@@ -17,7 +17,7 @@ from pathlib import Path
 import hacpo_kernels
 import pytest
 import torch
-from hacpo_kernels import backends, linear_logprob, objective_stats, packed_objective
+from hacpo_kernels import backends, linear_logprob, objective_stats, packed_objective, reference
 from kernel_cases import BACKENDS, DEVICE, UNIT, Head, assert_within, exact, make_head, relative_error
 from objective_cases import BOUNDS, make_batch, oracle
 
@@ -68,7 +68,7 @@ def test_02_a_shard_without_any_probability(backend):
     logprob = linear_logprob(head.hidden, head.weight, head.target, backend=backend)
     assert_within(logprob, want.logprob, want.logprob_bound)
     masked = backends.choose_backend(backend, head.hidden, (torch.float32,)).logit_stats(
-        head.hidden, head.weight[300:], torch.full_like(head.target, -1), 1.0
+        head.hidden, head.weight[300:], torch.full_like(head.target, -1), reference.Curve(1.0)
     )
     assert (masked.max_T == -torch.inf).all()
     assert (masked.sum_T == 0).all()
@@ -86,7 +86,7 @@ def test_03_labels_of_other_shards_never_hit_a_pad_column(backend):
     module = backends.choose_backend(backend, head.hidden, (torch.float32,))
     column = head.target - 200
     column = column.masked_fill((column < 0) | (column >= 93), -1)
-    stats = module.logit_stats(head.hidden, head.weight[:93], column, 1.0)
+    stats = module.logit_stats(head.hidden, head.weight[:93], column, reference.Curve(1.0))
     logits = head.hidden.double() @ head.weight.double().T
     expected = [-torch.inf, logits[1, 0].item(), logits[2, 92].item(), -torch.inf, -torch.inf, -torch.inf]
     # 16 products of float32, added up in any order

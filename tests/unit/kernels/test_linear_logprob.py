@@ -37,27 +37,35 @@ def test_on_hand_numbers():
 
 
 CASES = [
-    # tokens, hidden, vocabulary, pads, dtype, temperature
-    (200, 64, 1500, 20, torch.bfloat16, 1.0),
-    (130, 40, 300, 4, torch.float32, 0.7),
-    (64, 13, 257, 0, torch.bfloat16, 1.3),  # rows of hidden that TMA cannot read
-    (1, 16, 1, 0, torch.float32, 1.0),  # one word: certain, no gradient
-    (5, 8, 1025, 63, torch.float32, 1.0),  # one column in the last split
+    # tokens, hidden, vocabulary, pads, dtype, temperature, softcap
+    (200, 64, 1500, 20, torch.bfloat16, 1.0, None),
+    (130, 40, 300, 4, torch.float32, 0.7, None),
+    (64, 13, 257, 0, torch.bfloat16, 1.3, None),  # rows of hidden that TMA cannot read
+    (1, 16, 1, 0, torch.float32, 1.0, None),  # one word: certain, no gradient
+    (5, 8, 1025, 63, torch.float32, 1.0, None),  # one column in the last split
+    (130, 40, 300, 4, torch.float32, 0.7, 4.0),  # logits of up to twice the cap
+    (64, 32, 257, 3, torch.bfloat16, 1.0, 30.0),
 ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients_match_float64(case, backend):
-    num_tokens, hidden_size, vocab_size, pads, dtype, temperature = case
+    num_tokens, hidden_size, vocab_size, pads, dtype, temperature, softcap = case
     head = make_head(num_tokens, hidden_size, vocab_size, pads=pads, dtype=dtype)
     head.target[-1] = -100 if num_tokens > 1 else head.target[-1]
     coefficient = torch.randn(num_tokens)
     coefficient[num_tokens // 2 :: 3] = 0.0
-    want = exact(head, coefficient, temperature)
+    want = exact(head, coefficient, temperature, softcap=softcap)
     hidden, weight = head.leaves()
     logprob = linear_logprob(
-        hidden, weight, head.target, vocab_size=vocab_size, temperature=temperature, backend=backend
+        hidden,
+        weight,
+        head.target,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        softcap=softcap,
+        backend=backend,
     )
     (logprob * coefficient.to(DEVICE)).sum().backward()
     assert logprob.dtype == torch.float32

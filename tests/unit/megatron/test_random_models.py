@@ -39,10 +39,10 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     family = FAMILIES[name]
     num_kv_heads = rng.choice([1, 2, 3])
     num_heads, head_dim = num_kv_heads * rng.choice([1, 2, 5]), rng.choice([8, 16, 32])
-    rope = dict(ROPES[rng.choice(family.rope_kinds)] or {})
+    rope = dict(ROPES.get(rng.choice(family.rope_kinds)) or {})
     if family.scales_queries:
         rope["llama_4_scaling_beta"] = rng.choice([0.05, 0.1, 0.4])
-    if family.may_turn_a_part:
+    if family.may_turn_a_part or family.full_heads:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])
     if family.latent and rope.get("rope_type") == "yarn" and rng.random() < 0.7:
@@ -61,12 +61,20 @@ def random_sizes(name: str, rng: random.Random) -> dict:
         "attention_bias": family.may_have_bias and (rng.random() < 0.5 or "attention_bias" in family.only),
         "rope_scaling": rope,
         "said": turns,
+        "images": family.experts is not None and family.image_class is not None and rng.random() < 0.5,
+        **random_heads(family, rng),
         **random_experts(family, num_layers, rng),
         **random_delta_net(family, rng),
-        "images": family.experts is not None and family.image_class is not None and rng.random() < 0.5,
         "window": rng.choice([None, 1, 7, 30]) if family.windows != "none" else None,
         "seed": rng.randrange(1000),
     }
+
+
+def random_heads(family: Family, rng: random.Random) -> dict:
+    if not family.full_heads:
+        return {}
+    cap, images = rng.choice([None, 1.0, 30.0]), rng.random() < 0.5
+    return {"said": {"attention_k_eq_v": rng.random() < 0.5, "final_logit_softcapping": cap}, "images": images}
 
 
 def random_delta_net(family: Family, rng: random.Random) -> dict:

@@ -13,6 +13,7 @@ from memory_cases import (
     DELTA_EXPERTS,
     EXPERTS,
     GEMMA3,
+    GEMMA4,
     GLM4,
     GPT_OSS,
     LATENTS,
@@ -53,7 +54,9 @@ WITH_CONTEXT = [
 ]
 
 OTHER_NORMS = [
-    plan_of(model, tp, device=device) for model in (OLMO2, GLM4, GEMMA3) for tp, device in ((2, TRACEABLE), (1, CPU))
+    plan_of(model, tp, device=device)
+    for model in (OLMO2, GLM4, GEMMA3, GEMMA4)
+    for tp, device in ((2, TRACEABLE), (1, CPU))
 ]
 OTHER_CHOICES = [
     plan_of(tp=2, recompute="full"),

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.families.rope import ProportionalRope
 from hacpo_mega.models.public import public_architecture
 
 # As published, less the sizes of the vocabulary's special tokens: what a user's folder says word for word.
@@ -250,6 +251,7 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     whole = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
     stated = {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings, **sizes}
     assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
+    config.allow_global_per_layer_attribute_access = True
     assert whole.num_kv_heads == config.num_key_value_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     assert (whole.norm_eps, whole.rope_theta) == (config.rms_norm_eps, rope["rope_theta"])
@@ -259,7 +261,8 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
     assert whole.windows == (windows if any(windows) else ())
     assert whole.tied == config.tie_word_embeddings
-    assert whole.rotary_share == rope.get("partial_rotary_factor", 1.0)
+    turning = whole.rope.share if isinstance(whole.rope, ProportionalRope) else whole.rotary_share
+    assert turning == rope.get("partial_rotary_factor", 1.0)
     assert whole.head_dim == getattr(config, "qk_head_dim", getattr(config, "head_dim", None) or 16)
 
 

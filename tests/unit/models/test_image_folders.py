@@ -100,10 +100,30 @@ QWEN35_35B = QWEN36_27B | {
                                         "rope_type": "default"}},
     "vision_config": {"model_type": "qwen3_5_moe"},
 }  # fmt: skip
-PUBLISHED = {"Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
+GEMMA4_31B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "dtype": "bfloat16", "model_type": "gemma4",
+    "tie_word_embeddings": True,
+    "text_config": {"attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True, "dtype": "bfloat16",
+                    "enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+                    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+                    "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+                    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+                    "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+                    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
+                    "num_kv_shared_layers": 0, "rms_norm_eps": 1e-06,
+                    "rope_parameters": {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
+                                                           "rope_type": "proportional"},
+                                        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+                    "sliding_window": 1024, "tie_word_embeddings": True, "use_cache": True,
+                    "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144},
+    "vision_config": {"model_type": "gemma4_vision"},
+}  # fmt: skip
+PUBLISHED = {"gemma-4-31B-it": GEMMA4_31B, "Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
              "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
              "Ministral-3-8B-Base-2512": MINISTRAL3_8B, "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
+UNSCALED = ("gemma-4-31B-it",)
 KINDS = {
+    "gemma4": {"family": "gemma4_text", "tied": True, "window": 7},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
     "ministral3": {"family": "ministral3", "tied": False, "rope_scaling": SCALED_ROPE},
 }
@@ -125,23 +145,69 @@ def folder(request, originals, tmp_path) -> Path:
 def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     found, theirs = Architecture.from_folder(tmp_path), AutoConfig.for_model(**PUBLISHED[name]).text_config
+    theirs.allow_global_per_layer_attribute_access = True
     assert (found.num_layers, found.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
     assert (found.num_heads, found.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert (found.head_dim, found.ffn_size) == (theirs.head_dim, getattr(theirs, "intermediate_size", 0))
     assert (found.num_experts, found.experts_per_token, found.expert_ffn, found.shared_ffn) == tuple(
-        getattr(theirs, name, 0)
+        getattr(theirs, name, 0) or 0
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     )
     assert (found.vocab_size, found.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
     assert found.query_beta == rope.get("llama_4_scaling_beta", 0.0)
-    assert found.query_scalar == getattr(theirs, "query_pre_attn_scalar", None)
+    assert found.query_scalar == (1 if name in UNSCALED else getattr(theirs, "query_pre_attn_scalar", None))
+    assert found.softcap == getattr(theirs, "final_logit_softcapping", None)
+    for layer in range(0 if found.full_heads is None else found.num_layers):
+        own, heads = theirs.per_layer_config[layer], found.heads_in(layer)
+        assert (heads.kv_heads, heads.size) == (own.num_key_value_heads, own.head_dim)
+        assert heads.has_values == (theirs.layer_types[layer] == "sliding_attention")
     kinds = getattr(theirs, "layer_types", None) or ["full_attention"]
     assert {window for window in found.windows if window} == ({1024} if "sliding_attention" in kinds else set())
     assert found == public_architecture(name)
     assert dtype_name(tmp_path) == "bfloat16"
     assert eos_token_ids(tmp_path) == tuple(PUBLISHED[name].get("eos_token_id", ()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 18}, "= 256 is not supported with gemma4_text: "
+         "Gemma 4 E2B and E4B have"),
+        ({"num_kv_shared_layers": 18}, "= 18 is not supported with gemma4_text: Gemma 4 E2B and E4B have"),
+        ({"enable_moe_block": True, "num_experts": 128}, "= True is not supported with gemma4_text: Gemma 4 26B-A4B"),
+        ({"num_experts": 128}, "num_experts = 128 is not supported with gemma4_text: Gemma 4 26B-A4B"),
+        ({"layer_types": ["sliding_attention"] * 60}, "the last of layer_types is a layer with a window"),
+        ({"use_bidirectional_attention": "all"}, "'all' is not supported, only 'vision'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope type 'default' is not supported"),
+        ({"num_global_key_value_heads": 5}, "32 attention heads cannot share 5 key/value heads evenly"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config must give all layers of full_attention the"),
+    ],
+)  # fmt: skip
+def test_what_a_gemma_4_here_is_not_is_one_line(tmp_path, changes, line):
+    text = GEMMA4_31B["text_config"] | changes
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text}))
+    with pytest.raises(ValueError, match=re.escape(line)) as error:
+        Architecture.from_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_by_layer_are_those_of_the_published_fields(tmp_path):
+    """And what neither says is E2B's, whose embeddings are refused."""
+    text = dict(GEMMA4_31B["text_config"])
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B))
+    published = Architecture.from_folder(tmp_path)
+    full = [layer for layer, window in enumerate(published.windows) if window is None]
+    own = {str(layer): {"head_dim": text["global_head_dim"], "num_key_value_heads": 4} for layer in full}
+    for name in ("global_head_dim", "num_global_key_value_heads"):
+        del text[name]
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text | {"per_layer_config": own}}))
+    assert Architecture.from_folder(tmp_path) == published
+    del text["hidden_size_per_layer_input"]
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA4_31B | {"text_config": text}))
+    with pytest.raises(ValueError, match=r"hidden_size_per_layer_input = None .*E2B"):
+        Architecture.from_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +338,8 @@ def test_half_a_checkpoint_is_one_line(folder):
     ("changes", "line"),
     [
         ({"text_config": [1]}, "text_config must be an object, found [1]"),
-        ({"text_config": {"model_type": "gemma2"}}, "model_type 'gemma2' is not supported; nearest: gemma3_text;"),
-        ({"architectures": ["Gemma4ForConditionalGeneration"]}, "nearest: Gemma3ForConditionalGeneration; supported"),
+        ({"text_config": {"model_type": "gemma3n_text"}}, "'gemma3n_text' is not supported; nearest: gemma3_text;"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "nearest: Gemma3ForConditionalGeneration; supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
         ({"architectures": ["LlamaForCausalLM"]}, "goes with architecture "),
     ],

@@ -187,12 +187,15 @@ def _of_attention(phase: str, budget: Budget, tokens: float, batches: int, sprea
     actor = budget.actor
     a, layout = actor.architecture, actor.layout
     ways = {"score": 1, "learn": 2 + (actor.recompute == "full")}[phase]
-    q, k = a.num_heads // layout.tp, max(a.num_kv_heads // layout.tp, layout.cp)
     learns = actor.lora is None or is_adapted(a, actor.lora, "self_attention.linear_proj")
     again, attentions = int(phase == "learn" and learns), math.ceil(a.num_layers / layout.pp)
     # Queries and keys, and, as long as values, these and the output.
-    numbers = attentions * (ways * (q + k) * (a.head_dim + a.value_dim) + again * q * a.value_dim)
-    size = (layout.cp - 1) / layout.cp * tokens * numbers * actor.device.number
+    numbers, q = 0, a.num_heads // layout.tp
+    for heads in a.attention_heads:
+        k = max(heads.kv_heads // layout.tp, layout.cp)
+        value = heads.size if a.latent is None else a.value_dim
+        numbers += ways * (q + k) * (heads.size + value) + again * q * value
+    size = (layout.cp - 1) / layout.cp * tokens * numbers / a.num_layers * attentions * actor.device.number
     count = attentions * (ways * EXCHANGES + again)
     return Message(phase, "heads of cp", spread.cp, size, count * batches, piped=True)
 
