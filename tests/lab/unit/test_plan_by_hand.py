@@ -44,6 +44,39 @@ def test_seconds_of_one_device(tmp_path):
     assert phases["other"] == {"host": 1.0}
 
 
+def planned_conversation(tmp_path: Path, lengths: Lengths) -> tuple[Work, dict]:
+    machines = load_cluster(write_cluster(tmp_path, CLUSTER))
+    talk = "conversation={environment='calculator',max_turns=3,max_total_tokens=32}"
+    planned = load_planned(write_small_job(tmp_path), [talk], machines)
+    work = work_of(planned.config, lengths)
+    plan = make_plan(planned, {agent.name: work for agent in planned.config.agents}, machines)
+    return work, plan.agents[0].phases["roll_out"]
+
+
+def test_an_engine_reads_what_others_say_and_waits_for_it(tmp_path):
+    """Two turns of 6 own tokens and 4 tokens between: 16 as above, of which 12 are sampled, in 8 x 12 / 2 rounds."""
+    work, terms = planned_conversation(tmp_path, Lengths(PROMPT, 6, 2, 4, 3.0))
+    assert (work.answer_tokens, work.own_tokens, work.longest) == (16, 12, 32)
+    flops, read = 8 * (OF_ANSWER - OF_PROMPT), 8 * (OF_ANSWER - OF_PROMPT) * 4 / 16 + 4 * OF_PROMPT
+    compute = flops * 12 / 16 / 0.5e9 + read / 0.5e9
+    assert terms == pytest.approx({"compute": compute, "host": 48 * 0.01 + 96 * 0.001, "environment": 3.0})
+
+
+def test_conversations_have_half_of_what_they_may_have_unless_said(tmp_path):
+    """(1 + 3) / 2 turns of 2 tokens; half of 32 tokens leaves 12 to others."""
+    work, _ = planned_conversation(tmp_path, Lengths(PROMPT, 2))
+    assert (work.turns, work.own_tokens, work.others_tokens) == (2, 4, 12)
+    for lengths, problem in {
+        Lengths(PROMPT, 2, turns=4): r"--turns \(4\) must be 1 to conversation.max_turns \(3\)",
+        Lengths(PROMPT, 12, turns=3): "conversations of 36 tokens on average",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            planned_conversation(tmp_path, lengths)
+    plain = load_planned(write_small_job(tmp_path), [], load_cluster(write_cluster(tmp_path, CLUSTER))).config
+    with pytest.raises(ValueError, match=r"--environment-s: the run has no conversation\.environment"):
+        work_of(plain, Lengths(environment_s=1.0))
+
+
 def test_what_the_first_update_scores_is_not_scored_before(tmp_path):
     """Alone, two updates a step: half of the 8 answers."""
     machines = load_cluster(write_cluster(tmp_path, CLUSTER))

@@ -24,6 +24,11 @@ def plan(
     answer_tokens: Annotated[
         int | None, typer.Option(help="Of an answer, on average; half of the longest if not given.")
     ] = None,
+    turns: Annotated[float | None, typer.Option(help="Own turns of a conversation, on average.")] = None,
+    others_tokens: Annotated[
+        float | None, typer.Option(help="That others say between two own turns, on average.")
+    ] = None,
+    environment_s: Annotated[float, typer.Option(help="Seconds between two own turns, on average.")] = 0.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Writes the plan there, too.")
     ] = None,
@@ -41,7 +46,7 @@ def plan(
         refuse_overwriting(json_file, [config_file, cluster_file])
     cluster = load_cluster(cluster_file)
     planned = load_planned(config_file, overrides or (), cluster)
-    lengths = Lengths(prompt_tokens, answer_tokens)
+    lengths = Lengths(prompt_tokens, answer_tokens, turns, others_tokens, environment_s)
     work = {agent.name: work_of(planned.config, lengths) for agent in planned.config.agents}
     found = make_plan(planned, work, cluster)
     ways = tried(planned, work, cluster, find_ways(planned, work, cluster))

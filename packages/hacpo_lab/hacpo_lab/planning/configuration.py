@@ -54,8 +54,11 @@ class Work:
     scored          of them before its first update     trained   answers it learns from
     updates         optimizer updates                   scored_updates   those whose answers are scored before
     sources         agents it learns from, itself among them
-    prompt_tokens, answer_tokens   of a prompt and an answer, on average
-    longest         tokens of the longest answer, which the slowest engine waits for
+    prompt_tokens, answer_tokens   of a prompt and an answer, on average; an answer may be a conversation
+    longest         own tokens of the longest answer, which the slowest engine waits for
+    turns           own turns of an answer, on average; 1 without conversations
+    others_tokens   of the answer's tokens those that others say between own turns, on average
+    environment_s   seconds from an own turn to the next, on average
     """
 
     prompts: int
@@ -68,6 +71,14 @@ class Work:
     prompt_tokens: float
     answer_tokens: float
     longest: float
+    turns: float = 1.0
+    others_tokens: float = 0.0
+    environment_s: float = 0.0
+
+    @property
+    def own_tokens(self) -> float:
+        """Tokens of an answer that its agent samples, on average."""
+        return self.answer_tokens - self.others_tokens
 
     @property
     def scored(self) -> float:
@@ -82,10 +93,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt and an answer, on average; None: half of the longest that the configuration allows."""
+    """Tokens of a prompt and an answer, on average; None: half of the longest that the configuration allows.
+
+    In a conversation `answer_tokens` are those of an own turn, of which there are `turns`, and others say
+    `others_tokens` and take `environment_s` seconds between two of them.
+    """
 
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
+    turns: float | None = None
+    others_tokens: float | None = None
+    environment_s: float = 0.0
 
 
 def work_of(config: Config, lengths: Lengths) -> Work:
@@ -99,7 +117,8 @@ def work_of(config: Config, lengths: Lengths) -> Work:
                 f"--{what}-tokens ({tokens}) must be 1 to rollout.max_{what}_tokens ({most}). "
                 f"Nearest: {min(max(tokens, 1), most)}"
             )
-    prompts = config.training.prompts_per_step
+    answer = lengths.answer_tokens or -(-rollout.max_answer_tokens // 2)
+    talk, prompts = _conversation(config, lengths, answer), config.training.prompts_per_step
     answers = prompts * config.answers_per_prompt
     sources = num_agents if config.algorithm.shares_answers else 1
     return Work(
@@ -111,6 +130,29 @@ def work_of(config: Config, lengths: Lengths) -> Work:
         sources=sources,
         scored_updates=0 if config.engine_scores else config.updates_per_step - config.scores_in_first_update,
         prompt_tokens=lengths.prompt_tokens or -(-rollout.max_prompt_tokens // 2),
-        answer_tokens=lengths.answer_tokens or -(-rollout.max_answer_tokens // 2),
-        longest=rollout.max_answer_tokens,
+        **talk,
     )
+
+
+def _conversation(config: Config, lengths: Lengths, turn_tokens: int) -> dict[str, float]:
+    """The numbers of `Work` about an answer of one turn or of several. ValueError for some that cannot be."""
+    talk, most = config.conversation, config.rollout.max_answer_tokens
+    if talk.environment is None and not config.roles:
+        if given := [name for name in ("turns", "others_tokens", "environment_s") if getattr(lengths, name)]:
+            raise ValueError(f"--{given[0].replace('_', '-')}: the run has no conversation.environment; leave it out")
+        return {"answer_tokens": turn_tokens, "longest": most}
+    turns = lengths.turns or (1 + talk.max_turns) / 2
+    if not 1 <= turns <= talk.max_turns:
+        raise ValueError(f"--turns ({turns:g}) must be 1 to conversation.max_turns ({talk.max_turns})")
+    longest, own = talk.longest(most), turns * turn_tokens
+    others = lengths.others_tokens
+    between = max(0.0, longest / 2 - own) if others is None else (turns - 1) * others
+    if own + between > longest:
+        raise ValueError(
+            f"conversations of {own + between:g} tokens on average ({turns:g} own turns of {turn_tokens}, {between:g} "
+            f"of others) exceed the longest one, {longest}: give a lower --turns, --answer-tokens or --others-tokens"
+        )
+    return {
+        **{"answer_tokens": own + between, "others_tokens": between, "turns": turns},
+        **{"longest": min(longest, talk.max_turns * most), "environment_s": lengths.environment_s},
+    }

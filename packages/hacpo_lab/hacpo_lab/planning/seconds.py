@@ -69,7 +69,7 @@ class Demand:
     def rounds(self) -> float:
         """Tokens that an engine waits for one after the other: of the longest answer, or more where not all fit."""
         asked = self.work.answers / self.engines
-        return max(self.work.longest, asked * self.work.answer_tokens / self.at_once)
+        return max(self.work.longest, asked * self.work.own_tokens / self.at_once)
 
     def messages(self) -> tuple[Message, ...]:
         """The messages that a device sends."""
@@ -107,7 +107,7 @@ def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     budget, work, rates = demand.budget, demand.work, cluster.rates
     model, peak = budget.actor.architecture, _peak(budget.actor.architecture, cluster) * budget.engine.tp
     answers = work.answers / demand.engines
-    tokens, whole = answers * work.answer_tokens, work.prompt_tokens + work.answer_tokens
+    tokens, whole = answers * work.own_tokens, work.prompt_tokens + work.answer_tokens
     weights = engine_weights(budget.actor, budget.engine)
     if model.has_experts:  # nobody reads those to which no token goes
         idle = 1.0 - touched_experts(model, demand.at_once)
@@ -116,12 +116,17 @@ def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     read += tokens * (work.prompt_tokens + work.answer_tokens / 2) * cache_per_token(budget)
     memory_s = read / cluster.memory_bytes_per_s()
     flops = forward_flops(model, answers, whole) - forward_flops(model, answers, work.prompt_tokens)
-    decode_s = flops / (peak * rates.decode)
+    read_flops = flops * work.others_tokens / work.answer_tokens  # of what others say, many tokens at a time
+    decode_s = (flops - read_flops) / (peak * rates.decode)
     prompts = min(float(work.prompts), answers)
-    prefill_s = forward_flops(model, prompts, work.prompt_tokens) / (peak * rates.prefill)
+    prefill_s = (forward_flops(model, prompts, work.prompt_tokens) + read_flops) / (peak * rates.prefill)
     bound = {"memory": memory_s} if memory_s > decode_s else {"compute": decode_s}
     bound["compute"] = bound.get("compute", 0.0) + prefill_s
-    return {**bound, "host": demand.rounds * rates.round_s + answers * rates.request_s + tokens * rates.token_s}
+    requests = answers * work.turns
+    host_s = demand.rounds * rates.round_s + requests * rates.request_s + tokens * rates.token_s
+    # What one conversation waits is added, as if no other one's turns were computed meanwhile: an upper bound.
+    waits = {"environment": (work.turns - 1) * work.environment_s} if work.environment_s else {}
+    return {**bound, "host": host_s, **waits}
 
 
 def _judge(demand: Demand, cluster: Cluster) -> float:

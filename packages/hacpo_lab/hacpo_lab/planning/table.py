@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hacpo_lab.planning.cluster_file import Cluster
+from hacpo_lab.planning.configuration import Work
 from hacpo_lab.planning.kinds import ASSUMED
 from hacpo_lab.planning.plan import AgentPlan, Plan
 from hacpo_lab.planning.publish_bytes import PublishBytes, whole_tensors
@@ -51,12 +52,19 @@ def _cluster_lines(plan: Plan) -> Iterator[str]:
         f"{links.inside_gb_per_s:g} GB/s inside a node, {links.between_gb_per_s:g} between",
         f"step: {work.prompts} prompts of {work.prompt_tokens:g} tokens, {work.answers:g} answers per agent of "
         f"{work.answer_tokens:g} (the longest {work.longest:g}), {work.trained:g} learnt from in {work.updates} "
-        "updates",
+        "updates" + _conversations(work),
         f"host of a node: a checkpoint's copy takes {plan.host_gib():.1f} of {c.host.memory_gib:g} GiB",
         f"store: {keys} keys, {reads} reads, {size / 1e6:.1f} MB, all before the end of the first step",
     )
     for line in lines:
         yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+
+
+def _conversations(work: Work) -> str:
+    if work.turns == 1.0:
+        return ""
+    waits = f", {work.environment_s:g} s between two" if work.environment_s else ""
+    return f"; an answer is a conversation of {work.turns:g} own turns{waits}, {work.others_tokens:g} tokens by others"
 
 
 def _seconds(plan: Plan) -> Iterator[str]:
