@@ -67,9 +67,10 @@ def objective_loss(
 ) -> tuple[Tensor, SequenceTerms]:
     """Loss of packed answers by a method's function, or by the user's (None): (loss_B, terms), float64.
 
-    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer and the weight that its tokens have
-    together, w = - (sum of d loss / d log-prob) / A: that of the kernels where a loss depends on s. ValueError for a
-    loss of another shape, or one that does not depend on the learner.
+    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer, by token the mean of its tokens'
+    (where these have one), and the weight that its tokens have together, w = - (sum of d loss / d log-prob) / A: that
+    of the kernels where a loss depends on s. ValueError for a loss of another shape, or one that does not depend on the
+    learner.
     """
     if function is not None:
         name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
@@ -86,6 +87,9 @@ def objective_loss(
     with torch.no_grad():
         weight_B = _weights(loss_B, answers, name)
         ratio_B = answers.log_ratio_B.exp().masked_fill(answers.num_tokens_B == 0, torch.nan)
+        if config.is_token_level:
+            of_tokens_B = answers.mean(answers.ratio_R)
+            ratio_B = torch.where(of_tokens_B.isnan() | ratio_B.isnan(), ratio_B, of_tokens_B)
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
 
 

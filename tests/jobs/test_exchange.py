@@ -265,8 +265,9 @@ def check_exchange(place: Place, rank_map: RankMap) -> int:
     expected_PNG2 = torch.tensor(pairs, dtype=torch.float64)
     torch.testing.assert_close(rewards_PNG, expected_PNG2[..., 0], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(successes_PNG, expected_PNG2[..., 1] == Verdict.CORRECT) and successes_PNG.any()
+    num_gathers = place.lane_group.num_gathers if place.is_leader else 0
     check_token_logprobs(mine, pool, prompts, place)
-    return place.lane_group.num_gathers if place.is_leader else 0
+    return num_gathers
 
 
 def check_token_logprobs(mine: list[Trajectory], plain: Pool, prompts: tuple[Prompt, ...], place: Place) -> None:
@@ -275,7 +276,9 @@ def check_token_logprobs(mine: list[Trajectory], plain: Pool, prompts: tuple[Pro
     def logprobs_of(t: Trajectory) -> np.ndarray:
         return t.agent - 0.25 * np.arange(t.num_scored, dtype=np.float32)
 
-    scores = [None if t.rollout.rollout_index == 1 else Score(t.mean_logprob, logprobs_of(t)) for t in mine]
+    scores = [
+        None if t.rollout.rollout_index == 1 else Score(t.mean_logprob, logprobs_of(t), t.engine_weight) for t in mine
+    ]
     pool = exchange(scored_trajectories(mine, scores, by_token=True), prompts, place, rollouts_per_prompt=3)
     for group_N, plain_N in zip(pool.trajectories_PNG, plain.trajectories_PNG, strict=True):
         for t, without in zip(sum(group_N, ()), sum(plain_N, ()), strict=True):

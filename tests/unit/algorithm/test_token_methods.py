@@ -88,6 +88,11 @@ def check_objective(loss_of, config, found: list[Case], m: int = 1) -> None:
     torch.testing.assert_close(loss_B.detach(), torch.tensor(losses, dtype=torch.float64), **bound)
     torch.testing.assert_close(tokens_R.grad, gradient_R, **bound)
     torch.testing.assert_close(terms.weight_B, torch.tensor(weights, dtype=torch.float64), **bound)
+    by_answer = [(now.mean() - old.mean()).exp() for now, old, *_ in found]
+    by_token = [(now - old).exp().mean() for now, old, *_ in found]
+    ratio_B = torch.stack(by_token if config.is_token_level else by_answer)
+    # a mean log-prob travels as float32 here, a token's as it is
+    torch.testing.assert_close(terms.ratio_B, ratio_B, rtol=4 * U32, atol=0)
 
 
 @pytest.mark.parametrize("limit", [50.0, 1.0])

@@ -127,6 +127,24 @@ def test_a_repeated_problem_counts_once(tmp_path):
         read_rows(file)
 
 
+@pytest.mark.parametrize("prompt_field", ["problem", "prompt", "question"])
+def test_a_gold_that_is_text_stays_as_it_is(prompt_field, tmp_path):
+    """Zeros belong to a sorted row of digits; a judge of numbers takes 25 for 025 of itself."""
+    golds = ["0007", "025", 27.0]
+    file = tmp_path / "b.jsonl"
+    file.write_text("".join(json.dumps({prompt_field: str(n), "answer": gold}) + "\n" for n, gold in enumerate(golds)))
+    (benchmark,) = load_benchmarks([file], 1, 0.0)
+    assert [row.gold for row in benchmark.rows] == ["0007", "025", "27"]
+    for kind, answers, rewards in (
+        ("exact", ("0007", "7"), [1.0, 0.0]),
+        ("arithmetic", ("s7000=7000;0007", "s7000=7000;7"), [1.0, 0.0]),
+        ("number", ("0007", "7"), [1.0, 1.0]),
+    ):
+        with Judge(kind) as judge:
+            asked = questions(["s7000="] * 2, [benchmark.rows[0].gold] * 2, answers, [Stop.EOS] * 2)
+            assert [found.reward for found in judge.judge(asked)] == rewards, kind
+
+
 def test_two_golds_of_one_problem_are_refused_with_their_lines(tmp_path):
     file = tmp_path / "b.jsonl"
     golds = [("1+1", "2"), ("1+2", "3"), ("1+1", "3"), ("1+2", "3"), ("1+2", "12")]
