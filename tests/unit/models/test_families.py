@@ -245,7 +245,8 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     """Whole, and less every field at its default, as `save_pretrained` leaves them out."""
     family = FAMILIES[model_type]
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_key_value_heads": 32} if family.latent else {}  # as many as heads
+    # As many as heads; the first layers are dense.
+    sizes |= {"num_key_value_heads": 32, "num_hidden_layers": 4} if family.latent else {}
     config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
     config.architectures = [family.architecture]
     whole = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
