@@ -21,6 +21,7 @@ from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_status import trouble_of
 from hacpo_mega.logbook.files.metrics import StepMetrics
 from hacpo_mega.logbook.run.provenance import read_alarms
+from hacpo_mega.logbook.run.rank_files import MOST_RANKS, read_rank_files, seconds_between
 from hacpo_mega.report.run import Run, accuracies
 from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
 from hacpo_mega.watch.index import words_of
@@ -28,7 +29,8 @@ from hacpo_mega.watch.runs import Runs, Watched
 
 DIGITS = 7  # of a number in a curve
 LAST_STEPS = 10  # over which the seconds of a step are the median
-MOST_NAMES, MOST_RANKS = 200, 4096
+MOST_NAMES = 200
+STALE_S = 10.0  # without a new file of a rank; larger jobs write less often
 MOST_ALARMS = 5  # of the job's trouble
 # Groups of the chooser, each with what the names in it have; the first that fits.
 GROUPS = {
@@ -250,13 +252,13 @@ def job(run: Watched) -> dict[str, Any]:
     between = [ended[later] - ended[earlier] for later, earlier in pairwise(sorted(ended, reverse=True))]
     begin = min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
     left = run.num_steps - step if run.num_steps is not None and step is not None else None
-    state = run.state
+    state, ranks = run.state, _ranks(run, starts)
     return {
         **{"state": state, "step": step, "num_steps": run.num_steps, "safe_step": safe},
         "seconds": None if step is None else round((time.time() if state == "running" else ended[step]) - begin, 1),
         "seconds_left": round(median(between) * left, 1) if between and left is not None else None,
         **{"step_s": round(median(between), 3) if between else None, "attempt": attempts[-1] if attempts else None},
-        **{"trouble": _trouble(run), "ranks": _ranks(run, starts)},
+        **{"trouble": _trouble(run), "ranks": ranks, "waited_for": _waited_for(ranks)},
     }
 
 
@@ -275,7 +277,8 @@ def _trouble(run: Watched) -> list[dict[str, Any]]:
 def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     """Places of all ranks, by the configuration; None where it is of another version, or the job is larger than shown.
 
-    Nodes are those of the last start, which have equal numbers of ranks in their order.
+    A rank's own file tells what it is at, and its node. Without one nodes are those of the last start, which have equal
+    numbers of ranks in their order.
     """
     try:
         rank_map = RankMap.of(Config.model_validate(run.config))
@@ -285,19 +288,37 @@ def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         return None
     nodes = _nodes(str(starts[-1].get("nodes") or "")) if starts else []
     per_node = size // len(nodes) if nodes and size % len(nodes) == 0 else 0
-    with run.index.reading() as db:
-        last = db.execute("SELECT max(step) FROM lines").fetchone()[0]
-    progress = last / run.num_steps if last is not None and run.num_steps else None
+    files, now = read_rank_files(run.folder), time.time()
     places = (rank_map.coordinate(rank) for rank in range(size))
     return [
         {
             **{"rank": place.global_rank, "agent": place.agent_name, "lane": place.lane, "cell": place.cell_in_lane},
-            **{"node": nodes[place.global_rank // per_node] if per_node else None, "phase": None},
-            **{"progress": progress, "seen_s_ago": None, "leader": place.is_leader},
+            **{"node": nodes[place.global_rank // per_node] if per_node else None, "leader": place.is_leader},
             **{"pp": place.pp_rank, "cp": place.cp_rank, "tp": place.tp_rank},
+            **_activity(files.get(place.global_rank), now, max(STALE_S, 3.0 * seconds_between(size))),
         }
         for place in places
     ]
+
+
+def _activity(file: Mapping[str, Any] | None, now: float, stale_s: float) -> dict[str, Any]:
+    """What a rank's file says of it, and how long ago; a rank that is silent for `stale_s` may stand still or be dead.
+
+    `progress` compares the small steps of its phase with those of the last phase of that name.
+    """
+    if file is None:
+        return {"phase": None, "seen_s_ago": None}
+    before, silent_s = file["num_before"], round(max(0.0, now - file["time_unix_s"]), 1)
+    known = {key: file[key] for key in ("phase", "when", "phase_s", "num_done", "num_before", "waits_for", "waited_s")}
+    progress = min(1.0, file["num_done"] / before) if before else None
+    return known | {"node": file["host"], "progress": progress, "seen_s_ago": silent_s, "silent": silent_s > stale_s}
+
+
+def _waited_for(ranks: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    """Ranks that wait for nobody, while at least one waits in a collective; those are not late by each other."""
+    seen = [rank for rank in ranks or () if rank["phase"] is not None]
+    late = [rank["rank"] for rank in seen if rank["waits_for"] is None]
+    return late if len(late) < len(seen) else []
 
 
 def _nodes(text: str) -> list[str]:
