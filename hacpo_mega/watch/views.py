@@ -354,6 +354,24 @@ def _group_name(group: Sequence[Watched], differences: Sequence[Mapping[str, Any
     return ", ".join(parts) if parts and len(group) > 1 else first.folder.name
 
 
+def study_list(runs: Runs) -> list[dict[str, Any]]:
+    """The watched folders of experiments, benchmarks and evaluations."""
+    return [
+        {
+            **{"id": found.id, "kind": found.kind, "path": str(found.folder), "name": found.folder.name},
+            "note": None if found.looks() else f"{found.folder} was moved or deleted",
+        }
+        for found in runs.studies.values()
+    ]
+
+
+def study(runs: Runs, name: str, reference: str | None) -> dict[str, Any]:
+    """One of them in full. ValueError for another id, and for files of another shape."""
+    if (found := runs.studies.get(name)) is None:
+        raise ValueError(f"no study {name!r} is watched here")
+    return found.shown(reference)
+
+
 class VerdictViews:
     """Verdicts of runs; those of a state that was asked for before are kept, since they read every step."""
 

@@ -22,7 +22,7 @@ EVIDENCE, PACKED = "evidence.json", "runs.jsonl"
 FIRST_BYTES = 1 << 20
 MIN_PAIRS, NUM_RESAMPLES, CONFIDENCE, SEED = 3, 10_000, 0.95, 0
 ALL_AGENTS = "mean of agents"
-MOST_BANDS = 6  # methods of a chart; more are lines alone
+REFERENCES = ("gspo_x2", "gspo", "grpo")  # agents alone, with which results without their grid are compared first
 NUMBERS, COUNTS = table_of(list_of(NUMBER)), table_of(list_of(COUNT))
 FIELDS = {
     **{"regime": TEXT, "method": TEXT, "stage": TEXT, "learning_rate": NUMBER, "agents": list_of(TEXT)},
@@ -37,7 +37,8 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
-    """Charts and tables of every regime; `reference` is a method, by default the grid's, else the first by name.
+    """Charts and tables of every regime; `reference` is a method, by default the grid's, else the first of REFERENCES, else
+    the first by name.
 
     ValueError, one line, for a file that is no result, and for a method that did not run.
     """
@@ -46,7 +47,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
     if not reported:
         raise ValueError(f"{folder} has no reported run yet, {len(runs)} that choose a learning rate")
     methods = list(dict.fromkeys(run["method"] for run in reported))
-    chosen = reference or given or sorted(methods)[0]
+    chosen = reference or given or next((name for name in (*REFERENCES, *sorted(methods)) if name in methods))
     if chosen not in methods:
         raise ValueError(f"no method {chosen!r} has a reported run: give one of {', '.join(methods)}")
     regimes = list(dict.fromkeys(run["regime"] for run in reported))
@@ -139,15 +140,9 @@ def _curve(run: Mapping[str, Any], name: str) -> list[float] | None:
 
 
 def _charts(regime: str, by_method: Mapping[str, Runs]) -> Iterator[dict[str, Any]]:
-    has_bands = len(by_method) <= MOST_BANDS
-    shade = "; shade: from the lowest seed to the highest" if has_bands else ""
     for name in reversed(_names(by_method)):  # their mean first
-        lines = [
-            line | ({} if has_bands else {"low": None, "high": None})
-            for method, runs in by_method.items()
-            if (line := _line(method, runs, name)) is not None
-        ]
-        yield {"title": f"{regime}: {name}", "note": f"Held-out accuracy, mean over seeds{shade}.", "lines": lines}
+        lines = filter(None, (_line(method, runs, name) for method, runs in by_method.items()))
+        yield {"title": f"{regime}: {name}", "note": "Held-out accuracy, mean over seeds.", "lines": [*lines]}
 
 
 def _line(method: str, runs: Runs, name: str) -> dict[str, Any] | None:
@@ -157,14 +152,14 @@ def _line(method: str, runs: Runs, name: str) -> dict[str, Any] | None:
     if not steps:
         return None
     columns = [[curve[step] for _, curve in found] for step in steps]
-    bounds = {"low": [min(column) for column in columns], "high": [max(column) for column in columns]}
+    low, high = ([end(column) for column in columns] if len(found) > 1 else None for end in (min, max))
     axes = {"steps": steps, "seconds": [fmean(_at(run, run["seconds"], step) for run, _ in found) for step in steps]}
     for kind in ("generated_answers", "trained_answers"):
         counts = [(run, [sum(column) for column in zip(*run["curves"][kind].values())]) for run, _ in found]
         if all(len(count) == len(run["steps"]) for run, count in counts):
             axes[kind] = [fmean(_at(run, count, step) for run, count in counts) for step in steps]
     label = f"{method}, {len(found)} seed{'s' * (len(found) > 1)}"
-    return {"label": label, "x": axes, "y": [fmean(column) for column in columns]} | (bounds if len(found) > 1 else {"low": None, "high": None})
+    return {"label": label, "x": axes, "y": [fmean(column) for column in columns], "low": low, "high": high}
 
 
 def _at(run: Mapping[str, Any], values: Sequence[float], step: int) -> float:
