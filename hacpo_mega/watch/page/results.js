@@ -6,6 +6,7 @@ import { button, el, field, fill, show } from "./dom.js";
 
 const AXES = { steps: "step", seconds: "seconds", generated_answers: "generated answers", trained_answers: "trained answers" };
 const MOST_BANDS = 6; // lines with a band in one chart
+const LONG = 36; // letters of a cell that may be broken
 const TITLES = { experiment: "Experiment", bench: "Benchmark", scaling: "Benchmark by size", eval: "Evaluation" };
 
 export class Results {
@@ -128,7 +129,7 @@ export class Results {
 
 function table({ title, head, rows, notes }) {
   const top = el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)));
-  const body = rows.map(([first, ...cells]) => el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", {}, cell))));
+  const body = rows.map(([first, ...cells]) => el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell) => el("td", { class: cell.length > LONG ? "long" : null }, cell))));
   const grid = el("table", { class: "results" }, el("thead", {}, top), el("tbody", {}, body));
   return el("section", {}, el("h2", {}, title), el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": title }, grid), notes.map((note) => el("p", { class: "note" }, note)));
 }

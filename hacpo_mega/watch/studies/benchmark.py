@@ -43,7 +43,9 @@ def benchmark(path: Path) -> dict[str, Any]:
         {
             "label": f"{schedule['name']}, {agent}",
             "whole": schedule["wall_s"],
-            "parts": [[phase, found["phases_s"][phase], phase_colour(phase)] for phase in in_step_order(found["phases_s"])],
+            "parts": [
+                [phase, found["phases_s"][phase], phase_colour(phase)] for phase in in_step_order(found["phases_s"])
+            ],
         }
         for schedule, agent, found in agents
     ]

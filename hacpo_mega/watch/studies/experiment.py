@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from hacpo_mega.logbook.files.json_lines import COUNT, LARGEST, NUMBER, TABLE, TEXT, Kind, list_of, table_of, wrong_field
+from hacpo_mega.logbook.files.json_lines import (
+    COUNT,
+    LARGEST,
+    NUMBER,
+    TABLE,
+    TEXT,
+    Kind,
+    list_of,
+    table_of,
+    wrong_field,
+)
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside
 
@@ -47,7 +57,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
     if not reported:
         raise ValueError(f"{folder} has no reported run yet, {len(runs)} that choose a learning rate")
     methods = list(dict.fromkeys(run["method"] for run in reported))
-    chosen = reference or given or next((name for name in (*REFERENCES, *sorted(methods)) if name in methods))
+    chosen = reference or given or next(name for name in (*REFERENCES, *sorted(methods)) if name in methods)
     if chosen not in methods:
         raise ValueError(f"no method {chosen!r} has a reported run: give one of {', '.join(methods)}")
     regimes = list(dict.fromkeys(run["regime"] for run in reported))
@@ -195,7 +205,9 @@ def _tables(regime: str, by_method: Mapping[str, Runs], reference: str) -> Itera
 
 def _skills(regime: str, by_method: Mapping[str, Runs]) -> Iterator[dict[str, Any]]:
     tables = [run["curves"]["accuracy_by_skill"] for runs in by_method.values() for run in runs]
-    columns = list(dict.fromkeys((agent, skill) for table in tables for agent, skills in table.items() for skill in skills))
+    columns = list(
+        dict.fromkeys((agent, skill) for table in tables for agent, skills in table.items() for skill in skills)
+    )
     rows = []
     for method, runs in by_method.items():
         of_skills = [run["curves"]["accuracy_by_skill"] for run in runs]

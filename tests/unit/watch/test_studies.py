@@ -106,11 +106,15 @@ def test_a_benchmark_by_hand(tmp_path: Path) -> None:
     found = study.shown()
     assert table_of(found, "Schedules")["in turns"]["hacpo needs"] == "0.67" and study.kind == "bench"
     assert table_of(found, "Schedules")["hacpo"]["by round"] == "1.80 2.20"
-    assert table_of(found, "Agents")["hacpo"] | {"idle": "25%", "model GFLOP/s": "learn 2.50"} == (
-        table_of(found, "Agents")["hacpo"]
+    assert (
+        table_of(found, "Agents")["hacpo"] | {"idle": "25%", "model GFLOP/s": "learn 2.50"}
+        == (table_of(found, "Agents")["hacpo"])
     )
     (bars,) = found["bars"]
-    assert [(row["label"], row["whole"]) for row in bars["rows"]][::3] == [("hacpo, qwen", 2.0), ("in turns, llama", 3.0)]
+    assert [(row["label"], row["whole"]) for row in bars["rows"]][::3] == [
+        ("hacpo, qwen", 2.0),
+        ("in turns, llama", 3.0),
+    ]
     assert [part[:2] for part in bars["rows"][0]["parts"]] == [["roll_out", 1.0], ["learn", 0.5]]
     (tmp_path / "bench.json").write_text(json.dumps(content | {"schedules": [schedule]}))
     with pytest.raises(ValueError, match=r"bench.json is no result of `hacpo-mega bench`: agents is missing"):
