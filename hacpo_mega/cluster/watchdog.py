@@ -78,8 +78,8 @@ class RunStopped(Exception):
     """Raised by a run that ends itself, since it would train nothing. Its text is printed once in the job; status 3."""
 
 
-class Activity(NamedTuple):
-    """What a process is at.
+class RankActivity(NamedTuple):
+    """A process's present work.
 
     phase, when           "learn", "of step 3"           phase_s    seconds in it
     num_done              its small steps so far         num_before  those of the last phase of that name, None before
@@ -227,11 +227,11 @@ class Watchdog:
         self.progress.enter(phase)
         self._tell(f"phase {self._phase}")
 
-    def activity(self) -> Activity:
-        """What this process is at now. Any thread may ask; the main one is not stopped for it."""
+    def activity(self) -> RankActivity:
+        """Says what this process is at now. Any thread may ask; the main one is not stopped for it."""
         phase, _, when = self._phase.partition(" ")
         now, whom, progress = time.monotonic(), self.progress.waits_for, self.progress
-        return Activity(
+        return RankActivity(
             *(phase, when, now - self._phase_began, progress.num_done, progress.num_before.get(phase)),
             *(whom, 0.0 if whom is None else now - progress.waits_since),
         )

@@ -302,7 +302,7 @@ def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 
 
 def _activity(file: Mapping[str, Any] | None, now: float, stale_s: float) -> dict[str, Any]:
-    """What a rank's file says of it, and how long ago; a rank that is silent for `stale_s` may stand still or be dead.
+    """Present work of a rank by its file, and its age; a rank that is silent for `stale_s` may stand still or be dead.
 
     `progress` compares the small steps of its phase with those of the last phase of that name.
     """

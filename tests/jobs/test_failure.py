@@ -201,7 +201,7 @@ def test_a_rank_that_never_comes_ends_the_job_at_the_time_limit(hanging):
 
 
 def files_when(folder: Path, is_so: Callable[[Mapping[int, dict[str, Any]]], Any]) -> Mapping[int, dict[str, Any]]:
-    """What the ranks' files tell as soon as `is_so` of it."""
+    """Reads the ranks' files until `is_so` of them."""
     deadline = time.monotonic() + DEADLINE_S
     while not is_so(files := read_rank_files(folder)):
         assert time.monotonic() < deadline, files

@@ -1,4 +1,4 @@
-"""What `hacpo-mega watch` shows beside runs: folders of `experiment`, `bench` and `eval`, read as they are documented.
+"""Studies: folders that `experiment`, `bench` and `eval` have written, read as they are documented, for the page.
 
 Each becomes tables, charts and bars of one shape, which the page draws without knowing whose they are:
 

@@ -71,7 +71,8 @@ def _notes(found: Mapping[str, Any]) -> Iterator[str]:
     if found["num_dropped"]:
         yield f"{found['name']}: {found['num_dropped']} problems over the prompt limit were not asked."
     if found["num_unjudged"]:
-        yield f"{found['name']}: {found['num_unjudged']} of {found['num_answers']} answers are unjudged, and count nowhere."
+        share = f"{found['num_unjudged']} of {found['num_answers']}"
+        yield f"{found['name']}: {share} answers are unjudged, and count nowhere."
 
 
 def _number(value: float | None) -> str:

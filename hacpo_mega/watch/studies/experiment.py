@@ -47,8 +47,9 @@ Runs = Sequence[Mapping[str, Any]]
 
 
 def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
-    """Charts and tables of every regime; `reference` is a method, by default the grid's, else the first of REFERENCES, else
-    the first by name.
+    """Charts and tables of every regime.
+
+    `reference` is a method: by default the grid's, else the first of REFERENCES, else the first by name.
 
     ValueError, one line, for a file that is no result, and for a method that did not run.
     """
@@ -132,7 +133,8 @@ def _unlike(regime: str, by_method: Mapping[str, Runs]) -> Iterator[str]:
     """Lines on methods whose runs were made at several rates, or evaluated at other steps."""
     for method, runs in by_method.items():
         if len(rates := sorted({run["learning_rate"] for run in runs})) > 1:
-            yield f"{regime}, {method}: reported at learning rates {', '.join(f'{rate:g}' for rate in rates)}, all taken together."
+            told = ", ".join(f"{rate:g}" for rate in rates)
+            yield f"{regime}, {method}: reported at learning rates {told}, all taken together."
         if len({tuple(run["steps"]) for run in runs}) > 1:
             yield f"{regime}, {method}: seeds were evaluated at other steps; curves show those in common."
 

@@ -1,4 +1,4 @@
-"""Folders of experiment, bench and eval in the page: the numbers of their own tables, and one line for anything else."""
+"""Folders of experiment, bench and eval in the page: numbers of their own tables, and one line for anything else."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def printed(text: str, title: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize(("folder", "regime"), [("evidence", "skills"), ("evidence_gap", "gap")])
 def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: str) -> None:
-    """Those that the experiment itself has written beside its results."""
+    """The experiment itself has written them beside its results."""
     (study,) = studies_in(ROOT / "docs" / folder)
     found, text = study.shown(), (ROOT / "docs" / folder / "README.md").read_text()
     compared = 0

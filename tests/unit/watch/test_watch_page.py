@@ -339,7 +339,8 @@ def test_runs_lie_over_each_other_and_seeds_become_a_mean(browser):
         visit.require_dead()
 
 
-@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [400, 1600])
 def test_answers_are_found_and_hostile_text_stays_text(browser, width):
     with Visit(browser, width) as visit:
         page = visit.open("#/answers?runs=r1")
