@@ -24,7 +24,7 @@ from hacpo_mega.logbook.run.provenance import read_alarms
 from hacpo_mega.logbook.run.rank_files import MOST_RANKS, read_rank_files, seconds_between
 from hacpo_mega.report.run import Run, accuracies
 from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
-from hacpo_mega.watch.index import words_of
+from hacpo_mega.watch.index import progress_of, words_of
 from hacpo_mega.watch.runs import Runs, Watched
 
 DIGITS = 7  # of a number in a curve
@@ -77,11 +77,11 @@ def _described(run: Watched) -> dict[str, Any]:
     with run.index.reading() as db:
         steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines WHERE step > 0").fetchone()
         names = words_of(db, "metric")
-        unread = dict(db.execute("SELECT key, value FROM state")).get("unread")
+        progress = progress_of(db)
     starts, state = run.starts(), run.state
     notes = [*run.index.notes]
-    if unread:
-        notes.append(f"{unread:,} files of answers are still to be read")
+    if progress is not None:
+        notes.append(progress)
     if state == "gone":
         notes.append(f"{run.folder} was moved or deleted; this is what it had")
     return {

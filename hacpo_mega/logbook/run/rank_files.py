@@ -17,12 +17,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from hacpo_mega.cluster.place import Place
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, wrong_field
 from hacpo_mega.models.files.documents import parse_json
 from hacpo_mega.models.files.links import require_inside
+
+if TYPE_CHECKING:  # a page reads these files without torch
+    from hacpo_mega.cluster.place import Place
 
 FOLDER = "ranks"
 EVERY_S = 1.0
@@ -39,7 +41,7 @@ FIELDS = {
 class RankFile:
     """Writes this rank's file until the run ends. A context; an error at its end leaves the file where it is."""
 
-    def __init__(self, run_dir: Path, place: Place) -> None:
+    def __init__(self, run_dir: Path, place: "Place") -> None:
         """Begins at once. `run_dir` is the run's own by now."""
         self._place, self._name = place, f"rank_{place.coordinate.global_rank}.json"
         self._run_dir, self._folder = None, None
