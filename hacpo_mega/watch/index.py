@@ -157,9 +157,7 @@ class Index:
         self._is_behind = True
         with self._writing() as db:
             begins_anew = self._see_identity(db)
-            is_whole, changed = self._read_metrics(
-                db, begin + most_s / 2.0
-            )  # the newest answers are not to wait for all
+            is_whole, changed = self._read_metrics(db, begin + most_s / 2.0)  # the newest answers do not wait for all
             has_all, has_parts = self._read_parts(db, begin + most_s)
         changed = begins_anew or changed or has_parts
         # What changes within one tick of the file system's clock shows at the next look alone.

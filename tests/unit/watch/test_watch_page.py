@@ -328,6 +328,9 @@ def test_runs_lie_over_each_other_and_seeds_become_a_mean(browser):
         reward = chart(page, "Reward while training")
         reward.get_by_text("last: step 40").wait_for()
         assert reward.locator(".legend button").count() == 4
+        page.get_by_text("1 setting differs").click()
+        (cells,) = [row.locator("td").all_inner_texts() for row in page.locator("details .compare tbody tr").all()]
+        assert cells == [HOSTILE[1], "2"]
         page.get_by_label("seeds").select_option("mean")
         legend = reward.locator(".legend")
         legend.get_by_text("mean of 2 seeds").first.wait_for()
