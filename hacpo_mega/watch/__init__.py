@@ -49,8 +49,12 @@ def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
         "/api/catalogue": lambda _: catalogue(),
         "/api/runs": lambda _: run_list(runs),
         "/api/studies": lambda _: study_list(runs),
-        "/api/studies/{study}": lambda request: study(
-            runs, request.path_params["study"], request.query_params.get("reference") or None
+        "/api/studies/{study}": lambda request: study(runs, request.path_params["study"]).shown(
+            request.query_params.get("reference") or None
+        ),
+        "/api/studies/{study}/answers": lambda request: study(runs, request.path_params["study"]).answers(
+            *(request.query_params.get(key, "") for key in ("benchmark", "verdict", "text")),
+            number_in(request, "page") or 0,
         ),
         "/api/compare": lambda request: comparison([runs[name] for name in list_in(request, "runs")]),
         f"{base}/metrics": lambda request: curves(

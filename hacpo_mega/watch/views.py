@@ -26,6 +26,7 @@ from hacpo_mega.report.run import Run, accuracies
 from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
 from hacpo_mega.watch.index import progress_of, words_of
 from hacpo_mega.watch.runs import Runs, Watched
+from hacpo_mega.watch.studies import Study
 
 DIGITS = 7  # of a number in a curve
 LAST_STEPS = 10  # over which the seconds of a step are the median
@@ -365,11 +366,11 @@ def study_list(runs: Runs) -> list[dict[str, Any]]:
     ]
 
 
-def study(runs: Runs, name: str, reference: str | None) -> dict[str, Any]:
-    """One of them in full. ValueError for another id, and for files of another shape."""
+def study(runs: Runs, name: str) -> Study:
+    """One of them. ValueError for another id."""
     if (found := runs.studies.get(name)) is None:
         raise ValueError(f"no study {name!r} is watched here")
-    return found.shown(reference)
+    return found
 
 
 class VerdictViews:

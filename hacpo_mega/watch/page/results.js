@@ -1,11 +1,13 @@
 // What experiment, bench and eval have written: their tables, charts and bars, as the server tells them.
 import { get } from "./api.js";
 import { AGENT_COLOURS } from "./catalogue.js";
+import { verdictClass } from "./answer.js";
 import { Chart } from "./chart.js";
 import { button, el, field, fill, show } from "./dom.js";
 
 const AXES = { steps: "step", seconds: "seconds", generated_answers: "generated answers", trained_answers: "trained answers" };
 const MOST_BANDS = 6; // lines with a band in one chart
+const WAIT_MS = 250; // after a key, before a search
 const LONG = 36; // letters of a cell that may be broken
 const TITLES = { experiment: "Experiment", bench: "Benchmark", scaling: "Benchmark by size", eval: "Evaluation" };
 
@@ -81,6 +83,7 @@ export class Results {
       bars.map(barTable),
       this.#charts.length > 0 && el("div", { class: "grid" }, this.#charts.map(({ chart }) => el("div", { class: "card" }, chart.node))),
       tables.map(table),
+      this.found.benchmarks && new EvalAnswers(study.id, this.found.benchmarks).node,
     );
     this.#draw();
   }
@@ -125,6 +128,65 @@ export class Results {
     this.#closed = true;
     for (const { chart } of this.#charts) chart.close();
   }
+}
+
+/** Every answer of an evaluation, by benchmark, verdict and text. */
+class EvalAnswers {
+  #how = { verdict: "", text: "", page: 0 };
+  #timer = 0;
+
+  constructor(study, benchmarks) {
+    this.study = study;
+    this.benchmarks = benchmarks;
+    this.#how.benchmark = benchmarks[0];
+    this.form = el("form", { class: "toolbar", "aria-label": "Answers", onsubmit: (event) => event.preventDefault() });
+    this.list = el("div", {});
+    this.node = el("section", {}, el("h2", {}, "Answers"), this.form, this.list);
+    this.#ask();
+  }
+
+  #set(changes, wait = 0) {
+    Object.assign(this.#how, { page: 0, ...changes });
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#ask(), wait);
+  }
+
+  async #ask() {
+    try {
+      const found = await get(`/api/studies/${encodeURIComponent(this.study)}/answers`, this.#how);
+      if (!this.form.childElementCount) this.#fillForm(found.verdicts);
+      const last = Math.max(0, Math.ceil(found.total / found.per_page) - 1);
+      const pager = [["previous", -1], ["next", 1]].map(([name, by]) => {
+        const page = found.page + by;
+        return button(name, () => this.#set({ page }), { disabled: page < 0 || page > last });
+      });
+      fill(this.list, el("p", { class: "note", role: "status" }, `${show(found.total)} answers, page ${found.page + 1} of ${last + 1}`), found.rows.map(evalAnswer), el("div", { class: "toolbar pager" }, pager));
+    } catch (error) {
+      fill(this.list, el("p", { class: "problem", role: "alert" }, error.message));
+    }
+  }
+
+  #fillForm(verdicts) {
+    const choice = (name) => (event) => this.#set({ [name]: event.target.value });
+    fill(
+      this.form,
+      field("benchmark", { value: this.#how.benchmark, onchange: choice("benchmark") }, this.benchmarks.map((name) => [name, name])),
+      field("verdict", { value: "", onchange: choice("verdict") }, [["", "all"], ...verdicts.map((name) => [name, name])]),
+      field("text", { type: "search", oninput: (event) => this.#set({ text: event.target.value }, WAIT_MS) }),
+    );
+  }
+}
+
+function evalAnswer({ id, rollout, prompt_seen: prompt, gold, text, vote, verdict, reward, stop, num_tokens: length }) {
+  const facts = [`reward ${show(reward)}`, verdict, `gold ${gold}`, vote !== null && `read ${vote}`, stop, `${show(length)} tokens`].filter(Boolean);
+  return el(
+    "div",
+    { class: `answer ${verdictClass({ reward, verdict })}` },
+    el("small", {}, `${id} · answer ${show(rollout)}`),
+    el("pre", {}, text),
+    el("p", { class: "facts" }, facts.join(" · ")),
+    el("details", {}, el("summary", {}, "prompt as the model read it"), el("pre", {}, prompt)),
+  );
 }
 
 function table({ title, head, rows, notes }) {

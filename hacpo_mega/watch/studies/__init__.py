@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.watch.studies.benchmark import SCALING, TIMES, benchmark, scaling
-from hacpo_mega.watch.studies.evaluation import SCORES, evaluation
+from hacpo_mega.watch.studies.evaluation import SCORES, answers, evaluation
 from hacpo_mega.watch.studies.experiment import EVIDENCE, PACKED, experiment, is_packed
 
 ONE_RUN = re.compile(r".+\.lr-.+\.seed-\d+\.json")  # of an experiment's folder of results
@@ -53,6 +53,12 @@ class Study:
                 raise ValueError(f"{self.folder} is gone or holds no result any more: it was moved or deleted")
             self._kept = (looks, reference, KINDS[self.kind](self.folder, reference))
         return self._kept[2]
+
+    def answers(self, benchmark: str, verdict: str, text: str, page: int) -> dict[str, Any]:
+        """A page of an evaluation's answers. ValueError for a study of another kind."""
+        if self.kind != "eval":
+            raise ValueError(f"{self.folder} is no evaluation: it has no answers")
+        return answers(self.folder, benchmark, verdict, text, page)
 
 
 KINDS: dict[str, Callable[[Path, str | None], dict[str, Any]]] = {

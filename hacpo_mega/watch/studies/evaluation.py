@@ -1,12 +1,15 @@
-"""The page's view of `hacpo-mega eval`: the scores of evaluation.json with their intervals."""
+"""The page's view of `hacpo-mega eval`: the scores of evaluation.json with their intervals, and every answer."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hacpo_mega.evaluation.answers import read_answers
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TABLE, TEXT, list_of, table_of, wrong_field
 from hacpo_mega.logbook.steps.held_out import score_name
 from hacpo_mega.models.files.documents import json_file
+from hacpo_mega.models.files.links import require_inside
 
 SCORES = "evaluation.json"
 ESTIMATE = dict.fromkeys(("value", "low", "high"), NUMBER.or_null)
@@ -17,6 +20,7 @@ OF_BENCHMARK = {
     **dict.fromkeys(("no_answer", "cut", "tokens_mean"), NUMBER.or_null),
 }
 SHOWN = ("model", "num_answers", "temperature", "max_answer_tokens", "reward", "suite", "seed")
+PER_PAGE = 20
 HEAD = ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens")
 
 
@@ -32,9 +36,30 @@ def evaluation(path: Path) -> dict[str, Any]:
     notes = [note for found in content["benchmarks"] for note in _notes(found)]
     settings = content["settings"]
     return {
+        "benchmarks": [found["name"] for found in content["benchmarks"]],
         "facts": {name: str(settings[name]) for name in SHOWN if settings.get(name) is not None},
         "tables": [{"title": "Scores", "head": HEAD, "rows": rows, "notes": notes}],
     }
+
+
+def answers(folder: Path, benchmark: str, verdict: str, text: str, page: int) -> dict[str, Any]:
+    """A page of a benchmark's answers, by problem, then by rollout: those of a verdict, whose text has a text.
+
+    Empty texts select all. ValueError for a benchmark that it has not, and for a line that is no answer.
+    """
+    names = evaluation(folder / SCORES)["benchmarks"]
+    if benchmark not in names:
+        raise ValueError(f"no benchmark {benchmark!r} in {folder}: give one of {', '.join(names)}")
+    require_inside(folder, folder / "answers")
+    found = read_answers(folder, benchmark)
+    chosen = [
+        answer
+        for _, answer in sorted(found.items())
+        if verdict in ("", answer.verdict) and text.casefold() in answer.text.casefold()
+    ]
+    rows = [asdict(answer) for answer in chosen[page * PER_PAGE :][:PER_PAGE]]
+    verdicts = sorted({answer.verdict for answer in found.values()})
+    return {"total": len(chosen), "page": page, "per_page": PER_PAGE, "rows": rows, "verdicts": verdicts}
 
 
 def _wrong(content: Any) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
+from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.watch.runs import Runs, studies_in
 from hacpo_mega.watch.studies import Study, kinds_of
@@ -140,6 +141,20 @@ def test_an_evaluation_by_hand(tmp_path: Path) -> None:
         ["mean", "", "0.5000", "– to –", "", "", "", ""],
     ]
     assert found["tables"][0]["notes"][0] == "maths: 2 problems over the prompt limit were not asked."
+    lines = [
+        Answer("q1", n, n, "2+2=", "4", f"it is {n}", str(n), "correct" if n == 4 else "wrong", float(n == 4), "eos", 5)
+        for n in range(30)
+    ]
+    file = AnswerFile(out, "maths", 0)
+    file.append(lines)
+    file.close()
+    (right,) = study.answers("maths", "correct", "", 0)["rows"]
+    assert (right["text"], right["gold"], right["reward"]) == ("it is 4", "4", 1.0)
+    found = study.answers("maths", "", "IT IS 2", 0)
+    assert [row["rollout"] for row in found["rows"]] == [2, *range(20, 30)] and found["total"] == 11
+    assert [row["rollout"] for row in study.answers("maths", "", "", 1)["rows"]] == list(range(20, 30))
+    with pytest.raises(ValueError, match=r"no benchmark 'x' in .*: give one of maths"):
+        study.answers("x", "", "", 0)
     (out / "evaluation.json").write_text('{"settings": {}, "benchmarks": [{"name": 3}], "average": {}}')
     with pytest.raises(ValueError, match=r"evaluation.json is no evaluation: (?!.*\n)"):
         study.shown()

@@ -196,7 +196,7 @@ class Routes:
             case ["runs", _, "answers", key]:
                 return self.answers().get(key)
             case ["studies"]:
-                kinds = ("experiment", "bench")
+                kinds = ("experiment", "bench", "eval")
                 return [{"id": f"s{n}", "kind": kind, "name": HOSTILE[n], "path": HOSTILE[n], "note": HOSTILE[2]}
                         for n, kind in enumerate(kinds)]  # fmt: skip
             case ["studies", "s0"]:
@@ -207,6 +207,13 @@ class Routes:
                 tables = [{"title": HOSTILE[0], "head": [HOSTILE[1], HOSTILE[0]], "rows": cells, "notes": [HOSTILE[2]]}]
                 about = {"facts": {HOSTILE[0]: HOSTILE[1]}, "notes": [HOSTILE[2]], "methods": ["a", "b"]}
                 return about | {"reference": query.get("reference", "a"), "charts": charts, "tables": tables}
+            case ["studies", "s2"]:
+                return {"facts": {}, "benchmarks": [HOSTILE[0]], "tables": []}
+            case ["studies", "s2", "answers"]:
+                row = {"id": HOSTILE[0], "rollout": 0, "gold": HOSTILE[1], "vote": HOSTILE[2], "stop": HOSTILE[3]}
+                row |= {"prompt_seen": HOSTILE[4], "text": HOSTILE[5], "verdict": HOSTILE[0], "reward": 0.0}
+                rows = [row | {"num_tokens": 3}] * (1 if query.get("text") else 2)
+                return {"total": len(rows), "page": 0, "per_page": 20, "rows": rows, "verdicts": HOSTILE}
             case ["studies", "s1"]:
                 parts = [["learn", 1.0, "#112233"], [HOSTILE[0], 0.5, HOSTILE[1]]]
                 rows = [{"label": HOSTILE[2], "whole": whole, "parts": parts} for whole in (2.0, 4.0)]
@@ -393,6 +400,12 @@ def test_results_are_compared_with_a_method_of_the_readers(browser):
         page.get_by_label("methods with").press("Enter")
         page.wait_for_url(re.compile("methods="))
         shown.locator("button").nth(1).wait_for(state="detached")
+        page.get_by_label("folder").select_option("s2")
+        page.locator(".answer").nth(1).wait_for()
+        assert page.locator(".answer pre").first.inner_text() == HOSTILE[5]
+        visit.require_dead()
+        page.get_by_label("text", exact=True).fill("x")
+        page.locator(".answer").nth(1).wait_for(state="detached")
         page.get_by_label("folder").select_option("s1")
         page.locator(".bar").nth(1).wait_for()
         wide = [page.locator(".bar").nth(n).bounding_box()["width"] for n in range(2)]
