@@ -54,7 +54,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
     ValueError, one line, for a file that is no result, and for a method that did not run.
     """
     runs, given = _read(folder)
-    reported = [run for run in runs if run["stage"] == "reported"]
+    reported = _by_rate([run for run in runs if run["stage"] == "reported"])
     if not reported:
         raise ValueError(f"{folder} has no reported run yet, {len(runs)} that choose a learning rate")
     methods = list(dict.fromkeys(run["method"] for run in reported))
@@ -129,12 +129,20 @@ def _wrong(run: Any) -> str | None:
     return None
 
 
+def _by_rate(runs: Runs) -> Runs:
+    """The runs, where a method that was reported at several learning rates is one method for each."""
+    rates: dict[str, set[float]] = {}
+    for run in runs:
+        rates.setdefault(run["method"], set()).add(run["learning_rate"])
+    return [
+        run | ({"method": f"{run['method']} at {run['learning_rate']:g}"} if len(rates[run["method"]]) > 1 else {})
+        for run in runs
+    ]
+
+
 def _unlike(regime: str, by_method: Mapping[str, Runs]) -> Iterator[str]:
-    """Lines on methods whose runs were made at several rates, or evaluated at other steps."""
+    """Lines on methods whose runs were evaluated at other steps."""
     for method, runs in by_method.items():
-        if len(rates := sorted({run["learning_rate"] for run in runs})) > 1:
-            told = ", ".join(f"{rate:g}" for rate in rates)
-            yield f"{regime}, {method}: reported at learning rates {told}, all taken together."
         if len({tuple(run["steps"]) for run in runs}) > 1:
             yield f"{regime}, {method}: seeds were evaluated at other steps; curves show those in common."
 

@@ -68,11 +68,15 @@ def test_seeds_are_a_mean_with_a_band() -> None:
 
 def test_results_that_arrive_are_seen_and_a_wrong_one_is_a_line(tmp_path: Path) -> None:
     runs = map(json.loads, (EVIDENCE / "runs.jsonl").read_text().splitlines())
-    run = next(run for run in runs if run["stage"] == "reported")
+    run = next(run for run in runs if (run["method"], run["stage"]) == ("sgt", "reported"))
     for seed in (1, 2):
         (tmp_path / f"skills.sgt.lr-0.0004.seed-{seed}.json").write_text(json.dumps(run | {"seed": seed}))
         (study,) = Runs([tmp_path], print).studies.values()
         assert study.shown()["charts"][0]["lines"][0]["label"].endswith(f"{seed} seed{'s' * (seed > 1)}")
+    other = run | {"seed": 3, "learning_rate": 0.0002}
+    (tmp_path / "skills.sgt.lr-0.0002.seed-3.json").write_text(json.dumps(other))
+    names = {"sgt at 0.0002": "1", "sgt at 0.0004": "2"}
+    assert {row[0]: row[-1] for row in study.shown()["tables"][0]["rows"]} == names
     for content, why in (
         (run | {"seed": "x"}, "seed is 'x'"),
         (run | {"steps": [0]}, "other lengths"),
