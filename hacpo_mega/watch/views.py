@@ -14,6 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -28,7 +30,7 @@ from hacpo_mega.watch.index import progress_of, words_of
 from hacpo_mega.watch.runs import Runs, Watched
 from hacpo_mega.watch.studies import Study
 
-DIGITS = 7  # of a number in a curve
+DIGITS, MOST_DECIMALS = 7, 22  # of a number in a curve
 LAST_STEPS = 10  # over which the seconds of a step are the median
 MOST_NAMES = 200
 STALE_S = 10.0  # without a new file of a rank; larger jobs write less often
@@ -145,10 +147,23 @@ def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int]) -> list
         "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?) "
         "AND step >= ?"
     )
-    digits = DIGITS if name != "time_unix_s" else 17
-    for step, value in db.execute(query, (name, min(place, default=0))):
-        if value is not None and math.isfinite(value) and step in place:
-            found[place[step]] = float(f"{value:.{digits}g}")
+    rows = [row for row in db.execute(query, (name, min(place, default=0))) if row[1] is not None and row[0] in place]
+    values = np.asarray([value for _, value in rows], np.float64)
+    shown = values if name == "time_unix_s" else _rounded(values)
+    for (step, _), value in zip(rows, shown.tolist()):
+        if math.isfinite(value):
+            found[place[step]] = value
+    return found
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Numbers with DIGITS digits, which make a short text; those below 1e-15 keep all they have."""
+    found = values.copy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decimals = DIGITS - 1 - np.floor(np.log10(np.abs(values)))
+    for number in np.unique(decimals[decimals <= MOST_DECIMALS]):  # the larger ones of a power of ten are inexact
+        of_size = decimals == number
+        found[of_size] = np.around(values[of_size], int(number))
     return found
 
 
