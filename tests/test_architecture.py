@@ -377,7 +377,7 @@ import importlib, sys
 for module in {modules}:
     importlib.import_module(module)
     assert not {heavy} & set(sys.modules), (module, {heavy} & set(sys.modules))
-import hacpo_mega.report
+import hacpo_mega.report, hacpo_mega.watch
 assert {heavy} & set(sys.modules) == {{"matplotlib"}}, {heavy} & set(sys.modules)
 print("all light")
 """

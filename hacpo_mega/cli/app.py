@@ -255,10 +255,10 @@ def report(
 
 @app.command()
 def watch(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders with runs in them.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, experiment, bench, eval.")],
     port: Annotated[int, typer.Option(help="Port of the loopback interface; 0: a free one.")] = 0,
 ) -> None:
-    """Show runs, as they go on or long ago, on a local page: curves, every answer, the job, runs side by side."""
+    """Show runs, as they go on or long ago, and results on a local page: curves, every answer, the job, comparison."""
     from hacpo_mega.watch import watch as follow
 
     follow(folders, port, say)

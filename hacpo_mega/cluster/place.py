@@ -36,7 +36,7 @@ from hacpo_mega.cluster.rendezvous import (
 )
 from hacpo_mega.cluster.security.private_folder import SocketFolder
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, forget_secret
-from hacpo_mega.cluster.watchdog import Watchdog
+from hacpo_mega.cluster.watchdog import RankActivity, Watchdog
 
 
 class Place(JobGroups):
@@ -129,6 +129,10 @@ class Place(JobGroups):
     def progress(self) -> None:
         """Reports progress within the current phase: an engine's step, a micro-batch, a tensor."""
         self._watchdog.progress.tick()
+
+    def activity(self) -> RankActivity:
+        """Says what this process is at: its phase, for how long, and whom it waits for. Any thread may ask."""
+        return self._watchdog.activity()
 
     def take_waits(self) -> dict[str, float]:
         """Seconds that this process has waited in the collectives below since the last call, by phase."""

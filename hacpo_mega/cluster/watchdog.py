@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -77,27 +78,51 @@ class RunStopped(Exception):
     """Raised by a run that ends itself, since it would train nothing. Its text is printed once in the job; status 3."""
 
 
+class RankActivity(NamedTuple):
+    """A process's present work.
+
+    phase, when           "learn", "of step 3"           phase_s    seconds in it
+    num_done              its small steps so far         num_before  those of the last phase of that name, None before
+    waits_for, waited_s   whom it waits for in a collective of the job, None outside one, and seconds there
+    """
+
+    phase: str
+    when: str
+    phase_s: float
+    num_done: int
+    num_before: int | None
+    waits_for: str | None
+    waited_s: float
+
+
 class Progress:
     """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
-    one."""
+    one; `num_done` counts the small steps of the phase, `num_before` has those of the last one of each name."""
 
     def __init__(self) -> None:
         self.waits_for: str | None = None
+        self.waits_since = 0.0
+        self.num_done, self.num_before = 0, dict[str, int]()
+        self._phase = ""
         self._must_progress = False
         self._num_idle_beats = 0
 
     def enter(self, phase: str) -> None:
         """A phase begins; its name alone decides whether it must tell its steps."""
+        self.num_before[self._phase] = self.num_done
+        self._phase, self.num_done = phase, 0
         self._must_progress = phase in MUST_PROGRESS
         self._num_idle_beats = 0
 
     def tick(self) -> None:
         """Reports progress of the phase."""
+        self.num_done += 1
         self._num_idle_beats = 0
 
     @contextmanager
     def waiting_for(self, whom: str) -> Iterator[None]:
         """Around a collective of the job: a process that waits for others does not hang, however long they need."""
+        self.waits_since = time.monotonic()
         self.waits_for = whom
         yield
         self.waits_for = None
@@ -201,6 +226,15 @@ class Watchdog:
         self._phase, self._phase_began = f"{phase} {when}", time.monotonic()
         self.progress.enter(phase)
         self._tell(f"phase {self._phase}")
+
+    def activity(self) -> RankActivity:
+        """Says what this process is at now. Any thread may ask; the main one is not stopped for it."""
+        phase, _, when = self._phase.partition(" ")
+        now, whom, progress = time.monotonic(), self.progress.waits_for, self.progress
+        return RankActivity(
+            *(phase, when, now - self._phase_began, progress.num_done, progress.num_before.get(phase)),
+            *(whom, 0.0 if whom is None else now - progress.waits_since),
+        )
 
     def keep_stack_in(self, folder: Path) -> None:
         """Says where this process writes its stack when the job hangs: a file rank_<r>.stack, empty until then.

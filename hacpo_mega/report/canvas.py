@@ -92,6 +92,8 @@ def panels(
     columns = min(num, columns)
     rows, last = math.ceil(num / columns), num % columns or columns
     figure = Figure(figsize=(8.6, height * rows), layout="constrained")
+    if rows > 1:
+        figure.get_layout_engine().set(hspace=0.06)  # between a row's steps and the titles below
     grid = figure.add_gridspec(rows, math.lcm(columns, last))
     axes: list[Axes] = []
     for place in range(num):
@@ -134,12 +136,23 @@ def neighbours(points: Sequence[tuple[int, float]]) -> list[list[tuple[int, floa
     return pieces
 
 
-def dots(axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | None], colour: str) -> None:
-    """Points by themselves, each with its interval where it has one: nothing was measured between them."""
-    axis.plot(series.steps, series.values, color=colour, linestyle="none", marker="o", markersize=5)
-    bars = [(step, *interval) for step, interval in zip(series.steps, intervals) if interval is not None]
+def dots(
+    axis: Axes, series: Series, intervals: Sequence[tuple[float, float] | None], colour: str, aside: float = 0.0
+) -> None:
+    """Points by themselves, each with its interval where it has one: nothing was measured between them.
+
+    aside   steps by which they stand beside their own
+    """
+    places = [step + aside for step in series.steps]
+    axis.plot(places, series.values, color=colour, linestyle="none", marker="o", markersize=5)
+    bars = [(place, *interval) for place, interval in zip(places, intervals) if interval is not None]
     if bars:
         axis.vlines(*zip(*bars), color=colour, alpha=0.55, linewidth=1.4)
+
+
+def as_number(value: float, _place: int | None = None) -> str:
+    """A tick of an axis whose numbers may be tiny: with its own power of ten, since one for all hides in a title."""
+    return f"{value:g}" if value == 0.0 or abs(value) >= 1e-3 else f"{value:.1e}".replace("e-0", "e-")
 
 
 def as_share(axis: Axes, room: float = 0.0) -> None:

@@ -26,6 +26,7 @@ from hacpo_mega.report.canvas import (
     FAINT,
     INK,
     PAPER,
+    as_number,
     as_share,
     counts_below,
     dots,
@@ -57,6 +58,7 @@ from hacpo_mega.report.verdicts import verdicts
 MOST_ROWS = 24
 ORDER = tuple(PHASE_COLOURS)  # as phases follow each other in a step
 THINNEST = 1 / 2000  # of the width: a bar that is thinner would not be seen, and many of them make a heavy page
+BESIDE = 1 / 120  # of the axis: between the points of two agents at a step, so that no interval hides another
 FEW = 8  # answers: points of fewer are pale
 
 
@@ -68,10 +70,11 @@ def draw_held_out(run: Run, spec: ChartSpec) -> Figure | None:
         return None
     figure, (axis,) = panels(1, 1, 3.4, steps=run.span)
     ends = []
-    for agent, found in curves.items():
+    for place, (agent, found) in enumerate(curves.items()):
         series = Series(tuple(point.step for point in found), tuple(point.value for point in found))
         colour = agent_colour(run, agent)
-        dots(axis, series, [point.interval for point in found], colour)
+        aside = (place - (len(curves) - 1) / 2) * BESIDE * (run.num_steps + 1)
+        dots(axis, series, [point.interval for point in found], colour, aside)
         ends.append((series, f"{agent} {series.values[-1]:.3f}", colour))
     axis.set_ylabel(f"{measure} on held-out prompts")
     label_ends(axis, ends)
@@ -346,6 +349,8 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
             axis.yaxis.set_major_formatter(EngFormatter("B"))
         if spec.share:
             axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+        if spec.unit not in ("", "bytes", "s"):
+            axis.yaxis.set_major_formatter(as_number)
         if spec.id != "length":
             axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))  # else a constant is drawn as noise
         label_ends(axis, [(series, name, colour) for name, series, colour in curves])
@@ -355,13 +360,15 @@ def draw_panels(run: Run, specs: Sequence[ChartSpec]) -> Figure | None:
 def _curves(run: Run, spec: ChartSpec) -> list[tuple[str, Series, str]]:
     """Name, numbers and colour of a panel's curves: those of its patterns without {b}."""
     by_what: dict[str, list[tuple[str, Series, str]]] = {}
-    for pattern in spec.patterns:
-        if "{b}" not in pattern:
-            what = pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ")
-            job = [("", run.series(pattern), INK)]
-            agents = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
-            if found := [curve for curve in (agents if "{a}" in pattern else job) if curve[1]]:
-                by_what[what] = by_what.get(what, []) + found
+    patterns = [pattern for pattern in spec.patterns if "{b}" not in pattern]
+    ends = {pattern: pattern.rpartition("/")[2].removesuffix("_bytes").replace("_", " ") for pattern in patterns}
+    for pattern, what in ends.items():
+        if list(ends.values()).count(what) > 1:  # of all answers, and of an agent's own alone
+            what = "own" if "/self/" in pattern else ""
+        job = [("", run.series(pattern), INK)]
+        agents = [(agent, run.series(pattern.format(a=agent)), agent_colour(run, agent)) for agent in run.agents]
+        if found := [curve for curve in (agents if "{a}" in pattern else job) if curve[1]]:
+            by_what[what] = by_what.get(what, []) + found
     return [
         (f"{name} {what}".strip() if len(by_what) > 1 else name, *rest)
         for what, found in by_what.items()

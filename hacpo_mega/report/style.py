@@ -40,7 +40,9 @@ article { margin:0 0 26px } .prompt { display:flex; gap:14px; align-items:baseli
 .verdict.bad { border-color:var(--wrong) }
 @media (max-width:560px) {
   body { padding:24px 14px 60px } .columns, .facts-grid { grid-template-columns:minmax(0,1fr) }
-  .facts-grid dd { margin-bottom:6px } .numbers td:first-child { min-width:9em }
+  .facts-grid dd { margin-bottom:6px } .numbers { font-size:12px } th, td { padding-right:8px }
+  .numbers td:not(:first-child), .numbers th:not(:first-child) { white-space:normal }
+  .numbers th { font-size:11px } figure svg { min-width:480px }
 }
 .message { margin:0 0 6px } .message small { display:block; font-size:11px }
 .prompt .message.system pre { font-weight:400; color:var(--faint) }

@@ -31,6 +31,7 @@ from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.logbook.files.metrics import Metrics, StepMetrics
 from hacpo_mega.logbook.files.trace import StepTrace
 from hacpo_mega.logbook.files.trackers import Trackers
+from hacpo_mega.logbook.run.rank_files import RankFile
 from hacpo_mega.logbook.run.run_folder import RunFolder
 from hacpo_mega.logbook.step_report import StepReport, StepResult
 from hacpo_mega.logbook.steps.held_out import mean_held_out
@@ -204,6 +205,7 @@ class Trainer:
         is_first = place.coordinate.global_rank == 0
         trackers = stack.enter_context(Trackers(config, console.say, goes_on=job.goes_on, quiet=not is_first))
         self.report = StepReport(metrics, console, place, config, rollout.dtype, folder, trackers)
+        stack.enter_context(RankFile(config.run_dir, place))
         place.keep_stack_in(config.run_dir / "logs")
         self.skips = SkippedUpdates(
             config.training.max_skipped_updates, config.run_dir / "logs", rollout.name,

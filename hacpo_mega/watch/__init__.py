@@ -13,7 +13,7 @@ from hacpo_mega.report.catalogue import catalogue
 from hacpo_mega.watch.answers import Judges, exported, one_answer, page_of_answers
 from hacpo_mega.watch.runs import Runs, Watched
 from hacpo_mega.watch.server import Download, View, list_in, listen, make_app, number_in, selection_in, serve
-from hacpo_mega.watch.views import VerdictViews, comparison, curves, job, run_list
+from hacpo_mega.watch.views import VerdictViews, comparison, curves, job, run_list, study, study_list
 
 
 def watch(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> None:
@@ -48,6 +48,14 @@ def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
     return {
         "/api/catalogue": lambda _: catalogue(),
         "/api/runs": lambda _: run_list(runs),
+        "/api/studies": lambda _: study_list(runs),
+        "/api/studies/{study}": lambda request: study(runs, request.path_params["study"]).shown(
+            request.query_params.get("reference") or None
+        ),
+        "/api/studies/{study}/answers": lambda request: study(runs, request.path_params["study"]).answers(
+            *(request.query_params.get(key, "") for key in ("benchmark", "verdict", "text")),
+            number_in(request, "page") or 0,
+        ),
         "/api/compare": lambda request: comparison([runs[name] for name in list_in(request, "runs")]),
         f"{base}/metrics": lambda request: curves(
             run(request), list_in(request, "names"), number_in(request, "after"), number_in(request, "generation")

@@ -7,6 +7,7 @@ their first characters. Nothing is ever written into a run. Not here: questions 
 """
 
 import hashlib
+import math
 import os
 import re
 import socket
@@ -30,7 +31,7 @@ from hacpo_mega.models.files.visible import one_line
 VERSION = 1
 BUSY_S = 10.0  # to wait for another process that writes the same index
 EXCERPT = 200  # characters of an answer that a list shows
-BATCH_BYTES = 8 << 20  # of metrics between two looks at the clock
+BATCH_BYTES = 1 << 20  # of metrics between two looks at the clock
 MOST_NOTES = 20
 PART = re.compile(r"step_\d+\.lane_\d+\.jsonl")
 SCHEMA = """
@@ -150,14 +151,14 @@ class Index:
         """
         if not self.folder.is_dir():
             return False
-        end, seen = time.monotonic() + most_s, _looks_of(self.folder)
+        begin, seen = time.monotonic(), _looks_of(self.folder)
         if not self._is_behind and seen == self._seen:
             return False
         self._is_behind = True
         with self._writing() as db:
             begins_anew = self._see_identity(db)
-            is_whole, changed = self._read_metrics(db, end)
-            has_all, has_parts = self._read_parts(db, end)
+            is_whole, changed = self._read_metrics(db, begin + most_s / 2.0)  # the newest answers do not wait for all
+            has_all, has_parts = self._read_parts(db, begin + most_s)
         changed = begins_anew or changed or has_parts
         # What changes within one tick of the file system's clock shows at the next look alone.
         self._seen, self._is_behind = seen, changed or not (is_whole and has_all)
@@ -198,6 +199,7 @@ class Index:
             return True, False
         with file:
             is_new = self._forget_replaced(db, file)
+            _set(db, "metrics_size", os.fstat(file.fileno()).st_size)
             file.seek(_get(db, "metrics_end", 0))
             while lines := file.readlines(BATCH_BYTES):
                 for line in lines:
@@ -267,7 +269,7 @@ class Index:
         new = sorted(names - known.keys() | (names & set(lost)), reverse=True)
         _set(db, "unread", 0)
         for number, name in enumerate(new):
-            if time.monotonic() > end_s:
+            if number and time.monotonic() > end_s:
                 _set(db, "unread", len(new) - number)
                 return False, True
             with suppress(FileNotFoundError):  # the run resumes at this moment
@@ -339,6 +341,17 @@ class Index:
     def note(self, text: str) -> None:
         text = one_line(text)
         self.notes = [*(note for note in self.notes if note != text), text][-MOST_NOTES:]
+
+
+def progress_of(db: sqlite3.Connection) -> str | None:
+    """The parts of a run that are in its index by now, as text; None if nothing is missing."""
+    unread, size, end = (_get(db, key, 0) for key in ("unread", "metrics_size", "metrics_end"))
+    if not unread and size - end < BATCH_BYTES:  # a line that is being written is no backlog
+        return None
+    known = db.execute("SELECT count(*) FROM parts").fetchone()[0]
+    shares = {"the metrics": (end, size), "the answers": (known, known + unread)}
+    told = [f"{math.floor(100 * done / every)} % of {what}" for what, (done, every) in shares.items() if every]
+    return f"indexing: {', '.join(told)}"
 
 
 def learners_of(db: sqlite3.Connection, what: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The watched runs: which folders are runs, what state each is in, and one thread that extends their indexes.
 
-A given folder is a run or holds some: an experiment, runs/. Runs that appear there later are found, too. A run that is
-moved or deleted stays in the list as gone, with what its index has. Nothing is written into a run.
+A given folder is a run or holds some, or is or holds a study (an experiment, a benchmark, an evaluation). What appears
+there later is found, too. A run that is moved or deleted stays in the list as gone, with what its index has. Nothing is
+written into a run.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from hacpo_mega.logbook.run.run_lock import QUIET_S, is_gone
 from hacpo_mega.models.files.documents import toml_file
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.watch.index import Index
+from hacpo_mega.watch.studies import Study, kinds_of
 
 LOOK_S, IDLE_S = 0.5, 2.0  # between two looks at a run that goes on, and at another
 FIND_S = 10.0  # between two looks for new runs
@@ -105,17 +107,19 @@ class Watched:
 
 
 class Runs:
-    """All watched runs, in the order in which they were given or found. `number` grows with every change."""
+    """All watched runs, in the order in which they were given or found, and the studies. `number` grows with every
+    change of either."""
 
     def __init__(self, folders: Sequence[Path], say: Callable[[str], None]) -> None:
-        """Raises ValueError, one line, for a folder that is no run and holds none."""
+        """Raises ValueError, one line, for a folder that is no run and no study, and holds none."""
         self._say, self._folders = say, [Path(folder) for folder in folders]
         self._runs: dict[str, Watched] = {}
+        self.studies: dict[str, Study] = {}
         self._changed: dict[str, int] = {}
         self.number = 0
         for folder in self._folders:
-            if not any(runs_in(folder)):
-                what = "holds no run" if folder.is_dir() else "is no folder"
+            if not any(runs_in(folder)) and not any(studies_in(folder)):
+                what = "holds no run, and nothing of experiment, bench or eval" if folder.is_dir() else "is no folder"
                 raise ValueError(f"{folder} {what}: give the run_dir of a run, or a folder with runs in it")
         self._find()
 
@@ -129,14 +133,14 @@ class Runs:
         return found
 
     def changed_since(self, number: int) -> list[str]:
-        """The runs that have changed after the change of that number; all of them for a number of another server."""
+        """The runs and studies that have changed after that number; all of them for a number of another server."""
         if number > self.number:
-            return list(self._runs)
+            return [*self._runs, *self.studies]
         return [run for run, at in list(self._changed.items()) if at > number]
 
     def follow(self, ends: threading.Event) -> None:
         """Extends all indexes until `ends` is set. The thread's whole work; no run's trouble ends it."""
-        states: dict[str, str] = {}
+        states: dict[str, Any] = {}
         looked_s: dict[str, float] = {}
         found_s = time.monotonic()
         while True:
@@ -152,6 +156,13 @@ class Runs:
                 if states.get(run.id) != (state := run.state):
                     states[run.id] = state
                     self._note_change(run)
+            for study in list(self.studies.values()):
+                if time.monotonic() - looked_s.get(study.id, -IDLE_S) < IDLE_S:
+                    continue
+                looked_s[study.id] = time.monotonic()
+                if states.get(study.id) != (looks := study.looks()):
+                    states[study.id] = looks
+                    self._note_change(study)
             if time.monotonic() - found_s > FIND_S:
                 self._find()
                 found_s = time.monotonic()
@@ -168,7 +179,7 @@ class Runs:
             time.sleep(LOOK_S)
             return False
 
-    def _note_change(self, run: Watched) -> None:
+    def _note_change(self, run: Watched | Study) -> None:
         self.number += 1
         self._changed[run.id] = self.number
 
@@ -180,6 +191,10 @@ class Runs:
                     run = Watched(real, None if folder == given else given.resolve().name, self._say)
                     self._runs[run.id] = run
                     self._note_change(run)
+            for study in studies_in(given):
+                if study.id not in self.studies:
+                    self.studies[study.id] = study
+                    self._note_change(study)
 
 
 def runs_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
@@ -191,6 +206,17 @@ def runs_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
             for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                 if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
                     yield from runs_in(Path(entry.path), depth - 1)
+
+
+def studies_in(folder: Path, depth: int = DEPTH) -> Iterator[Study]:
+    """The studies that a folder is or holds, by name, those of runs in it included; no link is followed."""
+    with suppress(OSError):
+        yield from (Study(folder, kind) for kind in kinds_of(folder))
+        within = folder / "evaluations" if (folder / METRICS).is_file() or is_run(folder) else folder
+        if depth and within.is_dir():
+            for entry in sorted(os.scandir(within), key=lambda entry: entry.name):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                    yield from studies_in(Path(entry.path), depth - 1)
 
 
 def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from hacpo_mega.checkpoint.files import committed_steps
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -21,14 +23,17 @@ from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_status import trouble_of
 from hacpo_mega.logbook.files.metrics import StepMetrics
 from hacpo_mega.logbook.run.provenance import read_alarms
+from hacpo_mega.logbook.run.rank_files import MOST_RANKS, read_rank_files, seconds_between
 from hacpo_mega.report.run import Run, accuracies
 from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
-from hacpo_mega.watch.index import words_of
+from hacpo_mega.watch.index import progress_of, words_of
 from hacpo_mega.watch.runs import Runs, Watched
+from hacpo_mega.watch.studies import Study
 
-DIGITS = 7  # of a number in a curve
+DIGITS, MOST_DECIMALS = 7, 22  # of a number in a curve
 LAST_STEPS = 10  # over which the seconds of a step are the median
-MOST_NAMES, MOST_RANKS = 200, 4096
+MOST_NAMES = 200
+STALE_S = 10.0  # without a new file of a rank; larger jobs write less often
 MOST_ALARMS = 5  # of the job's trouble
 # Groups of the chooser, each with what the names in it have; the first that fits.
 GROUPS = {
@@ -75,11 +80,11 @@ def _described(run: Watched) -> dict[str, Any]:
     with run.index.reading() as db:
         steps, last = db.execute("SELECT count(DISTINCT step), max(step) FROM lines WHERE step > 0").fetchone()
         names = words_of(db, "metric")
-        unread = dict(db.execute("SELECT key, value FROM state")).get("unread")
+        progress = progress_of(db)
     starts, state = run.starts(), run.state
     notes = [*run.index.notes]
-    if unread:
-        notes.append(f"{unread:,} files of answers are still to be read")
+    if progress is not None:
+        notes.append(progress)
     if state == "gone":
         notes.append(f"{run.folder} was moved or deleted; this is what it had")
     return {
@@ -142,10 +147,23 @@ def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int]) -> list
         "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?) "
         "AND step >= ?"
     )
-    digits = DIGITS if name != "time_unix_s" else 17
-    for step, value in db.execute(query, (name, min(place, default=0))):
-        if value is not None and math.isfinite(value) and step in place:
-            found[place[step]] = float(f"{value:.{digits}g}")
+    rows = [row for row in db.execute(query, (name, min(place, default=0))) if row[1] is not None and row[0] in place]
+    values = np.asarray([value for _, value in rows], np.float64)
+    shown = values if name == "time_unix_s" else _rounded(values)
+    for (step, _), value in zip(rows, shown.tolist()):
+        if math.isfinite(value):
+            found[place[step]] = value
+    return found
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Numbers with DIGITS digits, which make a short text; those below 1e-15 keep all they have."""
+    found = values.copy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decimals = DIGITS - 1 - np.floor(np.log10(np.abs(values)))
+    for number in np.unique(decimals[decimals <= MOST_DECIMALS]):  # the larger ones of a power of ten are inexact
+        of_size = decimals == number
+        found[of_size] = np.around(values[of_size], int(number))
     return found
 
 
@@ -250,13 +268,13 @@ def job(run: Watched) -> dict[str, Any]:
     between = [ended[later] - ended[earlier] for later, earlier in pairwise(sorted(ended, reverse=True))]
     begin = min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
     left = run.num_steps - step if run.num_steps is not None and step is not None else None
-    state = run.state
+    state, ranks = run.state, _ranks(run, starts)
     return {
         **{"state": state, "step": step, "num_steps": run.num_steps, "safe_step": safe},
         "seconds": None if step is None else round((time.time() if state == "running" else ended[step]) - begin, 1),
         "seconds_left": round(median(between) * left, 1) if between and left is not None else None,
         **{"step_s": round(median(between), 3) if between else None, "attempt": attempts[-1] if attempts else None},
-        **{"trouble": _trouble(run), "ranks": _ranks(run, starts)},
+        **{"trouble": _trouble(run), "ranks": ranks, "waited_for": _waited_for(ranks)},
     }
 
 
@@ -275,7 +293,8 @@ def _trouble(run: Watched) -> list[dict[str, Any]]:
 def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     """Places of all ranks, by the configuration; None where it is of another version, or the job is larger than shown.
 
-    Nodes are those of the last start, which have equal numbers of ranks in their order.
+    A rank's own file tells what it is at, and its node. Without one nodes are those of the last start, which have equal
+    numbers of ranks in their order.
     """
     try:
         rank_map = RankMap.of(Config.model_validate(run.config))
@@ -285,19 +304,37 @@ def _ranks(run: Watched, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         return None
     nodes = _nodes(str(starts[-1].get("nodes") or "")) if starts else []
     per_node = size // len(nodes) if nodes and size % len(nodes) == 0 else 0
-    with run.index.reading() as db:
-        last = db.execute("SELECT max(step) FROM lines").fetchone()[0]
-    progress = last / run.num_steps if last is not None and run.num_steps else None
+    files, now = read_rank_files(run.folder), time.time()
     places = (rank_map.coordinate(rank) for rank in range(size))
     return [
         {
             **{"rank": place.global_rank, "agent": place.agent_name, "lane": place.lane, "cell": place.cell_in_lane},
-            **{"node": nodes[place.global_rank // per_node] if per_node else None, "phase": None},
-            **{"progress": progress, "seen_s_ago": None, "leader": place.is_leader},
+            **{"node": nodes[place.global_rank // per_node] if per_node else None, "leader": place.is_leader},
             **{"pp": place.pp_rank, "cp": place.cp_rank, "tp": place.tp_rank},
+            **_activity(files.get(place.global_rank), now, max(STALE_S, 3.0 * seconds_between(size))),
         }
         for place in places
     ]
+
+
+def _activity(file: Mapping[str, Any] | None, now: float, stale_s: float) -> dict[str, Any]:
+    """Present work of a rank by its file, and its age; a rank that is silent for `stale_s` may stand still or be dead.
+
+    `progress` compares the small steps of its phase with those of the last phase of that name.
+    """
+    if file is None:
+        return {"phase": None, "seen_s_ago": None}
+    before, silent_s = file["num_before"], round(max(0.0, now - file["time_unix_s"]), 1)
+    known = {key: file[key] for key in ("phase", "when", "phase_s", "num_done", "num_before", "waits_for", "waited_s")}
+    progress = min(1.0, file["num_done"] / before) if before else None
+    return known | {"node": file["host"], "progress": progress, "seen_s_ago": silent_s, "silent": silent_s > stale_s}
+
+
+def _waited_for(ranks: Sequence[Mapping[str, Any]] | None) -> list[int]:
+    """Ranks that wait for nobody, while at least one waits in a collective; those are not late by each other."""
+    seen = [rank for rank in ranks or () if rank["phase"] is not None]
+    late = [rank["rank"] for rank in seen if rank["waits_for"] is None]
+    return late if len(late) < len(seen) else []
 
 
 def _nodes(text: str) -> list[str]:
@@ -331,6 +368,24 @@ def _group_name(group: Sequence[Watched], differences: Sequence[Mapping[str, Any
     telling = [found for found in differences if found["key"] != "seed"]
     parts = [f"{found['key'].rpartition('.')[2]} {found['values'][first.id]}" for found in telling[:3]]
     return ", ".join(parts) if parts and len(group) > 1 else first.folder.name
+
+
+def study_list(runs: Runs) -> list[dict[str, Any]]:
+    """The watched folders of experiments, benchmarks and evaluations."""
+    return [
+        {
+            **{"id": found.id, "kind": found.kind, "path": str(found.folder), "name": found.folder.name},
+            "note": None if found.looks() else f"{found.folder} was moved or deleted",
+        }
+        for found in runs.studies.values()
+    ]
+
+
+def study(runs: Runs, name: str) -> Study:
+    """One of them. ValueError for another id."""
+    if (found := runs.studies.get(name)) is None:
+        raise ValueError(f"no study {name!r} is watched here")
+    return found
 
 
 class VerdictViews:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.logbook.run.rank_files import RankFile
 from hacpo_mega.logbook.run.run_lock import RunLock
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
@@ -20,7 +21,7 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
     With fate "late" it goes on when somebody has created the file `go` beside it. With fate "defer" all ranks heed only
     a second signal.
     """
-    with Place.join(RANK_MAP, timeout_s, stall_s) as place:
+    with Place.join(RANK_MAP, timeout_s, stall_s) as place, RankFile(ready.parent, place):
         place.keep_stack_in(ready.parent / "logs")
         if fate == "defer":
             place.defer_signals()

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import failing_job
 import psutil
@@ -27,6 +29,7 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
 from hacpo_mega.cluster.machine.environment import library_settings
 from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.rank_files import read_rank_files
 
 # Of a hang, not of a slow machine: the collectives of the job wait even longer, so that they do not end it.
 DEADLINE_S = 600.0
@@ -197,16 +200,38 @@ def test_a_rank_that_never_comes_ends_the_job_at_the_time_limit(hanging):
     assert f"{NAMES[2]}, in phase learn of step 12, stops" in job.errors()[2]
 
 
+def files_when(folder: Path, is_so: Callable[[Mapping[int, dict[str, Any]]], Any]) -> Mapping[int, dict[str, Any]]:
+    """Reads the ranks' files until `is_so` of them."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so(files := read_rank_files(folder)):
+        assert time.monotonic() < deadline, files
+        time.sleep(0.1)
+    return files
+
+
 @pytest.mark.nightly
 def test_a_stopped_process_is_not_dead(tmp_path):
-    """Only slow: the kernel keeps its connections, and the job ends well when it goes on."""
+    """Only slow: the kernel keeps its connections, and the job ends well when it goes on. Its file stands still."""
     job = Job(tmp_path, 2, "late")
+    files = files_when(tmp_path, lambda files: len(files) == 4 and files[3]["waits_for"] and files[2]["num_done"])
+    assert {rank: (file["phase"], file["when"]) for rank, file in files.items()} == {
+        **dict.fromkeys((0, 1, 3), ("exchange", "of step 12")),
+        2: ("learn", "of step 12"),
+    }
+    assert [f", waiting for {files[rank]['waits_for'] or ''}" for rank in range(4)] == [
+        *(GATHER.replace("\\", ""), ", waiting for a barrier of all ranks", ", waiting for ", GATHER.replace("\\", "")),
+    ]
+    assert {file["num_before"] for file in files.values()} == {None} and files[3]["num_done"] == 0
     job.signal(2, signal.SIGSTOP)
+    before = read_rank_files(tmp_path)
+    now = files_when(tmp_path, lambda files: files[0]["waited_s"] > before[0]["waited_s"] + 2.0)
+    assert now[2] == before[2] and now[0]["phase_s"] >= now[0]["waited_s"] > 2.0
     (tmp_path / "go").touch()
     time.sleep(4.0)
     assert all(process.is_alive() for process in job.ranks)
     job.signal(2, signal.SIGCONT)
     assert job.wait() == [0, 0, 0, 0], job.errors()
+    assert not (tmp_path / "ranks").exists()
     assert all((tmp_path / f"{rank}.out").read_text() == "finished\n" for rank in range(4))
 
 

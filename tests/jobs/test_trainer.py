@@ -4,6 +4,9 @@ import gzip
 import itertools
 import json
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
+from hacpo_mega.logbook.run.rank_files import read_rank_files
 from hacpo_mega.samples.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.nightly
@@ -72,12 +76,50 @@ def test_capability_is_the_window_mean_of_the_rewards(three_agents):
     assert steps[5].values["capability/llama"] == pytest.approx(sum(rewards) / 5, rel=1e-6)
 
 
+@contextmanager
+def followed(run_dir: Path) -> Iterator[list[tuple[int, str, str]]]:
+    """Rank, phase and step as the files of the ranks tell them, while the body runs."""
+    found, ends = [], threading.Event()
+
+    def follow() -> None:
+        while not ends.wait(0.05):
+            told = ((rank, file["phase"], file["when"]) for rank, file in read_rank_files(run_dir).items())
+            found.extend(one for one in told if one not in found)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    yield found
+    ends.set()
+    thread.join()
+
+
 @pytest.fixture(scope="module")
-def watched(three_agents) -> dict:
+def ranks_told() -> list[tuple[int, str, str]]:
+    """Rank, phase and step as the ranks of the watched run have told them."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def watched(three_agents, ranks_told) -> dict:
     """The same run once more, with everything that looks at it switched on."""
     config, _ = three_agents
     looks = ("training.diagnose_every=2", "logging.trace=true", "logging.trace_steps=[2,3]")
-    return train(config, f"run_dir={config.parent / 'again'}", *looks, "logging.rollout_tokens=true")
+    run_dir = config.parent / "again"
+    with followed(run_dir) as told:
+        steps = train(config, f"run_dir={run_dir}", *looks, "logging.rollout_tokens=true")
+    ranks_told.extend(told)
+    return steps
+
+
+def test_every_rank_tells_its_phase_while_a_run_goes_on(watched, ranks_told, three_agents):
+    timed = {name for metrics in watched.values() for name in metrics.timing if "/phase/" in name}
+    after_the_last_line = {"checkpoint", "export"}
+    phases = {name.split("/")[-1].removesuffix("_s") for name in timed} | after_the_last_line
+    assert {rank for rank, _, _ in ranks_told} == {0, 1, 2}
+    assert {phase for _, phase, _ in ranks_told} <= phases
+    steps = {when for _, phase, when in ranks_told if phase == "learn"}
+    assert steps <= {f"of step {step}" for step in range(1, 6)}
+    assert not (three_agents[0].parent / "again" / "ranks").exists(), "a run that ends well leaves none"
 
 
 def test_metrics_and_weights_repeat_with_the_seed_despite_diagnosed_steps(three_agents, watched):

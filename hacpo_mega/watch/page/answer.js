@@ -99,40 +99,61 @@ function judged({ extracted, rule }) {
   return parts.length ? el("p", { class: "facts" }, parts) : null;
 }
 
-/** Turns behind what a program wrote as the prompt, or what an environment said behind the task. */
-function turns({ turns: all, task, opening }) {
+/** Turns behind what a program wrote as the prompt, or what an environment said behind the task; own ones by token. */
+function turns(answer, how) {
+  const { turns: all, task, opening, tokens } = answer;
   const before = [["the program's prompt", task], ["behind the task", opening]].filter(([, text]) => text);
-  const said = all.map(({ role, name, text }) => [[role, name].filter(Boolean).join(" "), text]);
-  return [...before, ...said].map(([who, text]) => el("div", { class: "message" }, el("small", {}, who), el("pre", {}, text)));
+  const context = before.map(([who, text]) => el("div", { class: "message" }, el("small", {}, who), el("pre", {}, text)));
+  const hasTokens = how.measure !== "none" && tokens?.length && all.reduce((sum, turn) => sum + (turn.num_tokens ?? NaN), 0) === tokens.length;
+  let start = 0;
+  const said = all.map(({ role, name, text, num_tokens: length }) => {
+    const from = start;
+    start += length ?? 0;
+    const body = hasTokens && role === "assistant" ? strip(answer, how, from, start) : el("pre", {}, text);
+    return el("div", { class: "message" }, el("small", {}, [role, name].filter(Boolean).join(" ")), body);
+  });
+  return [context, said, hasTokens ? numbers(answer) : null];
 }
 
 /** The turns of a conversation, the tokens of an answer, or its text. */
 function body(answer, how) {
-  if (answer.turns?.length) return turns(answer);
+  if (answer.turns?.length) return turns(answer, how);
   if (!answer.tokens?.length || how.measure === "none") return el("pre", {}, answer.text);
-  return strip(answer, how);
+  return [strip(answer, how, 0, answer.tokens.length), el("details", {}, el("summary", {}, "as text"), el("pre", {}, answer.text)), numbers(answer)];
 }
 
-function strip(answer, { measure, learner }) {
-  const { tokens, token_logprob: logprobs = null, token_ratio: ratios = null, advantage = {} } = answer;
-  const whole = typeof advantage === "number" ? advantage : advantage?.[learner];
+/** Log-prob and ratio of the n-th token; trained_places says which have some in a conversation, else the leading ones. */
+function numberOf({ token_logprob: logprobs, token_ratio: ratios, trained_places: places }) {
+  const order = places && new Map(places.map((place, n) => [place, n]));
+  return (n) => {
+    const at = order ? order.get(n) : n;
+    return { logprob: logprobs?.[at], ratio: ratios?.[at] };
+  };
+}
+
+function strip(answer, { measure, learner }, from, to) {
+  const { tokens, advantage = {} } = answer;
+  const [of, whole] = [numberOf(answer), typeof advantage === "number" ? advantage : advantage?.[learner]];
   const said = el("p", { class: "facts", role: "status" });
-  const spans = tokens.map((token, n) => {
-    const value = { ratio: ratios?.[n], logprob: logprobs?.[n], advantage: whole }[measure];
-    const text = `ratio ${show(ratios?.[n])}, log-prob ${show(logprobs?.[n])}`;
+  const spans = tokens.slice(from, to).map((token, n) => {
+    const { logprob, ratio } = of(from + n);
+    const isTrained = !answer.trained_places || logprob !== undefined || ratio !== undefined;
+    const value = { ratio, logprob, advantage: isTrained ? whole : undefined }[measure];
+    const text = `ratio ${show(ratio)}, log-prob ${show(logprob)}`;
     const tell = () => fill(said, el("code", {}, JSON.stringify(token)), ` ${text}`);
     return el("span", { class: shadeClass(shade(measure, value)), title: text, onclick: tell, onmouseover: tell }, token);
   });
-  return [el("div", { class: "strip" }, spans), said, el("details", {}, el("summary", {}, "as text"), el("pre", {}, answer.text)), numbers(answer)];
+  return [el("div", { class: "strip" }, spans), said];
 }
 
 /** The tokens as a table, for keyboards and screen readers; filled when it is opened. */
-function numbers({ tokens, token_logprob: logprobs, token_ratio: ratios }) {
+function numbers(answer) {
+  const [{ tokens }, of] = [answer, numberOf(answer)];
   const holder = el("div", { class: "wide" });
   const open = () => {
     if (holder.childElementCount) return;
     const head = el("tr", {}, ["token", "log-prob", "ratio"].map((name) => el("th", { scope: "col" }, name)));
-    const rows = tokens.map((token, n) => el("tr", {}, el("td", {}, el("code", {}, JSON.stringify(token))), el("td", {}, show(logprobs?.[n])), el("td", {}, show(ratios?.[n]))));
+    const rows = tokens.map((token, n) => el("tr", {}, el("td", {}, el("code", {}, JSON.stringify(token))), el("td", {}, show(of(n).logprob)), el("td", {}, show(of(n).ratio))));
     fill(holder, el("table", {}, el("thead", {}, head), el("tbody", {}, rows)));
   };
   return el("details", { ontoggle: open }, el("summary", {}, "numbers of each token"), holder);

@@ -5,14 +5,16 @@ import { Compare } from "./compare.js";
 import { Curves } from "./curves.js";
 import { button, el, fill } from "./dom.js";
 import { Job } from "./job.js";
+import { Results } from "./results.js";
 
-const VIEWS = { curves: ["Curves", Curves], answers: ["Answers", Answers], compare: ["Compare", Compare], job: ["Job", Job] };
+const VIEWS = { curves: ["Curves", Curves], answers: ["Answers", Answers], compare: ["Compare", Compare], job: ["Job", Job], results: ["Results", Results] };
 const KEPT = ["runs"]; // of the address, from view to view
 const THEMES = ["auto", "light", "dark"];
 const STATES = { running: "●", finished: "✓", stopped: "■", gone: "✕" };
 
 class App {
   runs = [];
+  studies = []; // folders of experiment, bench and eval
   view = null;
   #name = "";
   #params = new URLSearchParams();
@@ -43,7 +45,11 @@ class App {
   }
 
   async #askRuns() {
-    const runs = await get("/api/runs");
+    const [runs, studies] = await Promise.all([get("/api/runs"), get("/api/studies")]);
+    const had = this.studies.length;
+    this.studies = studies;
+    document.body.classList.toggle("alone", !runs.length);
+    if (studies.length !== had) this.#showViews();
     const count = (name) => runs.filter((run) => run.name === name).length;
     for (const run of runs) if (count(run.name) > 1) run.label = run.path.split("/").slice(-2).join("/");
     this.runs = runs.map(({ label, ...run }) => ({ ...run, name: label ?? run.name }));
@@ -110,7 +116,7 @@ class App {
 
   async #show() {
     const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-    const name = path in VIEWS ? path : "curves";
+    const name = path in VIEWS ? path : this.runs.length ? "curves" : "results";
     const before = [this.#name, this.param("runs") ?? ""].join("?");
     this.#params = new URLSearchParams(query);
     this.#name = name;
@@ -130,7 +136,8 @@ class App {
   }
 
   #showViews() {
-    const links = Object.entries(VIEWS).map(([name, [title]]) => el("a", { href: this.link({}, name), "aria-current": name === this.#name ? "page" : null }, title));
+    const known = Object.entries(VIEWS).filter(([name]) => (name === "results" ? this.studies.length : this.runs.length || !this.studies.length));
+    const links = known.map(([name, [title]]) => el("a", { href: this.link({}, name), "aria-current": name === this.#name ? "page" : null }, title));
     fill(document.getElementById("views"), links);
   }
 
@@ -162,7 +169,7 @@ class App {
 
   async #changed(some) {
     await this.#askRuns();
-    const ids = some ?? this.runs.map(({ id }) => id);
+    const ids = some ?? [...this.runs, ...this.studies].map(({ id }) => id);
     this.#opening = this.#opening.then(() => this.view?.update(ids)).catch((error) => this.say(error.message));
     await this.#opening;
   }

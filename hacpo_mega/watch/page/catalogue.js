@@ -52,7 +52,8 @@ export function linesOf(spec, names, agents) {
   return spec.patterns.flatMap((pattern) =>
     matching(pattern, names, agents).map(({ name, a, b }) => {
       const who = [a, b && `from ${b}`].filter(Boolean).join(" ");
-      const which = spec.patterns.length > 1 ? name.split("/").at(-1).replace(/_bytes$|_s$/, "").replaceAll("_", " ") : "";
+      const own = pattern.includes("/self/") ? "own " : "";
+      const which = spec.patterns.length > 1 ? own + name.split("/").at(-1).replace(/_bytes$|_s$/, "").replaceAll("_", " ") : "";
       return { name, a, b, label: [who, which].filter(Boolean).join(" · ") || name, part: spec.patterns.indexOf(pattern) };
     }),
   );

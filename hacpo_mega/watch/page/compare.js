@@ -39,7 +39,7 @@ export class Compare {
 
   #differences(differences) {
     if (!differences.length) return null;
-    return differences.map(({ key, values }) => ({ name: key, cells: this.runs.map(({ id }) => text(values[id])) }));
+    return differences.map(({ key, values }) => ({ name: key, cells: this.runs.map(({ id }) => setting(values[id])) }));
   }
 
   #fillEnds() {
@@ -80,7 +80,8 @@ export class Compare {
   close() {}
 }
 
-function text(value) {
+/** A setting's value as people read it. */
+export function setting(value) {
   if (value === null || value === undefined) return "not set";
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }

@@ -3,6 +3,7 @@ import { get, runPath } from "./api.js";
 import { AGENT_COLOURS, BAND, FATES, PHASES, SECTIONS, UNKNOWN_COLOUR, linesOf, others } from "./catalogue.js";
 import { Chart } from "./chart.js";
 import { button, el, field, fill } from "./dom.js";
+import { setting } from "./compare.js";
 import { meanOfSeeds, points, smooth } from "./series.js";
 
 const AXES = { steps: "step", seconds: "seconds", trained_answers: "trained answers" };
@@ -19,9 +20,10 @@ export class Curves {
     this.zoom = { from: null, to: null, set: (from, to) => this.#setZoom(from, to) };
     this.toolbar = el("form", { class: "toolbar", "aria-label": "Curves", onsubmit: (event) => event.preventDefault() });
     this.events = el("details", { class: "events" });
+    this.differences = el("details", { class: "events", hidden: true });
     this.sections = el("div", {});
     const keys = "Drag to zoom, double-click to see all. On a chart, arrow keys read values, + and - zoom, 0 shows all.";
-    fill(host, el("h1", {}, "Curves"), this.toolbar, this.events, this.sections, el("p", { class: "note" }, keys));
+    fill(host, el("h1", {}, "Curves"), this.toolbar, this.events, this.differences, this.sections, el("p", { class: "note" }, keys));
     this.seen = new IntersectionObserver((entries) => this.#see(entries), { rootMargin: "300px" });
   }
 
@@ -31,6 +33,7 @@ export class Curves {
     this.metrics = new Map();
     await Promise.all(this.runs.map(async (run) => this.metrics.set(run.id, await this.app.metrics(run.id))));
     const groups = this.runs.length > 1 ? await get("/api/compare", { runs: this.runs.map(({ id }) => id).join(",") }) : {};
+    this.#listDifferences(groups.differences ?? []);
     this.#groups = (groups.groups ?? []).filter(({ runs }) => runs.length > 1);
     this.params();
     this.#layOut();
@@ -297,6 +300,15 @@ export class Curves {
     );
   }
 
+  /** Settings in which the chosen runs differ, beside their curves. */
+  #listDifferences(found) {
+    this.differences.hidden = !found.length;
+    const head = el("tr", {}, el("th", { scope: "col" }, "setting"), this.runs.map(({ name }, n) => el("th", { scope: "col" }, swatchOf(n), name)));
+    const rows = found.map(({ key, values }) => el("tr", {}, el("th", { scope: "row" }, key), this.runs.map(({ id }) => el("td", {}, setting(values[id])))));
+    const table = el("table", { class: "compare" }, el("thead", {}, head), el("tbody", {}, rows));
+    fill(this.differences, el("summary", {}, `${found.length} setting${found.length === 1 ? "" : "s"} differ${found.length === 1 ? "s" : ""}`), el("div", { class: "wide" }, table));
+  }
+
   #filter() {
     const find = this.how.find.trim().toLowerCase();
     for (const { place, found } of this.#cards) place.hidden = find !== "" && !found.includes(find);
@@ -331,6 +343,12 @@ export class Curves {
     cancelAnimationFrame(this.#again);
     for (const { chart } of this.#cards) chart?.close();
   }
+}
+
+function swatchOf(n) {
+  const swatch = el("i", { class: "swatch", "aria-hidden": "true" });
+  swatch.style.setProperty("--colour", colour(n));
+  return swatch;
 }
 
 const phaseOf = (name) => name.split("/").at(-1).replace(/_s$/, "");

@@ -20,8 +20,9 @@ from hacpo_lab.experiments.compare import (
 from hacpo_lab.experiments.evidence import as_table, evidence_of
 from hacpo_lab.experiments.grid import Cell
 from hacpo_lab.experiments.page import write_evidence
-from hacpo_lab.experiments.result import Diagnosis
+from hacpo_lab.experiments.result import Diagnosis, write_result
 from hacpo_lab.experiments.table import to_markdown
+from hacpo_mega.watch.runs import studies_in
 
 
 def test_mean_and_sample_deviation_by_hand():
@@ -203,6 +204,25 @@ def test_an_unfinished_grid_shows_what_it_has(tmp_path):
     files = write_evidence(grid, some)
     assert {file.name for file in files} >= {"evidence.json", "evidence.md", "report.html", "skills-steps.png"}
     assert not [file for file in files if "trained" in file.name], "nobody counted trained answers"
+
+
+def test_the_page_of_watch_reads_the_evidence(tmp_path):
+    """The work folder has its reference and its numbers; the results alone have the same, compared with that method."""
+    grid, results = finished(tmp_path)
+    write_evidence(grid, results)
+    for result in results.values():
+        write_result(tmp_path / "few", result)
+    (of_work,) = studies_in(grid.work_dir)
+    (of_results,) = studies_in(tmp_path / "few")
+    assert of_work.shown()["reference"] == "alone"
+    tables, of_few = (
+        {table["title"]: sorted(table["rows"]) for table in study.shown("alone")["tables"]}
+        for study in (of_work, of_results)
+    )
+    assert tables == of_few
+    shared = next(row for row in tables["skills: difference to alone"] if row[0] == "shared")
+    assert shared == ["shared", "+0.100 [+0.100, +0.100] 3/3", "+0.000 [+0.000, +0.000] 0/3", *shared[3:]]
+    assert ["cut", "0.0004", "0.500 ± 0.000", "0.800 ± 0.000", "0.650 ± 0.000", "2"] in tables["skills: accuracy"]
 
 
 def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_path):

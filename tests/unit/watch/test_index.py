@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 from watched_run import AGENTS, WatchedRun
 from written_run import write_run
 
@@ -302,6 +303,7 @@ def test_bad_selections_are_one_line(run: WatchedRun, selection: dict[str, Any],
 
 
 @pytest.mark.nightly
+@pytest.mark.nightly
 def test_a_regular_expression_that_never_ends_is_stopped(run: WatchedRun) -> None:
     run.add_answers(9, [f"{'a' * 200}!"] * 40)
     began = time.monotonic()
@@ -323,3 +325,71 @@ def test_verdicts_are_explained_by_graders_of_the_project_alone(run: WatchedRun,
         for reward in ({"kind": f"{tmp_path / 'own.py'}:grade"}, {"kind": "no such"}, "nonsense", {"kind": "program"}):
             assert one_answer(found.index, "3.0.0.qwen.1", judges, reward)["rule"] is None
     assert not (tmp_path / "was_run").exists()
+
+
+@pytest.fixture
+def two_lanes(tmp_path: Path) -> Watched:
+    """Two agents on two lanes: ranks 0 and 1 are qwen's, 2 and 3 llama's."""
+    folder = WatchedRun(tmp_path / "run").folder
+    (folder / "config.toml").write_text("lanes = 2\n" + (ROOT / "configs/quickstart.toml").read_text())
+    (folder / "ranks").mkdir()
+    return Watched(folder, None, print)
+
+
+def tell(two_lanes: Watched, rank: int, seconds_ago: float = 0.0, **fields: Any) -> None:
+    content = {"time_unix_s": time.time() - seconds_ago, "host": "n1", "phase": "exchange", "when": "of step 3"}
+    content |= {"phase_s": 4.0, "num_done": 0, "num_before": None, "waits_for": None, "waited_s": 0.0}
+    (two_lanes.folder / "ranks" / f"rank_{rank}.json").write_text(json.dumps(content | fields))
+
+
+def test_ranks_wait_for_those_that_work(two_lanes: Watched) -> None:
+    for rank in (0, 1):
+        tell(two_lanes, rank, waits_for="what ranks [0, 2] of lane 0 gather", waited_s=3.5)
+    tell(two_lanes, 2, seconds_ago=42.0, phase="learn", num_done=6, num_before=8)
+    tell(two_lanes, 3, phase="learn", num_done=30, num_before=8)
+    found = job(two_lanes)
+    ranks = found["ranks"]
+    assert [(rank["agent"], rank["lane"], rank["phase"], rank["node"]) for rank in ranks] == [
+        *(("qwen", 0, "exchange", "n1"), ("qwen", 1, "exchange", "n1")),
+        *(("llama", 0, "learn", "n1"), ("llama", 1, "learn", "n1")),
+    ]
+    assert found["waited_for"] == [2, 3]
+    assert [rank["progress"] for rank in ranks] == [None, None, 0.75, 1.0]
+    assert [rank["silent"] for rank in ranks] == [False, False, True, False] and 42.0 <= ranks[2]["seen_s_ago"] < 60.0
+    for rank in (2, 3):
+        tell(two_lanes, rank, waits_for="a barrier of all ranks")
+    assert job(two_lanes)["waited_for"] == []
+
+
+def test_what_is_no_file_of_a_rank_is_left_out(two_lanes: Watched, tmp_path: Path) -> None:
+    tell(two_lanes, 0)
+    outside = two_lanes.folder / "ranks" / "rank_0.json"
+    outside.rename(tmp_path / "secret.json")
+    outside.symlink_to(tmp_path / "secret.json")
+    for rank, content in ((1, '{"phase": '), (2, "[]"), (3, '{"phase": 1}')):
+        (two_lanes.folder / "ranks" / f"rank_{rank}.json").write_text(content)
+    tell(two_lanes, 77)
+    found = job(two_lanes)
+    assert [rank["phase"] for rank in found["ranks"]] == [None] * 4 and found["waited_for"] == []
+
+
+@pytest.mark.nightly
+def test_metrics_and_newest_answers_are_there_before_the_index_is_complete(tmp_path: Path) -> None:
+    run = WatchedRun(tmp_path / "run", num_steps=200)
+    for step in range(1, 201):
+        run.add_metrics(step)
+        run.add_answers(step, ["it is 4"])
+    found = Watched(run.folder, None, print)
+    assert found.index.extend(0.0)
+    (told,) = run_list([found])
+    share = re.fullmatch(r"indexing: (\d+) % of the metrics, 0 % of the answers", told["note"])
+    steps = told["last_step"]
+    assert 0 < steps < 200 and abs(int(share[1]) - steps / 2) <= 1.0
+    shown = page_of_answers(found.index, {}, "-step", 0)
+    assert ([row["step"] for row in shown["rows"]], shown["note"]) == (
+        [200],
+        "199 files of answers are still to be read; the newest are here",
+    )
+    extend(found)
+    (told,) = run_list([found])
+    assert (told["last_step"], told["note"], total(found)) == (200, None, 200)

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 from repository import ROOT
 
+from hacpo_mega.models.files.visible import visible
 from hacpo_mega.report.catalogue import catalogue
 
 PAGE = ROOT / "hacpo_mega" / "watch" / "page"
@@ -62,6 +63,28 @@ def test_the_page_makes_no_tag_from_text_and_loads_nothing_from_elsewhere():
     for path in OURS:
         named |= set(re.findall(r'from "\./([^"]+)"', path.read_text(encoding="utf-8")))
     assert named and named == {path.name for path in PAGE.iterdir()} - {"index.html", "uplot.LICENSE.txt"}
+
+
+# Two own turns of two and three tokens, a tool between them whose reading takes two; ends of turns are not trained.
+TALK = {
+    **{"key": "talk", "step": 3, "lane": 0, "agent": "qwen", "rollout": 0, "prompt_id": "p", "skill": "", "gold": "4"},
+    **{"prompt": "2+2=", "prompt_seen": None, "text": "so 4", "reward": 1.0, "verdict": "correct", "stop": "eos"},
+    **{
+        "num_tokens": 7,
+        "advantage": {"qwen": 1.0},
+        "ratio": {"qwen": 1.1},
+        "others": [],
+        "extracted": "4",
+        "rule": None,
+    },
+    "turns": [
+        {"role": "assistant", "content": "2+2?", "text": "2+2?", "num_tokens": 2, "stop": "eos"},
+        {"role": "tool", "name": "sum", "content": "[4]", "text": "[4]", "num_tokens": 2},
+        {"role": "assistant", "content": "so 4", "text": "so 4", "num_tokens": 3, "stop": "eos"},
+    ],
+    **{"tokens": ["2+2?", "<end>", "[4]", "<open>", "so ", "4", "<end>"], "trained_places": [0, 4, 5]},
+    **{"token_ratio": [2.0, 1.0, 0.5], "token_logprob": [-0.1, -4.0, -0.4]},
+}
 
 
 class Routes:
@@ -145,13 +168,17 @@ class Routes:
                 return {"verdicts": [verdict], "fates": [{"learner": "llama", "source": "qwen", **fates}]}
             case ["runs", _, "job"]:
                 rank = {"rank": 0, "agent": HOSTILE[0], "lane": 0, "cell": 0, "node": HOSTILE[1], "phase": HOSTILE[2]}
-                return {
-                    "state": HOSTILE[3],
-                    "step": 3,
-                    "num_steps": 40,
-                    "ranks": [rank],
-                    "trouble": [{"text": HOSTILE[0]}],
+                rank |= {"when": HOSTILE[1], "phase_s": 4.0, "num_done": 3, "num_before": 4, "progress": 0.75}
+                waits = rank | {
+                    "rank": 1,
+                    "phase": "exchange",
+                    "waits_for": HOSTILE[0],
+                    "waited_s": 65.0,
+                    "num_done": 0,
                 }
+                silent = rank | {"rank": 2, "silent": True, "seen_s_ago": 90.0}
+                told = {"state": "running", "step": 3, "num_steps": 40, "trouble": [{"text": HOSTILE[0]}]}
+                return told | {"ranks": [rank, waits, silent], "waited_for": [0, 2]}
             case ["runs", _, "answers"]:
                 wanted = json.loads(query["filter"])
                 rows = [row for row in self.answers().values() if wanted.get("agent") in (None, row["agent"])]
@@ -164,8 +191,34 @@ class Routes:
                     "choices": choices,
                     "note": HOSTILE[0],
                 }
+            case ["runs", _, "answers", "talk"]:
+                return TALK
             case ["runs", _, "answers", key]:
                 return self.answers().get(key)
+            case ["studies"]:
+                kinds = ("experiment", "bench", "eval")
+                return [{"id": f"s{n}", "kind": kind, "name": HOSTILE[n], "path": HOSTILE[n], "note": HOSTILE[2]}
+                        for n, kind in enumerate(kinds)]  # fmt: skip
+            case ["studies", "s0"]:
+                line = {"x": {"steps": [0, 10]}, "y": [0.25, 0.5 + (query.get("reference") == "b")]}
+                lines = [line | {"label": f"{name}, 2 seeds", "low": [0.2, 0.4], "high": [0.3, 0.6]} for name in "ab"]
+                charts = [{"title": HOSTILE[0], "note": HOSTILE[1], "lines": lines}]
+                cells = [[HOSTILE[0], HOSTILE[1]]]
+                tables = [{"title": HOSTILE[0], "head": [HOSTILE[1], HOSTILE[0]], "rows": cells, "notes": [HOSTILE[2]]}]
+                about = {"facts": {HOSTILE[0]: HOSTILE[1]}, "notes": [HOSTILE[2]], "methods": ["a", "b"]}
+                return about | {"reference": query.get("reference", "a"), "charts": charts, "tables": tables}
+            case ["studies", "s2"]:
+                return {"facts": {}, "benchmarks": [HOSTILE[0]], "tables": []}
+            case ["studies", "s2", "answers"]:
+                row = {"id": HOSTILE[0], "rollout": 0, "gold": HOSTILE[1], "vote": HOSTILE[2], "stop": HOSTILE[3]}
+                row |= {"prompt_seen": HOSTILE[4], "text": HOSTILE[5], "verdict": HOSTILE[0], "reward": 0.0}
+                rows = [row | {"num_tokens": 3}] * (1 if query.get("text") else 2)
+                return {"total": len(rows), "page": 0, "per_page": 20, "rows": rows, "verdicts": HOSTILE}
+            case ["studies", "s1"]:
+                parts = [["learn", 1.0, "#112233"], [HOSTILE[0], 0.5, HOSTILE[1]]]
+                rows = [{"label": HOSTILE[2], "whole": whole, "parts": parts} for whole in (2.0, 4.0)]
+                bars = [{"title": HOSTILE[0], "note": HOSTILE[1], "unit": "s", "rows": rows}]
+                return {"facts": {}, "bars": bars, "tables": []}
         return None
 
     def serve(self, route: Any) -> None:
@@ -282,6 +335,9 @@ def test_runs_lie_over_each_other_and_seeds_become_a_mean(browser):
         reward = chart(page, "Reward while training")
         reward.get_by_text("last: step 40").wait_for()
         assert reward.locator(".legend button").count() == 4
+        page.get_by_text("1 setting differs").click()
+        (cells,) = [row.locator("td").all_inner_texts() for row in page.locator("details .compare tbody tr").all()]
+        assert cells == [HOSTILE[1], "2"]
         page.get_by_label("seeds").select_option("mean")
         legend = reward.locator(".legend")
         legend.get_by_text("mean of 2 seeds").first.wait_for()
@@ -293,7 +349,8 @@ def test_runs_lie_over_each_other_and_seeds_become_a_mean(browser):
         visit.require_dead()
 
 
-@pytest.mark.parametrize("width", [400, pytest.param(1600, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [400, 1600])
 def test_answers_are_found_and_hostile_text_stays_text(browser, width):
     with Visit(browser, width) as visit:
         page = visit.open("#/answers?runs=r1")
@@ -310,12 +367,74 @@ def test_answers_are_found_and_hostile_text_stays_text(browser, width):
             assert page.locator(".answer.chosen .strip span.down5").inner_text() == " "
             page.locator(".answer.chosen").get_by_text("numbers of each token").click()
             visit.require_dead()
-        for view in ("job", "curves", "compare?runs=r0,r1"):
+        for view in ("job", "curves", "results", "results?study=s1", "compare?runs=r0,r1"):
             page.goto(f"{HOST}/#/{view}")
             page.locator("main h2").first.wait_for()
             page.wait_for_timeout(300)
             visit.require_dead()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+
+def test_the_map_of_ranks_says_who_waits_for_whom(browser):
+    with Visit(browser) as visit:
+        page = visit.open("#/job")
+        page.locator(".cell li").first.wait_for()
+        said = page.locator(".waiting").inner_text()
+        assert said.startswith("1 of 3 ranks wait for others. At work: rank 0 (") and "rank 2 (" in said
+        works, waits, silent = page.locator(".cell li").all_inner_texts()
+        assert "4 s" in works and "3 of about 4" in works and "waits" not in works
+        assert f"waits 1 min 5 s for {visible(HOSTILE[0])}" in waits and "stale since 1 min 30 s" in silent
+        assert page.locator(".cell progress").first.get_attribute("value") == "0.75"
+        visit.require_dead()
+
+
+def test_results_are_compared_with_a_method_of_the_readers(browser):
+    with Visit(browser) as visit:
+        page = visit.open("#/results")
+        shown = page.locator(".chart .legend")
+        shown.get_by_text("b, 2 seeds").wait_for()
+        assert "0.500 0.400 to 0.600" in shown.inner_text() and page.locator("table.results td").count() == 1
+        page.get_by_label("compare with").select_option("b")
+        shown.get_by_text("1.500").first.wait_for()
+        page.get_by_label("methods with").fill("b,")
+        page.get_by_label("methods with").press("Enter")
+        page.wait_for_url(re.compile("methods="))
+        shown.locator("button").nth(1).wait_for(state="detached")
+        page.get_by_label("folder").select_option("s2")
+        page.locator(".answer").nth(1).wait_for()
+        assert page.locator(".answer pre").first.inner_text() == HOSTILE[5]
+        visit.require_dead()
+        page.get_by_label("text", exact=True).fill("x")
+        page.locator(".answer").nth(1).wait_for(state="detached")
+        page.get_by_label("folder").select_option("s1")
+        page.locator(".bar").nth(1).wait_for()
+        wide = [page.locator(".bar").nth(n).bounding_box()["width"] for n in range(2)]
+        parts = [page.locator(".bar").nth(1).locator("i").nth(n).bounding_box()["width"] for n in range(2)]
+        assert math.isclose(wide[0] * 2, wide[1], rel_tol=0.01) and math.isclose(parts[0], wide[1] / 4, rel_tol=0.02)
+        assert math.isclose(parts[1], wide[1] / 8, rel_tol=0.02)
+        visit.require_dead()
+
+
+def test_own_turns_of_a_conversation_are_coloured_by_token(browser):
+    with Visit(browser) as visit:
+        page = visit.open("#/answers?runs=r1&key=talk")
+        page.locator(".answer.chosen .strip").first.wait_for()
+
+        def shades() -> list[tuple[str, str]]:
+            spans = page.locator(".answer.chosen .message .strip span")
+            return [(span.inner_text(), span.get_attribute("class")) for span in spans.all()]
+
+        said = ["2+2?", "<end>", "so ", "4", "<end>"]
+        assert shades() == [*zip(said, ["up5", "none", "same", "down5", "none"], strict=True)]
+        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["[4]"]
+        page.get_by_label("colour tokens by").select_option("logprob")
+        assert shades() == [*zip(said, ["down1", "none", "down5", "down1", "none"], strict=True)]
+        page.get_by_label("colour tokens by").select_option("advantage")
+        assert shades() == [*zip(said, ["up3", "none", "up3", "up3", "none"], strict=True)]
+        page.locator(".answer.chosen").get_by_text("numbers of each token").click()
+        assert page.locator(".answer.chosen tbody tr").nth(4).inner_text().split() == ['"so', '"', "-4", "1"]
+        page.get_by_label("colour tokens by").select_option("none")
+        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["2+2?", "[4]", "so 4"]
 
 
 def test_arithmetic_of_series(browser):
