@@ -27,6 +27,8 @@ from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict
 from hacpo_mega.data.datasets import read_dataset
 
+pytestmark = pytest.mark.nightly
+
 REAL = SHARED / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real mathematics files are not in {REAL}")
 GSM8K_SOLUTIONS = REAL / "gsm8k/example_model_solutions.jsonl"
@@ -73,7 +75,6 @@ def test_labelled_pairs_of_eleven_projects():
 
 
 @labelled_pairs
-@pytest.mark.nightly
 def test_every_source_is_judged_no_worse_than_by_math_verify_alone():
     cases = labelled_cases(REAL)
     ours, alone = labelled(anywhere, cases), labelled(plain_math_verify, cases)
@@ -92,7 +93,6 @@ def test_labels_hold_under_the_options_they_were_given_with():
 
 
 @real
-@pytest.mark.nightly
 def test_rewritten_golds():
     """A fixed sample of golds: no changed digit is accepted, and no other spelling is refused."""
     changed, same_answer = mutated(boxed, golds_of(REAL, 50))
@@ -108,7 +108,6 @@ def test_labelled_answers_of_gsm8k():
     assert tally.examples == []
 
 
-@pytest.mark.nightly
 def test_generated_hostile_answers_run_no_code_and_are_judged_repeatably():
     first, second = hostile_run(50, seed=1), hostile_run(50, seed=1)
     assert first.verdicts == second.verdicts
@@ -117,7 +116,6 @@ def test_generated_hostile_answers_run_no_code_and_are_judged_repeatably():
     assert first.peak_bytes < 2 << 30
 
 
-@pytest.mark.nightly
 @real
 def test_golds_are_correct_against_themselves_and_solutions_against_golds():
     names = (
@@ -137,7 +135,6 @@ def test_golds_are_correct_against_themselves_and_solutions_against_golds():
 
 
 @real
-@pytest.mark.nightly
 def test_model_answers_get_the_label_of_their_own_project():
     """800 real answers of a model, graded from their whole text; 99 % must get the label that Qwen's grader gave."""
     cases = [json.loads(line) for line in (REAL / "model_outputs/qwen_math_cot_100.jsonl").open()]
@@ -152,7 +149,6 @@ def test_model_answers_get_the_label_of_their_own_project():
     assert sum((v == Verdict.CORRECT) == label for v, label in zip(verdicts, labels)) >= 0.99 * 800
 
 
-@pytest.mark.nightly
 def test_hostile_answers_end_in_time_with_right_verdicts_and_no_leftovers():
     cases = hostile_answers()
     assert len(cases) >= 200

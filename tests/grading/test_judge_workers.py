@@ -17,6 +17,8 @@ from hacpo_grading.judgement import Stop, Verdict
 from hacpo_grading.workers import guarded_workers
 from hacpo_grading.workers.worker_process import SHOWN_BYTES
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def new_workers():
@@ -80,7 +82,6 @@ def test_a_grader_that_always_fails_is_given_up_after_a_few_answers(function, er
         assert judge.counts.num_workers_replaced == (8 if function == "ends" else 0)
 
 
-@pytest.mark.nightly
 def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
     """The second half of the limit is gone when "memory for good" comes again; a new worker has it all."""
     with Judge(CASES, memory_bytes=3 << 30) as judge:
@@ -90,7 +91,6 @@ def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
         assert [j.verdict.name for j in found] == ["CORRECT", "CORRECT"]
 
 
-@pytest.mark.nightly
 def test_a_busy_machine_changes_no_verdict():
     """Loops on every processor leave a worker a small share of the wall time; its CPU time is its own."""
     num_loops = 2 * len(os.sched_getaffinity(0))
@@ -116,7 +116,6 @@ def test_a_grader_that_sleeps_over_an_answer_is_named_and_loses_it_alone(capfd):
     assert capfd.readouterr().err.count("hangs: it slept 0.4 s (reward.timeout_s x 2) over 1 of the 3 answers") == 1
 
 
-@pytest.mark.nightly
 def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
     with Judge(f"{FILE}:hangs", timeout_s=0.2) as judge:
         found = judge.judge(questions([""] * 50, ["1"] * 50, [str(i) for i in range(50)], [Stop.EOS] * 50))
@@ -131,7 +130,6 @@ def test_a_grader_that_always_sleeps_is_given_up_after_three_answers(capfd):
     assert capfd.readouterr().err.count("hangs: it slept") == 1
 
 
-@pytest.mark.nightly
 def test_a_grader_that_waits_for_its_child_to_work_does_not_sleep():
     with Judge(f"{FILE}:works_in_a_child", timeout_s=0.4) as judge:
         assert verdicts(judge, ["1"]) == ["CORRECT"]
@@ -208,7 +206,6 @@ def test_a_start_that_takes_its_time_is_spoken_of_and_passes(tmp_path, monkeypat
     assert said.count("loaded\n") >= 2 and "cannot reply" not in said
 
 
-@pytest.mark.nightly
 def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
     file = tmp_path / "grader.py"
     file.write_text("import os\ndef reward(p, a, g):\n    return 1.0 if a == 'fine' else os._exit(1)\n")
@@ -244,7 +241,6 @@ def test_answers_are_judged_at_the_same_time():
         assert judge.counts.wall_s < 40 * 0.05  # one after another cannot be faster than this
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("doing", ["idle", "hang", "hang in C"])
 def test_workers_do_not_outlive_a_killed_parent(doing):
     code = (

@@ -16,6 +16,8 @@ from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop
 from hacpo_grading.workers.system_calls import filter_program
 
+pytestmark = pytest.mark.nightly
+
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 GOLD = json.dumps(
     [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "-1 1", "stdout": "0"}, {"stdin": "5 5", "stdout": "10"}]

@@ -11,6 +11,8 @@ from universal_answers import GOLD_FILES, GOLDS, golds_that_take, out_of_time, u
 from hacpo_grading.graders.math_grader import anywhere, boxed
 from hacpo_mega.data.datasets import read_dataset
 
+pytestmark = pytest.mark.nightly
+
 UNIVERSAL = (r"1e308^{\infty}", r"1.5e9^{\infty}", r"2\cdot308^{\infty}")
 
 
@@ -33,7 +35,6 @@ def test_what_has_no_value_is_right_for_nothing(number):
         assert not golds_that_take(answer, GOLDS[:6]), answer
 
 
-@pytest.mark.nightly
 def test_no_gold_of_the_public_sets_takes_it():
     if not (SHARED / "data").is_dir():
         pytest.skip(f"no public data in {SHARED / 'data'}")

@@ -9,6 +9,8 @@ from job import play_command, run_script, start_ranks
 from hacpo_mega.commands.warm_start import create_model
 from hacpo_mega.config import InitConfig
 
+pytestmark = pytest.mark.nightly
+
 CONFIG = """
 run_dir = "{folder}/run"
 num_steps = 1
@@ -55,7 +57,6 @@ def by_name(findings: list[dict]) -> dict[str, dict]:
     return {finding["what"]: finding for finding in findings}
 
 
-@pytest.mark.nightly
 def test_a_healthy_project_passes(reports):
     for rank, agent in enumerate(("tied", "tied", "untied")):
         findings = by_name(reports[rank]["healthy"])
@@ -70,7 +71,6 @@ def test_a_healthy_project_passes(reports):
         assert findings["moved by one update"]["largest"] > 0.1
 
 
-@pytest.mark.nightly
 def test_a_stale_copy_is_found(reports):
     """Only the tied model has it: first from the random start, and after the update from before it."""
     for rank in (0, 1):

@@ -33,6 +33,8 @@ from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.config.tables.choices import SKILLS
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 
+pytestmark = pytest.mark.nightly
+
 CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROUPS.items() for case in cases]
 
 
@@ -186,7 +188,6 @@ def test_a_folder_that_may_not_be_written(here, tmp_path, monkeypatch, capsys):
 ODD_VALUES = ("true", "-1", "inf", "'x'", "''", "[]", "{}", "[1, 'x', nan]", "[[]]", str(10**30))
 
 
-@pytest.mark.nightly
 def test_no_value_of_any_key_is_more_than_a_line(here):
     """Whatever is written behind a key, load_config returns or raises ValueError, one short line per problem."""
     keys = [field.key.replace("agents.", "agents.a.").replace("NAME", "add") for field in describe_fields()]
@@ -384,7 +385,7 @@ REFUSED = dict.fromkeys([*ADVISED, *OF_FILES, *(case.values[0].set for case in C
 
 @pytest.mark.parametrize(
     "overrides",
-    [pytest.param(given, marks=[pytest.mark.nightly][: given not in ADVISED]) for given in REFUSED],
+    REFUSED,
     ids=lambda given: " ".join(given)[:60],
 )
 def test_advice_helps(overrides, here):

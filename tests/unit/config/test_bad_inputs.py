@@ -39,6 +39,8 @@ from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts
 
+pytestmark = pytest.mark.nightly
+
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
 SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")
 # What is wrong without being far outside.
@@ -136,13 +138,11 @@ def test_there_are_450_of_them(sound):
     assert sum(counts) >= 450
 
 
-@pytest.mark.nightly
 def test_no_key_takes_what_nobody_means(sound, monkeypatch, capsys):
     for key, value in bad_values():
         assert key.rpartition(".")[2] in complaint(monkeypatch, capsys, sound, f"{key}={value}"), (key, value)
 
 
-@pytest.mark.nightly
 def test_a_model_folder_that_says_nonsense_is_named(sound, model, monkeypatch, capsys):
     for name, text in bad_documents(model):
         before = (model / name).read_bytes()
@@ -215,7 +215,6 @@ def test_a_line_without_an_end_is_not_read(tmp_path):
     assert "bomb.jsonl.gz:1: has more than 16,777,216 bytes" in str(problem)
 
 
-@pytest.mark.nightly
 def test_a_small_file_cannot_fill_the_memory(tmp_path):
     """Packed lines, packed documents, archives, and a Parquet file whose rows are all one large cell: a line each."""
     row, many = json.dumps({"prompt": " " * 2**20 + "1", "answer": "1"}).encode() + b"\n", 66

@@ -37,6 +37,8 @@ from hacpo_mega.logbook.run.provenance import read_starts
 from hacpo_mega.megatron.checkpoint.stored_state import WEIGHT, Part, stored_name, write_parts
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
+pytestmark = pytest.mark.nightly
+
 READERS = {
     "starts.jsonl": read_starts,
     "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
@@ -45,7 +47,6 @@ READERS = {
 }
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_and_a_device_are_not_read(name, tmp_path):
     """A pipe would be waited for, and /dev/zero fills the memory: these tests would not end."""
@@ -171,7 +172,7 @@ def link(kind: str, place: Path, target: Path) -> None:
 FEW = ("agents", "base/LICENSE", f"{STEP}/a", "starts.jsonl")
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("few", [True, False])
 def test_no_command_follows_a_link_out_of_a_run(few: bool, stranger: Path, tmp_path: Path) -> None:
     """Every file and folder in turn: a link to what it was, which would do, and to a secret."""
     names = FEW if few else sorted(str(path.relative_to(stranger)) for path in stranger.rglob("*"))

@@ -21,6 +21,8 @@ from tiny_models import SCALED_ROPE, make_model
 from hacpo_mega.megatron.model.te_layers import chosen_transformer
 from hacpo_mega.memory.actor_bytes import actor_memory
 
+pytestmark = pytest.mark.nightly
+
 # family and what makes it different: a bias of query, key and value; norms of query and key; a bias of the output;
 # experts; queries that grow with their position
 MODELS = {"qwen2": {"tied": True}, "qwen3": {"tied": False}, "llama": {"tied": True, "attention_bias": True},

@@ -25,6 +25,8 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.models.files import hub
 from hacpo_mega.models.files.hub import HubModel, model_folder, model_name, not_cached
 
+pytestmark = pytest.mark.nightly
+
 OLD, NEW = "a" * 40, "b" * 40
 
 
