@@ -5,7 +5,8 @@ own    L = - min( s A, clip(s, 1 - eps_low, 1 + eps_high) A )
 cross  L = - c sg[c]^alpha (omega A),  c = clip(s, low(m), 1),  low(m) = min(1, 1 - delta + m delta_step)
 c^alpha is the exponential importance weight, low(m) the stepwise clip at the m-th update of a step.
 
-The other methods share the objective of own answers, except grpo with one ratio per token (`token_objective`):
+The other methods share the objective of own answers, except grpo with one ratio per token (`token_objective`), and sgt
+and f_tis with `ratio_level = "token"` (methods.py):
 gspo, gspo_x2   nothing else                                                  naive   L = own, for others' answers too
 f_tis           L = - sg[min(s, C)] A log-prob, 0 where A < 0 and log s < -g  sgt     L = - A mean_logprob_learner
 

@@ -9,6 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import pytest
 from repository import ROOT
 
+pytestmark = pytest.mark.nightly
 PAGE = (ROOT / "docs" / "measurements" / "theory.md").read_text(encoding="utf-8")
 G = 8
 CHANCES = [[1 / (1 + math.exp(d - a)) for a in (-1.0, 0.7)] for d in (-2.0, 0.0, 2.0)]  # of weak and strong
