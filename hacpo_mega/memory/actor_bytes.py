@@ -285,15 +285,17 @@ def _attention(plan: ActorPlan) -> int:
 
 def _latent_attention(plan: ActorPlan) -> int:
     """The same of attention with latents: both before and after their norms; queries, keys, and values as long; the
-    output as long, and as the projection reads it."""
+    output as long and, but with cp, which makes it again, as the projection reads it."""
     a, tokens, number, latent = plan.architecture, plan.own_tokens, plan.device.number, plan.architecture.latent
     assert latent is not None, a.family
     heads, own = a.num_heads // plan.layout.tp, tokens // plan.layout.tp
     latents = own * number * (2 * latent.query_rank + latent.cached + latent.rank)
     latents += own * FLOAT32 * (1 + (latent.query_rank > 0))
     rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
-    kept = 4 * heads * tokens * a.head_dim * number + rows * (heads // plan.layout.cp) * FLOAT32
-    return latents + kept + heads * tokens * latent.value_dim * number
+    # Without flash attention padded copies of all but values, too.
+    copies = 4 if plan.device.flash_attention else 7
+    of_heads = copies * a.head_dim + (latent.value_dim if plan.layout.cp == 1 else 0)
+    return latents + heads * tokens * of_heads * number + rows * (heads // plan.layout.cp) * FLOAT32
 
 
 # Of the rule of delta nets in chunks (megatron/model/delta_net.py): the tokens of one.

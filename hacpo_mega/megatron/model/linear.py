@@ -1,4 +1,4 @@
-"""hacpo_kernels in Megatron's layers: products of linear ones, the embedding's gradient, and the
+"""Parts of Megatron's layers that hacpo_kernels computes: products of linear ones, the embedding's gradient, and the
 activation of a feed-forward. Everything else of the layers stays Megatron's.
 
 A matrix's gradient is added to the update's sum where it is computed, instead of being made first and added later.

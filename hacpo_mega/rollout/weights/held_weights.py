@@ -182,6 +182,9 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
             above += whole
         return cuts
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
+        if module.input_size_per_partition == module.input_size:  # cut by its outputs, or not at all
+            rows = module.output_size_per_partition
+            return [Cut(0, module.tp_rank * rows, rows)]
         return [Cut(1, module.tp_rank * module.input_size_per_partition, module.input_size_per_partition)]
     # A layer that every rank has whole may hold its parameter packed, without rows.
     return [Cut(0, 0, getattr(module, "output_size", len(parameter)))]
