@@ -33,6 +33,9 @@ from hacpo_mega.models.families.architecture import Architecture
 # torch 2.11 has no such argument and accepts grouped heads; later versions need it.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
+# Largest heads of both flash kernels.
+MOST_OF_FLASH = 256
+
 
 # ---- norms: under sequence parallelism, over all heads, after a block, scaled by 1 + w
 
@@ -150,7 +153,8 @@ class AddNormed(torch.nn.Module):
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.scale: torch.nn.Parameter | None = None
         if scales:
-            self.scale = torch.nn.Parameter(torch.ones_like(self.norm.weight[:1]), requires_grad=False)
+            one = torch.ones(1, device=torch.cuda.current_device(), dtype=config.params_dtype)
+            self.scale = torch.nn.Parameter(one, requires_grad=False)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""
@@ -173,8 +177,8 @@ class AddNormed(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
 
-    CUDA in half precision: one variable-length flash kernel, flash-attention 3's or torch's. Elsewhere:
-    scaled_dot_product_attention over sequences of similar length. Both take the same path with and without gradients,
+    CUDA in half precision, heads of up to 256: one variable-length flash kernel, flash-attention 3's or torch's.
+    Elsewhere: scaled_dot_product_attention over sequences of similar length. Both take the same path with and without
     so a score and the training forward agree to the last bit. With context parallelism they get all tokens for this
     rank's share of the heads (context_parallel.py).
     """
@@ -214,7 +218,8 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention output of this rank's tokens [t, N, D]."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
-        flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
+        half = query_tND.dtype in (torch.bfloat16, torch.float16)
+        flash = query_tND.is_cuda and half and query_tND.shape[-1] <= MOST_OF_FLASH
         attend = _attend_flash if flash else _attend_in_groups
         whole = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         sinks_N = None if self.sinks is None else self.sinks.chunk(self.cp.size())[self.cp.rank()]
