@@ -23,6 +23,8 @@ from hacpo_mega.models.sharding.segments import padded_vocab_size
 
 Recompute = Literal["none", "mlp", "full"]
 FLOAT32 = 4
+# Largest heads of flash attention (megatron/model/layers.py).
+MOST_OF_FLASH = 256
 
 
 @dataclass(frozen=True)
@@ -251,19 +253,20 @@ def _attention(plan: ActorPlan) -> int:
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
         return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
     own = a.heads_in(0)
+    flash = plan.device.flash_attention and own.size <= MOST_OF_FLASH
     q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
     head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
-    rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
+    rows = _statistics_rows(plan.num_tokens) if flash else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
     kept = (q + 2 * met + q) * head + rows * (q // cp) * FLOAT32
-    if not plan.device.flash_attention:
+    if not flash:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
     # A gate, its sigmoid, and the output that it has been applied to.
     kept += 3 * q * head if a.gated else 0
     kept += tokens * k * FLOAT32 if a.traits.value_norm else 0
-    if cp > 1 and not plan.device.flash_attention:
+    if cp > 1 and not flash:
         # Values beside their padded copy.
         kept += met * head
     if a.qk_norm and a.traits.offset_norms and plan.device.mixed:
@@ -272,7 +275,7 @@ def _attention(plan: ActorPlan) -> int:
     if a.traits.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
-    if a.qk_norm or not (plan.device.flash_attention or cp > 1):
+    if a.qk_norm or not (flash or cp > 1):
         # A view of keys or values keeps all of the fused projection, of a group whose ranks share it all queries.
         kept += (q * max(1, tp // own.kv_heads) + (1 + own.has_values) * k) * head
     if a.qk_norm:

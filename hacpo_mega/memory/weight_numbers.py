@@ -26,7 +26,7 @@ def _numbers(architecture: Architecture, layout: Layout, stage: int) -> tuple[in
     dense = experts = 0
     is_beside = True  # parameters outside layers are counted once
     for model, count in architecture.kinds(layers).items():  # one of a kind is counted, as if each stage had one
-        model = replace(model, delta_layers=model.delta_layers * layout.pp)
+        model = replace(model, delta_layers=model.delta_layers * layout.pp, windows=model.windows * layout.pp)
         for slot in stage_slots(model, (1,) * layout.pp, stage):
             is_of_layer = slot.parameter.startswith("decoder.layers.")
             size = math.prod(shard_shape(slot, model, tp=layout.tp, ep=layout.ep))

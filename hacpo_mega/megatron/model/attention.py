@@ -34,14 +34,16 @@ from hacpo_mega.models.families.latent import EPSILON
 
 # torch 2.11 has no such argument and accepts grouped heads; later versions need it.
 GROUPED_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# Largest heads of both flash kernels.
+MOST_OF_FLASH = 256
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
 
-    CUDA in half precision: one variable-length flash kernel, flash-attention 3's or torch's. Elsewhere:
-    scaled_dot_product_attention over sequences of similar length. Both take the same path with and without gradients,
-    so a score and the training forward agree to the last bit. With context parallelism they get all tokens for this
+    CUDA in half precision, heads of up to 256: one variable-length flash kernel, flash-attention 3's or torch's.
+    Elsewhere: scaled_dot_product_attention over sequences of similar length. Both take the same path with and without
+    gradients, so a score and the training forward agree to the last bit. With context parallelism they get all tokens for this
     rank's share of the heads (context_parallel.py).
     """
 
@@ -80,7 +82,8 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention output of this rank's tokens [t, N, D]; values may be shorter than keys, and so is it."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
-        flash = query_tND.is_cuda and query_tND.dtype in (torch.bfloat16, torch.float16)
+        half = query_tND.dtype in (torch.bfloat16, torch.float16)
+        flash = query_tND.is_cuda and half and query_tND.shape[-1] <= MOST_OF_FLASH
         attend = _attend_flash if flash else _attend_in_groups
         query, key, value = whole_sequences(query_tND, key_tKD, value_tKD, self.cp)
         sinks_N = None if self.sinks is None else self.sinks.chunk(self.cp.size())[self.cp.rank()]

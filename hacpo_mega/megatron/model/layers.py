@@ -134,7 +134,8 @@ class AddNormed(torch.nn.Module):
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.scale: torch.nn.Parameter | None = None
         if scales:
-            self.scale = torch.nn.Parameter(torch.ones_like(self.norm.weight[:1]), requires_grad=False)
+            one = torch.ones(1, device=torch.cuda.current_device(), dtype=config.params_dtype)
+            self.scale = torch.nn.Parameter(one, requires_grad=False)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Function that Megatron calls with (output, bias), the residual [T, 1, H] and a dropout of 0."""

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 from hacpo_mega.megatron.model import attention, linear, moe, rope
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.heads import Heads
+from hacpo_mega.models.families.rope import ProportionalRope
 from hacpo_mega.models.sharding.layout import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the real device says more (tests/gpu)")
@@ -39,6 +41,11 @@ MODELS = {
     "gemma3": Architecture(
         family="gemma3_text", tied=True, qkv_bias=False, output_bias=False, qk_norm=True, windows=(8, None),
         window_theta=1e3, query_scalar=32, **SIZES,
+    ),
+    "gemma4": Architecture(
+        family="gemma4_text", tied=True, qkv_bias=False, output_bias=False, qk_norm=True, windows=(8, None),
+        window_theta=1e3, query_scalar=1, full_heads=Heads(1, 128, has_values=False), softcap=30.0,
+        **SIZES | {"rope": ProportionalRope(0.25)},
     ),
     "qwen3_moe": Architecture(
         family="qwen3_moe", tied=False, qkv_bias=False, output_bias=False, qk_norm=True, num_experts=8,

@@ -95,10 +95,19 @@ def test_the_weights_of_a_model_are_those_that_it_has(folder):
     assert num_weights(tied, Layout(pp=2), stage=1) == num_weights(a, Layout(pp=2), stage=1)
 
 
-def test_stages_of_delta_nets_and_attention_have_all_weights_together():
-    """Transformers' model has as many: 40 layers of two kinds, experts in all of them."""
-    a = public_architecture("Qwen/Qwen3.5-35B-A3B")
-    assert sum(num_weights(a, Layout(pp=4), stage) for stage in range(4)) == 34_660_610_688
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        # 40 layers of delta nets and attention, experts in all of them
+        ("Qwen/Qwen3.5-35B-A3B", 34_660_610_688),
+        # 60 layers with two kinds of heads, each with a scale; the last stage has a copy of the embedding
+        ("google/gemma-4-31B-it", 30_697_345_280 + 60 + 262_144 * 5376),
+    ],
+)
+def test_stages_with_layers_of_two_kinds_have_all_weights_together(name, numbers):
+    """Transformers' model has as many."""
+    a = public_architecture(name)
+    assert sum(num_weights(a, Layout(pp=4), stage) for stage in range(4)) == numbers
 
 
 @pytest.mark.parametrize("columns", [1, 131, 75_968, 128_256, 151_936, 10**7])
