@@ -29,6 +29,7 @@ from hacpo_mega.watch.index import Gone, Index, learners_of, words_of
 PER_PAGE = 50
 REGEX_S, MOST_PATTERN = 0.8, 500
 MOST_WHOLE = 3  # letters from which on the last word may be a beginning
+FREQUENT = 0.05  # of all answers: a text that is in more of them
 WORDS = ("agent", "skill", "verdict", "stop")
 RANGES = ("step", "reward", "length")
 BY_LEARNER = ("ratio", "advantage")
@@ -190,8 +191,10 @@ def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]
         phrase = '"' + value.replace('"', '""').replace("\0", " ") + ('" *' if is_begun else '"')
         # A table that total and page share: the words of a frequent text are in nearly all answers.
         db.execute("CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY)")
-        db.execute("INSERT INTO hit SELECT rowid FROM texts WHERE texts MATCH ?", (phrase,))
-        return "id IN (SELECT id FROM hit)", []
+        num_hits = db.execute("INSERT INTO hit SELECT rowid FROM texts WHERE texts MATCH ?", (phrase,)).rowcount
+        num_answers = db.execute("SELECT max(id) FROM answers").fetchone()[0] or 0
+        # Of a frequent text the answers are walked in their order, and the first page ends that soon; + says so.
+        return f"{'+' if num_hits > FREQUENT * num_answers else ''}id IN (SELECT id FROM hit)", []
     if name == "prompt_id":
         return "prompt IN (SELECT id FROM prompts WHERE prompt_id = ?)", [value]
     return f"{name} = (SELECT id FROM words WHERE kind = ? AND word = ?)", [name, value]

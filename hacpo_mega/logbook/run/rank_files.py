@@ -11,6 +11,7 @@ say where every rank was. They lie in the folder that was opened, wherever that 
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from hacpo_mega.models.files.links import require_inside
 if TYPE_CHECKING:  # a page reads these files without torch
     from hacpo_mega.cluster.place import Place
 
-FOLDER = "ranks"
+FOLDER, NAME = "ranks", re.compile(r"rank_(\d{1,9})\.json", re.ASCII)
 EVERY_S = 1.0
 MOST_A_SECOND = 200  # files of a job: a shared file system serves other users as well
 MOST_RANKS = 4096  # of a job that writes them; no page shows more
@@ -53,6 +54,8 @@ class RankFile:
             with suppress(OSError):  # a run needs no page
                 self._open(run_dir)
                 self._thread.start()
+                if place.coordinate.global_rank == 0:
+                    self._drop_ranks_from(size)
 
     def _open(self, run_dir: Path) -> None:
         flags = os.O_RDONLY | os.O_DIRECTORY
@@ -60,6 +63,12 @@ class RankFile:
         with suppress(FileExistsError):
             os.mkdir(FOLDER, dir_fd=self._run_dir)
         self._folder = os.open(FOLDER, flags | os.O_NOFOLLOW, dir_fd=self._run_dir)
+
+    def _drop_ranks_from(self, size: int) -> None:
+        """Removes the files of an earlier start of the run that was killed with more ranks."""
+        for name in os.listdir(self._folder):
+            if (rank := _rank_of(name)) is not None and rank >= size:
+                os.unlink(name, dir_fd=self._folder)
 
     def _follow(self) -> None:
         while True:
@@ -105,13 +114,19 @@ def read_rank_files(run_dir: Path) -> Mapping[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     with suppress(OSError):
         for entry in os.scandir(run_dir / FOLDER):
-            rank = entry.name.removeprefix("rank_").removesuffix(".json")
-            if entry.name != f"rank_{rank}.json" or not rank.isdecimal() or not entry.is_file(follow_symlinks=False):
+            rank = _rank_of(entry.name)
+            if rank is None or not entry.is_file(follow_symlinks=False):
                 continue
             with suppress(OSError, ValueError):
                 require_inside(run_dir, Path(entry.path))
                 with open(entry.path, "rb") as file:
                     content = parse_json(file.read(MOST_BYTES))
                 if isinstance(content, dict) and wrong_field(content, FIELDS) is None:
-                    found[int(rank)] = content
+                    found[rank] = content
     return found
+
+
+def _rank_of(name: str) -> int | None:
+    """The rank whose file has a name; None for another file."""
+    found = NAME.fullmatch(name)
+    return int(found[1]) if found else None

@@ -1,9 +1,10 @@
 // One chart: uPlot drawn in the page's colours, with its own legend that tells the values, keys, and events on the axis.
-import { align, bin, spoken, stacked } from "./series.js";
+import { align, bin, spoken, stacked, thin } from "./series.js";
 import { add, button, el, fill, show, visible } from "./dom.js";
 
 const HEIGHT = 220;
 const MOST_BARS = 240;
+const POINTS_A_PIXEL = 2;
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
 // Charts share the cursor's place; a drag belongs to the one it began in.
@@ -157,7 +158,7 @@ export class Chart {
     this.spec = spec;
     fill(this.note, spec.note ?? "");
     fill(this.verdicts, (spec.verdicts ?? []).map(({ text, level }) => el("p", { class: `verdict ${level ?? "none"}` }, text)));
-    const made = spec.layers ? barColumns(spec.x, spec.layers, this.#hidden) : curveColumns(spec.lines, this.#hidden);
+    const made = spec.layers ? barColumns(spec.x, spec.layers, this.#hidden) : curveColumns(this.#thinned(spec.lines), this.#hidden);
     this.made = made;
     this.canvas.setAttribute("aria-label", visible(this.#spoken()));
     const cursor = this.#plot?.cursor.idx === null ? null : this.#plot?.cursor.left;
@@ -187,6 +188,12 @@ export class Chart {
     this.sized.observe(this.canvas);
     if (cursor >= 0 && cursor !== null && cursor !== undefined) this.#plot.setCursor({ left: cursor, top: HEIGHT / 3 });
     else this.#tell(null);
+  }
+
+  /** Lines with no more points than the plot can show. */
+  #thinned(lines) {
+    const most = POINTS_A_PIXEL * this.#width();
+    return lines.map((line) => thin(line, this.zoom.from, this.zoom.to, most));
   }
 
   #xRange(low, high) {

@@ -51,6 +51,31 @@ export function meanOfSeeds(curves) {
   return mean;
 }
 
+/**
+ * A line with about `most` points between two x, which looks the same: of each bin its lowest and its highest point, and
+ * one point beyond either end. A line with fewer points there keeps them all.
+ */
+export function thin(line, from, to, most) {
+  const { x, y } = line;
+  const first = from === null ? 0 : Math.max(0, x.findIndex((value) => value >= from) - 1);
+  const last = to === null ? x.length - 1 : Math.min(x.length - 1, x.findLastIndex((value) => value <= to) + 1);
+  if (last - first < most) return line;
+  const width = (2 * (last - first + 1)) / most;
+  const kept = new Set([first, last]);
+  for (let start = first; start <= last; start += width) {
+    let [low, high] = [-1, -1];
+    for (let n = Math.ceil(start); n < Math.min(start + width, last + 1); n += 1) {
+      if (y[n] === null) continue;
+      if (low < 0 || y[n] < y[low]) low = n;
+      if (high < 0 || y[n] > y[high]) high = n;
+    }
+    if (low >= 0) kept.add(low).add(high);
+  }
+  const order = [...kept].sort((a, b) => a - b);
+  const pick = (column) => (column ? order.map((n) => column[n]) : column);
+  return { ...line, x: pick(x), y: pick(y), low: pick(line.low), high: pick(line.high), raw: pick(line.raw) };
+}
+
 /** At most `most` bins of neighbouring x, each with the mean of its layers; absent is 0. */
 export function bin(x, layers, most) {
   const width = Math.max(1, Math.ceil(x.length / most));

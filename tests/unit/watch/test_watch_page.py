@@ -440,15 +440,20 @@ def test_own_turns_of_a_conversation_are_coloured_by_token(browser):
 def test_arithmetic_of_series(browser):
     with Visit(browser) as visit:
         page = visit.open()
-        smooth, mean, binned, shades = page.evaluate(
+        smooth, mean, binned, shades, thinned = page.evaluate(
             """async () => {
-              const { smooth, meanOfSeeds, bin } = await import("/page/series.js");
+              const { smooth, meanOfSeeds, bin, thin } = await import("/page/series.js");
               const { shade } = await import("/page/answer.js");
               return [
                 smooth([1, null, 3, 2], 0.5),
                 meanOfSeeds([{ x: [1, 2, 3], y: [1, 2, 9] }, { x: [1, 2], y: [3, 6] }]),
                 bin([1, 2, 3, 4, 5], [[1, 3, 5, 7, 9]], 3),
                 [1, Math.exp(0.5), Math.exp(-0.1), 0, null].map((ratio) => shade("ratio", ratio)),
+                [[null, null], [2000, 2100], [2000, 3000]].map(([from, to]) => {
+                  const x = Array.from({ length: 10000 }, (_, n) => n + 1);
+                  const y = x.map((n) => (n === 5000 ? 9 : n === 2500 ? null : n === 7777 ? -9 : Math.sin(n)));
+                  return thin({ x, y, low: y, high: null }, from, to, 600);
+                }),
               ];
             }"""
         )
@@ -458,3 +463,10 @@ def test_arithmetic_of_series(browser):
     assert mean == {"x": [1, 2], "y": [2, 4], "low": [1, 2], "high": [3, 6]}
     assert binned == {"x": [1, 3, 5], "layers": [[2, 6, 9]], "width": 2}
     assert shades == [0, 5, -1, -5, None]
+    whole, near, part = thinned
+    assert len(near["x"]) == 10_000, "few points are all kept"
+    for line, ends in ((whole, (1, 10_000)), (part, (1999, 3001))):
+        assert 300 < len(line["x"]) <= 602 and (line["x"][0], line["x"][-1]) == ends
+        assert line["x"] == sorted(set(line["x"])) and line["low"] == line["y"] and line["high"] is None
+        assert all(y in (9, -9) or math.isclose(y, math.sin(x), abs_tol=1e-12) for x, y in zip(line["x"], line["y"]))
+    assert {9, -9} <= set(whole["y"]) and 2500 not in part["x"]
