@@ -43,8 +43,8 @@ class PackedAttention(torch.nn.Module):
 
     CUDA in half precision, heads of up to 256: one variable-length flash kernel, flash-attention 3's or torch's.
     Elsewhere: scaled_dot_product_attention over sequences of similar length. Both take the same path with and without
-    gradients, so a score and the training forward agree to the last bit. With context parallelism they get all tokens for this
-    rank's share of the heads (context_parallel.py).
+    gradients, so a score and the training forward agree to the last bit. With context parallelism they get all tokens
+    for this rank's share of the heads (context_parallel.py).
     """
 
     def __init__(
