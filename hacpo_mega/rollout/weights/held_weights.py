@@ -105,7 +105,8 @@ def absorbs(module: nn.Module) -> bool:
 
 def _shares_keys(model: nn.Module) -> set[str]:
     """Paths of fused projections whose values have no matrix of their own."""
-    attentions = model.named_modules() if getattr(model.config, "attention_k_eq_v", False) else ()
+    config = getattr(model, "config", None)
+    attentions = model.named_modules() if getattr(config, "attention_k_eq_v", False) else ()
     return {f"{path}.qkv_proj" for path, module in attentions if getattr(module, "is_sliding", None) is False}
 
 
