@@ -58,7 +58,10 @@ def views_of(runs: Runs, judges: Judges) -> Mapping[str, View]:
         ),
         "/api/compare": lambda request: comparison([runs[name] for name in list_in(request, "runs")]),
         f"{base}/metrics": lambda request: curves(
-            run(request), list_in(request, "names"), number_in(request, "after"), number_in(request, "generation")
+            run(request),
+            list_in(request, "names"),
+            *(number_in(request, key) for key in ("after", "generation")),
+            number_in(request, "every") or 1,
         ),
         f"{base}/job": lambda request: job(run(request)),
         f"{base}/verdicts": lambda request: verdicts.of(run(request)),

@@ -95,11 +95,14 @@ def _described(run: Watched) -> dict[str, Any]:
     }
 
 
-def curves(run: Watched, names: Sequence[str], after: int | None, generation: int | None) -> dict[str, Any]:
+def curves(
+    run: Watched, names: Sequence[str], after: int | None, generation: int | None, every: int = 1
+) -> dict[str, Any]:
     """Metrics over steps; without names the list of all, by group.
 
     `after` leaves out the steps up to it, unless rows were replaced since the `generation` that the page has: then all
-    come, with "full". ValueError for more than MOST_NAMES.
+    come, with "full". Of a long run the page first asks for each `every`-th step and the last. ValueError for more
+    names than MOST_NAMES.
     """
     with run.index.reading() as db:
         state = dict(db.execute("SELECT key, value FROM state"))
@@ -109,11 +112,12 @@ def curves(run: Watched, names: Sequence[str], after: int | None, generation: in
             raise ValueError(f"{len(names)} names are too many: ask for at most {MOST_NAMES} at once")
         is_full = after is None or generation != state["generation"]
         first = 0 if is_full else after + 1
-        rows = db.execute("SELECT DISTINCT step FROM lines WHERE step >= ? ORDER BY step", (first,))
-        steps = [row[0] for row in rows]
+        last = db.execute("SELECT max(step) FROM lines").fetchone()[0]
+        query = "SELECT DISTINCT step FROM lines WHERE step >= ? AND (step % ? = 0 OR step = ?) ORDER BY step"
+        steps = [row[0] for row in db.execute(query, (first, max(1, every), last))]
         place = {step: number for number, step in enumerate(steps)}
-        series = {name: _series(db, name, place) for name in names}
-        times = _series(db, "time_unix_s", place)
+        series = {name: _series(db, name, place, every) for name in names}
+        times = _series(db, "time_unix_s", place, every)
         trained = _trained(db, steps)
         intervals = _intervals(run, db, names, place)
     starts = run.starts()
@@ -141,13 +145,14 @@ def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
     return {"names": names, "groups": ordered, "last_step": db.execute("SELECT max(step) FROM lines").fetchone()[0]}
 
 
-def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int]) -> list[float | None]:
+def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int], every: int) -> list[float | None]:
     found: list[float | None] = [None] * len(place)
     query = (
         "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?) "
-        "AND step >= ?"
+        "AND step >= ? AND (step % ? = 0 OR step = ?)"
     )
-    rows = [row for row in db.execute(query, (name, min(place, default=0))) if row[1] is not None and row[0] in place]
+    shown = (name, min(place, default=0), max(1, every), max(place, default=0))
+    rows = [row for row in db.execute(query, shown) if row[1] is not None and row[0] in place]
     values = np.asarray([value for _, value in rows], np.float64)
     shown = values if name == "time_unix_s" else _rounded(values)
     for (step, _), value in zip(rows, shown.tolist()):

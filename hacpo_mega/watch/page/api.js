@@ -1,5 +1,7 @@
 // The server's answers, and the series of metrics that grow with a run.
 
+const FIRST_POINTS = 1000; // of a curve of a long run, before the others
+const FIRST_MS = 1000; // for these to be drawn
 const NAMES_A_REQUEST = 60; // a longer address may be cut
 
 /** A route's JSON. Throws an Error with the server's own line. */
@@ -24,8 +26,11 @@ export class Metrics {
   #growing = Promise.resolve();
   #queue = []; // names that the next request asks for
   #flush = null;
+  #every = 1; // of a long run each so many steps come first, and all of them soon after
   events = [];
   names = [];
+  whole = Promise.resolve(); // all steps of what was asked for are here
+  onWhole = () => {};
 
   constructor(run) {
     this.run = run;
@@ -33,8 +38,9 @@ export class Metrics {
 
   /** Asks for the names of all metrics. */
   async open() {
-    const { names, events } = await get(runPath(this.run, "metrics"));
+    const { names, events, last_step: last } = await get(runPath(this.run, "metrics"));
     this.names = names;
+    this.#every = 10 ** Math.max(0, Math.floor(Math.log10((last ?? 0) / FIRST_POINTS)));
     if (events) this.events = events;
     return this;
   }
@@ -64,9 +70,19 @@ export class Metrics {
   }
 
   async #load(names) {
-    const answer = await get(runPath(this.run, "metrics"), { names: names.join(",") });
+    const ask = (every) => get(runPath(this.run, "metrics"), { names: names.join(","), every });
+    const every = this.#every;
+    const answer = await ask(every);
     this.events = answer.events ?? this.events;
-    this.#batches.push({ ...answer, names });
+    const batch = { ...answer, names };
+    this.#batches.push(batch);
+    if (every === 1) return;
+    const drawn = new Promise((resolve) => setTimeout(resolve, FIRST_MS));
+    const rest = drawn.then(() => ask(1)).then((all) => {
+      Object.assign(batch, { ...all, names });
+      this.onWhole();
+    });
+    this.whole = Promise.all([this.whole, rest.catch(() => null)]);
   }
 
   /** Asks for what came since; true if anything did. One call at a time. */

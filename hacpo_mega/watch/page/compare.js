@@ -26,7 +26,8 @@ export class Compare {
     await Promise.all(
       this.runs.map(({ id, agents }) => {
         const metrics = this.metrics.get(id);
-        return metrics.need(this.charts.flatMap((spec) => linesOf(spec, metrics.names, agents).map(({ name }) => name)));
+        const names = this.charts.flatMap((spec) => linesOf(spec, metrics.names, agents).map(({ name }) => name));
+        return metrics.need(names).then(() => metrics.whole); // their last values are compared
       }),
     );
   }

@@ -32,6 +32,7 @@ export class Curves {
     if (!this.runs.length) return void fill(this.sections, el("p", {}, "Choose a run."));
     this.metrics = new Map();
     await Promise.all(this.runs.map(async (run) => this.metrics.set(run.id, await this.app.metrics(run.id))));
+    for (const metrics of this.metrics.values()) metrics.onWhole = () => this.#redraw();
     const groups = this.runs.length > 1 ? await get("/api/compare", { runs: this.runs.map(({ id }) => id).join(",") }) : {};
     this.#listDifferences(groups.differences ?? []);
     this.#groups = (groups.groups ?? []).filter(({ runs }) => runs.length > 1);

@@ -178,6 +178,22 @@ def test_a_resumed_run_replaces_what_it_does_again(run: WatchedRun) -> None:
     assert [alarm["text"] for alarm in read_alarms(run.folder)] == ["kept"]
 
 
+def test_a_long_run_is_shown_by_some_of_its_steps_first(tmp_path: Path) -> None:
+    run = WatchedRun(tmp_path / "run", num_steps=33)
+    for step in range(1, 34):
+        run.add_metrics(step)
+    found, names = watched(run.folder), ["agent/qwen/lr", "agent/qwen/accuracy"]
+    whole, some = (curves(found, names, None, None, every) for every in (1, 10))
+    places = [9, 19, 29, 32]
+    assert some["steps"] == [10, 20, 30, 33] == [whole["steps"][place] for place in places]
+    for key in ("seconds", "trained_answers"):
+        assert some[key] == [whole[key][place] for place in places], key
+    assert some["series"] == {name: [values[place] for place in places] for name, values in whole["series"].items()}
+    assert some["intervals"][names[1]]["low"][:3] == [
+        whole["intervals"][names[1]]["low"][place] for place in places[:3]
+    ]
+
+
 def test_a_folder_that_is_moved_deleted_or_another_runs(run: WatchedRun, tmp_path: Path) -> None:
     found = watched(run.folder)
     run.folder.rename(aside := tmp_path / "runs" / "one.1")

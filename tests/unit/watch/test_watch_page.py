@@ -90,11 +90,13 @@ TALK = {
 class Routes:
     """Two runs of 40 steps, the second with one answer to each prompt for every hostile text, as the server tells them.
 
-    upto   the last step that runs have reached; `grow` raises it and answers the polls that wait
+    upto         the last step that runs have reached; `grow` raises it and answers the polls that wait
+    told_steps   the steps that the list of metrics speaks of
     """
 
     def __init__(self) -> None:
         self.upto, self.seq, self.polls = 40, 0, []
+        self.told_steps = 40
 
     def runs(self) -> list[dict[str, Any]]:
         of_all = {"steps": self.upto, "last_step": self.upto, "num_steps": 40, "agents": ["llama", "qwen"]}
@@ -110,8 +112,9 @@ class Routes:
         of_pair = [*pair, *(f"agent/llama/from/qwen/view/num_{part}" for part in ("answers", "trained"))]
         every = [f"agent/{a}/{n}" for a in ("llama", "qwen") for n in ("accuracy", "reward_mean", "own/thing")]
         if "names" not in query:
-            return {"names": [*every, *of_pair], "groups": {}, "events": events}
-        steps = [step for step in STEPS if int(query.get("after", 0)) < step <= self.upto]
+            return {"names": [*every, *of_pair], "groups": {}, "events": events, "last_step": self.told_steps}
+        each = int(query.get("every", 1))
+        steps = [step for step in STEPS if int(query.get("after", 0)) < step <= self.upto and step % each == 0]
         names = query["names"].split(",")
         series = {name: [self.value(run, name, step) for step in steps] for name in names}
         bounds = {
@@ -313,6 +316,17 @@ def test_curves_grow_zoom_and_tell_values(browser):
         page.get_by_label("x axis").select_option("trained_answers")
         page.mouse.move(0, 0)
         reward.get_by_text("trained answers 1,280").wait_for()
+
+
+@pytest.mark.nightly
+def test_a_long_run_is_drawn_by_every_tenth_step_and_then_whole(browser):
+    with Visit(browser) as visit:
+        visit.routes.told_steps = 12_345
+        reward = chart(visit.open(), "Reward while training")
+        reward.get_by_text("last: step 40").wait_for()
+        plot = reward.locator(".plot")
+        assert "llama: 0.100 at step 10, 0.400 at 40" in plot.get_attribute("aria-label")
+        reward.locator('.plot[aria-label*="llama: 0.010 at step 1, 0.400 at 40"]').wait_for()
 
 
 def test_new_rows_appear_without_a_reload(browser):
