@@ -16,7 +16,7 @@ from hacpo_lab.chaos.campaign import Attempt, Campaign, ChaosError, _require_exp
 from hacpo_lab.chaos.faults import KINDS, Fault, draw_fault
 from hacpo_lab.chaos.table import costs, write_table
 from hacpo_lab.chaos.verdict import compare
-from hacpo_lab.commands.experiment import train_rank
+from hacpo_lab.commands.ranks import train_rank
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts, record_start
