@@ -263,7 +263,7 @@ class Architecture:
     @property
     def full_rotary_dim(self) -> int:
         """The same in layers without a window."""
-        return int(self.kinds_of_heads[-1].size * self.rotary_share)
+        return self.rotary_dim if self.full_heads is None else int(self.full_heads.size * self.rotary_share)
 
     @classmethod
     def of_family(
