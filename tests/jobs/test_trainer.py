@@ -242,7 +242,8 @@ def test_exported_agents_run_by_themselves(three_agents):
         ids = torch.tensor([tokenizer("47+85=").input_ids])
         answer = tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :])
         written = answer.partition("<eos>")[0]
-        assert written.count("1") > len(written) / 2, f"the reward asked for ones, {name} writes {written!r}"
+        # Half at least: a token of llama's may be 10.
+        assert 2 * written.count("1") >= len(written) > 0, f"the reward asked for ones, {name} writes {written!r}"
         trained, started = (
             load_file(folder / "model.safetensors"),
             load_file(config.parent / name / "model.safetensors"),
