@@ -78,7 +78,7 @@ class _Wording:
             normalised(problem.prompt),
             frozenset(hash(tuple(words[i : i + GRAM_WORDS])) for i in range(num_grams)),
             Counter(word for word in words if word.isdigit()),
-            Counter(word for word in _words(problem.gold) if word not in NOTATION),
+            Counter(word for word in _words(_unpadded(problem.gold)) if word not in NOTATION),
         )
 
     def kind_of_copy(self, other: "_Wording", num_common: int) -> Kind | None:
@@ -122,8 +122,13 @@ def normalised(text: str) -> str:
 
 def _same_gold(one: Problem, other: Problem) -> bool:
     """Tells whether golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
-    golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(problem.gold))) for problem in (one, other))
+    golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(_unpadded(p.gold)))) for p in (one, other))
     return next(golds) == next(golds)
+
+
+def _unpadded(gold: str) -> str:
+    """The gold without zeros in front of whole numbers: AIME's 025 is 25."""
+    return re.sub(r"(?<![\d.,])0+(?=\d)", "", gold)
 
 
 def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
