@@ -305,12 +305,7 @@ class Architecture:
         if latent is not None:
             num_kv_heads, head_dim = num_heads, latent.head_dim
         else:
-            num_kv_heads = fields.count(
-                "num_key_value_heads", default=defaults.get("num_key_value_heads", num_heads), most=MOST["num_kv_heads"]
-            )
-            head_dim = fields.count(
-                "head_dim", default=defaults.get("head_dim", hidden_size // num_heads), most=MOST["head_dim"]
-            )
+            num_kv_heads, head_dim = _heads(fields, defaults, num_heads, hidden_size)
         try:
             return cls.of_family(
                 family,
@@ -348,6 +343,15 @@ class Architecture:
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
             raise ValueError(named) from error
+
+
+def _heads(fields: Fields, defaults: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
+    """Number of key/value heads, and the size of a head."""
+    kv_heads, size = defaults.get("num_key_value_heads", num_heads), defaults.get("head_dim", hidden_size // num_heads)
+    return (
+        fields.count("num_key_value_heads", default=kv_heads, most=MOST["num_kv_heads"]),
+        fields.count("head_dim", default=size, most=MOST["head_dim"]),
+    )
 
 
 def _query_scalar(fields: Fields, family: Family) -> int | None:
