@@ -192,7 +192,7 @@ class Player:
             work = self._run_programs(places, seeds, turns, self._terms(engine, how), on_answer)
         else:
             work = self._play_all(places, seeds, turns, how, on_answer)
-        playing = asyncio.run_coroutine_threadsafe(work, self._loop)
+        playing = asyncio.run_coroutine_threadsafe(_with_error_read(work), self._loop)
         playing.add_done_callback(lambda _: turns.finish())
         try:
             self.tally = engine.serve(turns)
@@ -398,6 +398,14 @@ def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: b
 @functools.cache
 def _loaded(name: str, call_s: float) -> EnvironmentClass:
     return EnvironmentClass.load(name, call_s=call_s)
+
+
+async def _with_error_read(work: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
+    """Its result. Where the engine dies, its error is raised, and asyncio reports none that nobody read."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await work
 
 
 async def _all(conversations: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:

@@ -1,7 +1,10 @@
 """The driver of conversations: limits, ends, failures, order. The engine's turns are written here, one by one."""
 
+import asyncio
+import gc
 import json
 import threading
+import time
 from contextlib import closing
 
 import numpy as np
@@ -12,7 +15,8 @@ from written_engine import SIGNS, Written
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.player import Player, PlayLimits, played_once
 from hacpo_mega.conversations.seat import turn_seed
-from hacpo_mega.records import Prompt, Stop
+from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.rollout.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
 FATES = {"raise": "1", "exit": "2", "bytes": "3"}
@@ -130,6 +134,40 @@ def test_an_engine_that_dies_is_raised_and_nobody_waits(play, calculator):
     with pytest.raises(RuntimeError, match="no engine any more"):
         play(calculator, asks_then_repeats, ["1+1=", "2+2="], error=RuntimeError("no engine any more"))
     assert threading.active_count() <= before + 1
+
+
+def test_an_engine_that_dies_leaves_no_error_that_nobody_read(codec, calculator, caplog):
+    """The play is cancelled after one conversation has failed and before the other has."""
+    asks_again, is_cancelled = threading.Event(), threading.Event()
+
+    class Held(TurnLimits):
+        def require(self, request):
+            if request.key == "0.1":
+                asks_again.set()
+                assert is_cancelled.wait(30)
+
+    class Dies(Written):
+        def serve(self, source):
+            waiting = {}
+            while len(waiting) < 2:
+                waiting |= {request.key: request for request in source.take(True)[0]}
+            ids = np.array(self.codec.encode_answer("?1+1", True), dtype=np.int32)
+            source.give("0.0", Completion(ids, Stop.EOS, np.zeros(len(ids), np.float32)))
+            assert asks_again.wait(30)
+            source.fail(RuntimeError("no engine any more"))
+            raise RuntimeError("no engine any more")
+
+    engine = Dies(codec, asks_then_repeats)
+    engine.turn_limits = Held(len(codec.tokenizer), 1100)
+    places = [(Prompt(n, str(n), "1+1=", "0", row="{}"), 0) for n in range(2)]
+    with closing(Player(calculator, codec, PlayLimits(4, 8, 40))) as player:
+        with pytest.raises(RuntimeError, match="no engine any more"):
+            player.play(engine, places, [7, 8], max_tokens=12, return_logprobs=True)
+        is_cancelled.set()
+        while asyncio.all_tasks(player._loop):  # the player's end would read it
+            time.sleep(0.01)
+    gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
 
 def test_the_first_turns_seed_is_the_answers_own():
