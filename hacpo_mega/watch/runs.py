@@ -192,9 +192,17 @@ class Runs:
                     self._runs[run.id] = run
                     self._note_change(run)
             for study in studies_in(given):
-                if study.id not in self.studies:
-                    self.studies[study.id] = study
-                    self._note_change(study)
+                self._add_study(study)
+        if len(self._evaluations()) > 1:
+            self._add_study(Study(self._folders[0], "evaluations", self._evaluations))
+
+    def _add_study(self, study: Study) -> None:
+        if study.id not in self.studies:
+            self.studies[study.id] = study
+            self._note_change(study)
+
+    def _evaluations(self) -> list[Path]:
+        return [study.folder for study in list(self.studies.values()) if study.kind == "eval"]
 
 
 def runs_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:

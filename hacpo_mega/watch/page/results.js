@@ -9,7 +9,7 @@ const AXES = { steps: "step", seconds: "seconds", generated_answers: "generated 
 const MOST_BANDS = 6; // lines with a band in one chart
 const WAIT_MS = 250; // after a key, before a search
 const LONG = 36; // letters of a cell that may be broken
-const TITLES = { experiment: "Experiment", bench: "Benchmark", scaling: "Benchmark by size", eval: "Evaluation" };
+const TITLES = { experiment: "Experiment", bench: "Benchmark", scaling: "Benchmark by size", eval: "Evaluation", evaluations: "Evaluations" };
 
 export class Results {
   #charts = [];

@@ -13,13 +13,13 @@ A file of another shape is one line. Not here: runs (watch/runs.py), and what th
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.watch.studies.benchmark import SCALING, TIMES, benchmark, scaling
-from hacpo_mega.watch.studies.evaluation import SCORES, answers, evaluation
+from hacpo_mega.watch.studies.evaluation import SCORES, answers, evaluation, side_by_side
 from hacpo_mega.watch.studies.experiment import EVIDENCE, PACKED, experiment, is_packed
 
 ONE_RUN = re.compile(r".+\.lr-.+\.seed-\d+\.json")  # of an experiment's folder of results
@@ -27,20 +27,26 @@ Look = tuple[tuple[str, int, int], ...]
 
 
 class Study:
-    """A folder that one command has written. `kind` is "experiment", "bench", "scaling" or "eval"."""
+    """A folder that one command has written. `kind` is "experiment", "bench", "scaling" or "eval".
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    Of kind "evaluations" it lays all evaluations in the folders that `parts` names side by side.
+    """
+
+    def __init__(self, folder: Path, kind: str, parts: Callable[[], Sequence[Path]] | None = None) -> None:
         self.folder, self.kind = Path(os.path.realpath(folder)), kind
+        self._parts = parts
         self.id = hashlib.sha256(bytes(self.folder) + kind.encode()).hexdigest()[:12]
         self._kept: tuple[Look, str | None, dict[str, Any]] | None = None
 
     def looks(self) -> Look:
-        """Names, times and sizes of its files, which change with their content; none where it is gone."""
-        with suppress(OSError):
-            files = [entry for entry in os.scandir(self.folder) if entry.name.endswith((".json", ".jsonl"))]
-            infos = [(entry.name, entry.stat()) for entry in files]
-            return tuple(sorted((name, info.st_mtime_ns, info.st_size) for name, info in infos))
-        return ()
+        """Paths, times and sizes of its files, which change with their content; none where it is gone."""
+        found = []
+        for folder in (self.folder,) if self._parts is None else self._parts():
+            with suppress(OSError):
+                files = [entry for entry in os.scandir(folder) if entry.name.endswith((".json", ".jsonl"))]
+                infos = [(entry.path, entry.stat()) for entry in files]
+                found += [(path, info.st_mtime_ns, info.st_size) for path, info in infos]
+        return tuple(sorted(found))
 
     def shown(self, reference: str | None = None) -> dict[str, Any]:
         """Everything of it, as it is now; `reference` is the method that others are compared with.
@@ -51,7 +57,8 @@ class Study:
         if self._kept is None or self._kept[:2] != (looks, reference):
             if not looks:
                 raise ValueError(f"{self.folder} is gone or holds no result any more: it was moved or deleted")
-            self._kept = (looks, reference, KINDS[self.kind](self.folder, reference))
+            own = KINDS[self.kind](self.folder, reference) if self._parts is None else side_by_side(self._parts())
+            self._kept = (looks, reference, own)
         return self._kept[2]
 
     def answers(self, benchmark: str, verdict: str, text: str, page: int) -> dict[str, Any]:

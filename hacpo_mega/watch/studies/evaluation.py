@@ -1,6 +1,6 @@
-"""The page's view of `hacpo-mega eval`: the scores of evaluation.json with their intervals, and every answer."""
+"""The page's view of `hacpo-mega eval`: scores with their intervals, every answer, and evaluations side by side."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,7 @@ HEAD = ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", 
 
 def evaluation(path: Path) -> dict[str, Any]:
     """A row per benchmark, and their mean. ValueError, one line, for another file."""
-    content = json_file(path)
-    if why := _wrong(content):
-        raise ValueError(f"{path} is no evaluation: {why}")
+    content = _read(path)
     rows = [_row(found) for found in content["benchmarks"]]
     if len(rows) > 1:
         average = content["average"]
@@ -40,6 +38,31 @@ def evaluation(path: Path) -> dict[str, Any]:
         "facts": {name: str(settings[name]) for name in SHOWN if settings.get(name) is not None},
         "tables": [{"title": "Scores", "head": HEAD, "rows": rows, "notes": notes}],
     }
+
+
+def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
+    """A row per evaluation, a column per benchmark. One that cannot be read is a note."""
+    found, notes = {}, []
+    for folder in folders:
+        try:
+            found[folder] = _read(folder / SCORES)
+        except (OSError, ValueError) as error:
+            notes.append(str(error))
+    names = list(dict.fromkeys(one["name"] for content in found.values() for one in content["benchmarks"]))
+    rows = []
+    for folder, content in found.items():
+        scores = {one["name"]: _score(one) for one in content["benchmarks"]}
+        mean = _number(content["average"]["value"]) if len(scores) > 1 else ""
+        label = "/".join(part for part in folder.parts[-3:] if part != "evaluations")
+        model = str(content["settings"].get("model", ""))
+        rows.append([label, model, *(scores.get(name, "–") for name in names), mean])
+    table = {
+        "title": "Scores side by side",
+        "head": ["evaluation", "model", *names, "mean"],
+        "rows": rows,
+        "notes": ["Brackets: 95 % interval. Compare scores of one name alone: avg@8 is another quantity than avg@1."],
+    }
+    return {"facts": {"evaluations": str(len(rows))}, "notes": notes, "tables": [table]}
 
 
 def answers(folder: Path, benchmark: str, verdict: str, text: str, page: int) -> dict[str, Any]:
@@ -60,6 +83,13 @@ def answers(folder: Path, benchmark: str, verdict: str, text: str, page: int) ->
     rows = [asdict(answer) for answer in chosen[page * PER_PAGE :][:PER_PAGE]]
     verdicts = sorted({answer.verdict for answer in found.values()})
     return {"total": len(chosen), "page": page, "per_page": PER_PAGE, "rows": rows, "verdicts": verdicts}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content = json_file(path)
+    if why := _wrong(content):
+        raise ValueError(f"{path} is no evaluation: {why}")
+    return content
 
 
 def _wrong(content: Any) -> str | None:
@@ -90,6 +120,13 @@ def _row(found: Mapping[str, Any]) -> list[str]:
         *(found["name"], str(found["num_problems"]), score, _interval(headline), ", ".join(others)),
         *(*shares, tokens),
     ]
+
+
+def _score(found: Mapping[str, Any]) -> str:
+    """The headline of a benchmark with its name and interval."""
+    headline, name = found["scores"][found["headline"]], found["headline"]
+    spoken = score_name(name, graded=found.get("graded") is True)
+    return f"{spoken} {_number(headline['value'])} [{_number(headline['low'])}, {_number(headline['high'])}]"
 
 
 def _notes(found: Mapping[str, Any]) -> Iterator[str]:

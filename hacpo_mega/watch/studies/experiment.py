@@ -1,18 +1,19 @@
 """The page's view of `hacpo-mega experiment`: methods x seeds as mean and band, and differences within seeds.
 
 Runs are read from evidence.json of a work folder, or from runs.jsonl and one JSON file per run of a results folder;
-only reported ones count, not those that chose a learning rate. A difference is taken within a seed. Its interval is
-the one of the experiment's own tables: a percentile bootstrap of the mean over 10,000 resamples of seeds, from 3 on.
+only reported ones count, not those that chose a learning rate. A difference is taken within a seed. Ends and intervals
+are those of the experiment's own tables (evaluation/comparison.py): of the test set where every run of a regime has
+answered it, else of the last evaluation.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-
+from hacpo_mega.evaluation.comparison import CONFIDENCE, Ends, paired_difference, right_answers, summarize
 from hacpo_mega.logbook.files.json_lines import (
     COUNT,
     LARGEST,
@@ -29,20 +30,22 @@ from hacpo_mega.models.files.links import require_inside
 
 EVIDENCE, PACKED = "evidence.json", "runs.jsonl"
 FIRST_BYTES = 1 << 20
-MIN_PAIRS, NUM_RESAMPLES, SEED = 3, 10_000, 0
-ENDS = (2.5, 97.5)  # percentiles of an interval
-ALL_AGENTS = "mean of agents"
+HEX = re.compile(r"(?:[0-9a-f]{2})+")
+ALL_AGENTS, SAMPLED = "mean of agents", "mean, sampled"
 REFERENCES = ("gspo_x2", "gspo", "grpo")  # agents alone, with which results without their grid are compared first
 NUMBERS, COUNTS = table_of(list_of(NUMBER)), table_of(list_of(COUNT))
 FIELDS = {
     **{"regime": TEXT, "method": TEXT, "stage": TEXT, "learning_rate": NUMBER, "agents": list_of(TEXT)},
     **{"seed": Kind("a whole number", lambda value: type(value) is int and 0 <= value <= LARGEST)},
     **{"steps": list_of(COUNT), "seconds": list_of(NUMBER), "commit": TEXT.or_null, "curves": TABLE},
+    "final": TABLE.or_null.if_given,
 }
 CURVES = {
     **{"accuracy": NUMBERS, "accuracy_by_skill": table_of(NUMBERS)},
     **dict.fromkeys(("generated_answers", "trained_answers", "updates"), COUNTS),
 }
+BITS = table_of(table_of(Kind("hexadecimal text", lambda value: isinstance(value, str) and bool(HEX.fullmatch(value)))))
+FINAL = {"prompts": TEXT, "num_prompts": table_of(COUNT), "greedy": BITS, "sampled": BITS}
 Runs = Sequence[Mapping[str, Any]]
 
 
@@ -67,8 +70,9 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
         own = [run for run in reported if run["regime"] == regime]
         by_method = {method: found for method in methods if (found := [run for run in own if run["method"] == method])}
         notes += _unlike(regime, by_method)
-        charts += _charts(regime, by_method)
-        tables += _tables(regime, by_method, chosen)
+        has_test_set = _has_test_set(regime, own)
+        charts += _charts(regime, by_method, "validation" if has_test_set else "held-out")
+        tables += _tables(regime, by_method, chosen, has_test_set)
     commits = sorted({str(run["commit"])[:12] for run in reported})
     facts = {"reported runs": str(len(reported)), "tuning runs": str(len(runs) - len(reported))}
     facts |= {"commit": ", ".join(commits), "reference": chosen}
@@ -126,6 +130,18 @@ def _wrong(run: Any) -> str | None:
         return "its curves and its steps have other lengths"
     if not run["agents"] or set(run["agents"]) != run["curves"]["accuracy"].keys():
         return "its agents are not those of its curves"
+    return _wrong_final(run["final"], set(run["agents"])) if run.get("final") else None
+
+
+def _wrong_final(final: Mapping[str, Any], agents: set[str]) -> str | None:
+    if why := wrong_field(final, FINAL, "final."):
+        return why
+    sizes = {skill: -(-number // 8) * 2 for skill, number in final["num_prompts"].items()}
+    answered = [*final["greedy"].values(), *final["sampled"].values()]
+    if not sizes or any({skill: len(bits) for skill, bits in skills.items()} != sizes for skills in answered):
+        return "its final answers are not as many as its prompts"
+    if final["greedy"].keys() != agents or final["sampled"].keys() not in (agents, set()):
+        return "the agents of its final answers are others"
     return None
 
 
@@ -159,10 +175,14 @@ def _curve(run: Mapping[str, Any], name: str) -> list[float] | None:
     return [fmean(column) for column in zip(*curves.values())] if name == ALL_AGENTS else curves.get(name)
 
 
-def _charts(regime: str, by_method: Mapping[str, Runs]) -> Iterator[dict[str, Any]]:
+def _charts(regime: str, by_method: Mapping[str, Runs], prompts: str) -> Iterator[dict[str, Any]]:
     for name in reversed(_names(by_method)):  # their mean first
         lines = filter(None, (_line(method, runs, name) for method, runs in by_method.items()))
-        yield {"title": f"{regime}: {name}", "note": "Held-out accuracy, mean over seeds.", "lines": [*lines]}
+        yield {
+            "title": f"{regime}: {name}",
+            "note": f"Accuracy on {prompts} prompts, mean over seeds.",
+            "lines": [*lines],
+        }
 
 
 def _line(method: str, runs: Runs, name: str) -> dict[str, Any] | None:
@@ -186,74 +206,105 @@ def _at(run: Mapping[str, Any], values: Sequence[float], step: int) -> float:
     return values[run["steps"].index(step)]
 
 
-def _tables(regime: str, by_method: Mapping[str, Runs], reference: str) -> Iterator[dict[str, Any]]:
+def _has_test_set(regime: str, runs: Runs) -> bool:
+    """True if every run has answered the test set. ValueError where it was not the same for all."""
+    finals = [run.get("final") for run in runs]
+    if not all(finals):
+        return False
+    if len({(final["prompts"], *sorted(final["num_prompts"].items())) for final in finals if final}) > 1:
+        raise ValueError(f"the runs of {regime} have answered different test sets: remove those of another version")
+    return True
+
+
+def _tables(regime: str, by_method: Mapping[str, Runs], reference: str, has_test_set: bool) -> Iterator[dict[str, Any]]:
     names = _names(by_method)
+    if has_test_set and all(run["final"]["sampled"] for runs in by_method.values() for run in runs):
+        names = [*names, SAMPLED]
     rates = {method: sorted({f"{run['learning_rate']:g}" for run in runs}) for method, runs in by_method.items()}
-    ends = {method: {name: _ends(runs, name) for name in names} for method, runs in by_method.items()}
+    ends = {method: {name: _ends(runs, name, has_test_set) for name in names} for method, runs in by_method.items()}
     rows = [
-        [method, ", ".join(rates[method]), *(_mean_sd(ends[method][name].values()) for name in names), str(len(runs))]
+        [
+            method,
+            ", ".join(rates[method]),
+            *(_mean_sd(ends[method][name].accuracy.values()) for name in names),
+            str(len(runs)),
+        ]
         for method, runs in by_method.items()
     ]
-    note = "Held-out accuracy at the end of a run: mean over seeds ± sample standard deviation."
+    prompts = "Accuracy on the test set, each skill alike" if has_test_set else "Held-out accuracy"
+    note = f"{prompts}, at the end of a run: mean over seeds ± sample standard deviation."
     head = ["method", "learning rate", *names, "seeds"]
     yield {"title": f"{regime}: accuracy", "head": head, "rows": rows, "notes": [note]}
     if reference in by_method:
+        confidence = 1 - (1 - CONFIDENCE) / max(1, len(ends) - 1) if has_test_set else CONFIDENCE
         against = ends[reference]
         rows = [
-            [method, *(_difference(found[name], against[name]) for name in names)]
+            [method, *(_difference(found[name], against[name], confidence) for name in names)]
             for method, found in ends.items()
             if method != reference
         ]
-        note = (
-            "Mean difference over the seeds that both have; [95 % percentile bootstrap of that mean, 10,000 resamples "
-            "of seeds, too narrow with few]; in how many seeds it was positive."
+        how = (
+            f"{confidence:.1%} percentile bootstrap over seeds and prompts, 95 % for all {len(ends) - 1} methods"
+            if has_test_set
+            else "95 % percentile bootstrap of that mean, 10,000 resamples of seeds, too narrow with few"
         )
+        note = f"Mean difference over the seeds that both have; [{how}]; in how many seeds it was positive."
         title = f"{regime}: difference to {reference}"
         yield {"title": title, "head": ["method", *names], "rows": rows, "notes": [note]}
-    yield from _skills(regime, by_method)
+    yield from _skills(regime, by_method, has_test_set)
 
 
-def _skills(regime: str, by_method: Mapping[str, Runs]) -> Iterator[dict[str, Any]]:
-    tables = [run["curves"]["accuracy_by_skill"] for runs in by_method.values() for run in runs]
-    columns = list(
-        dict.fromkeys((agent, skill) for table in tables for agent, skills in table.items() for skill in skills)
-    )
-    rows = []
-    for method, runs in by_method.items():
-        of_skills = [run["curves"]["accuracy_by_skill"] for run in runs]
-        found = ([table[a][s][-1] for table in of_skills if table.get(a, {}).get(s)] for a, s in columns)
-        rows.append([method, *map(_mean_sd, found)])
+def _skills(regime: str, by_method: Mapping[str, Runs], has_test_set: bool) -> Iterator[dict[str, Any]]:
+    tables = {method: [_by_skill(run, has_test_set) for run in runs] for method, runs in by_method.items()}
+    columns = list(dict.fromkeys(column for found in tables.values() for of_run in found for column in of_run))
+    rows = [
+        [method, *(_mean_sd(of_run[column] for of_run in found if column in of_run) for column in columns)]
+        for method, found in tables.items()
+    ]
     if columns:
         head = ["method", *(f"{agent} {skill}" for agent, skill in columns)]
         yield {"title": f"{regime}: accuracy by skill", "head": head, "rows": rows, "notes": []}
 
 
-def _ends(runs: Runs, name: str) -> dict[int, float]:
-    """The last accuracy of every seed."""
-    return {run["seed"]: curve[-1] for run in runs if (curve := _curve(run, name)) is not None}
+def _by_skill(run: Mapping[str, Any], has_test_set: bool) -> dict[tuple[str, str], float]:
+    """The accuracies at the end by agent and skill."""
+    if has_test_set:
+        numbers, greedy = run["final"]["num_prompts"], run["final"]["greedy"]
+        right = {
+            (agent, skill): right_answers(greedy[agent][skill], numbers[skill]) for agent in greedy for skill in numbers
+        }
+        return {column: float(answers.mean()) for column, answers in right.items()}
+    tables = run["curves"]["accuracy_by_skill"]
+    return {(agent, skill): curve[-1] for agent in tables for skill, curve in tables[agent].items() if curve}
+
+
+def _ends(runs: Runs, name: str, has_test_set: bool) -> Ends:
+    """The ends of a method's runs, of an agent, as the agents' mean, or as that of sampled answers."""
+    if not has_test_set:
+        return Ends({run["seed"]: curve[-1] for run in runs if (curve := _curve(run, name)) is not None})
+    by_seed = {}
+    for run in runs:
+        agents = run["agents"] if name in (ALL_AGENTS, SAMPLED) else [name]
+        given = run["final"]["sampled" if name == SAMPLED else "greedy"]
+        if given.keys() >= set(agents):
+            numbers = run["final"]["num_prompts"].items()
+            by_seed[run["seed"]] = [
+                sum(right_answers(given[agent][skill], size) for agent in agents) / len(agents)
+                for skill, size in numbers
+            ]
+    return Ends.of(by_seed)
 
 
 def _mean_sd(values: Any) -> str:
     found = list(values)
     if not found:
         return "–"
-    return f"{fmean(found):.3f}" + (f" ± {stdev(found):.3f}" if len(found) > 1 else "")
+    summary = summarize(found)
+    return f"{summary.mean:.3f}" + ("" if summary.sd is None else f" ± {summary.sd:.3f}")
 
 
-def _difference(found: Mapping[int, float], against: Mapping[int, float]) -> str:
-    seeds = sorted(found.keys() & against.keys())
-    if not seeds:
+def _difference(found: Ends, against: Ends, confidence: float) -> str:
+    if (difference := paired_difference(found, against, confidence)) is None:
         return "–"
-    values = [found[seed] - against[seed] for seed in seeds]
-    interval = ""
-    if len(values) >= MIN_PAIRS:
-        low, high = _interval(values)
-        interval = f" [{low:+.3f}, {high:+.3f}]"
-    return f"{fmean(values):+.3f}{interval} {sum(value > 0 for value in values)}/{len(values)}"
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval of the experiment's tables, by the draws of scipy.stats.bootstrap, which takes a second to load."""
-    draws = np.random.default_rng(SEED).integers(0, len(values), (NUM_RESAMPLES, len(values)))
-    low, high = np.percentile(np.asarray(values)[draws].mean(axis=1), ENDS)
-    return float(low), float(high)
+    interval = "" if difference.interval is None else " [{:+.3f}, {:+.3f}]".format(*difference.interval)
+    return f"{difference.mean:+.3f}{interval} {difference.num_positive}/{difference.n}"

@@ -7,8 +7,15 @@ import math
 import numpy as np
 import pytest
 from experiment_cases import make_grid, make_result
+from scipy import stats
 
-from hacpo_lab.experiments.compare import (
+from hacpo_lab.experiments.evidence import as_table, evidence_of
+from hacpo_lab.experiments.final_answers import FinalAnswers
+from hacpo_lab.experiments.grid import Cell
+from hacpo_lab.experiments.page import write_evidence
+from hacpo_lab.experiments.result import Diagnosis, write_result
+from hacpo_lab.experiments.table import to_markdown
+from hacpo_mega.evaluation.comparison import (
     NUM_CROSSED,
     Ends,
     Summary,
@@ -17,11 +24,6 @@ from hacpo_lab.experiments.compare import (
     paired_difference,
     summarize,
 )
-from hacpo_lab.experiments.evidence import as_table, evidence_of
-from hacpo_lab.experiments.grid import Cell
-from hacpo_lab.experiments.page import write_evidence
-from hacpo_lab.experiments.result import Diagnosis, write_result
-from hacpo_lab.experiments.table import to_markdown
 from hacpo_mega.watch.runs import studies_in
 
 
@@ -103,6 +105,8 @@ def test_interval_is_that_of_the_exact_bootstrap_distribution(values):
     assert np.quantile(means, 0.025 - slack) - rounding <= low <= np.quantile(means, 0.025 + slack) + rounding
     assert np.quantile(means, 0.975 - slack) - rounding <= high <= np.quantile(means, 0.975 + slack) + rounding
     assert bootstrap_interval(values) == (low, high), "the same numbers give the same interval"
+    how = {"n_resamples": 10_000, "method": "percentile", "rng": np.random.default_rng(0)}
+    assert tuple(stats.bootstrap((values,), np.mean, **how).confidence_interval) == pytest.approx((low, high))
 
 
 def finished(tmp_path):
@@ -223,6 +227,47 @@ def test_the_page_of_watch_reads_the_evidence(tmp_path):
     shared = next(row for row in tables["skills: difference to alone"] if row[0] == "shared")
     assert shared == ["shared", "+0.100 [+0.100, +0.100] 3/3", "+0.000 [+0.000, +0.000] 0/3", *shared[3:]]
     assert ["cut", "0.0004", "0.500 ± 0.000", "0.800 ± 0.000", "0.650 ± 0.000", "2"] in tables["skills: accuracy"]
+
+
+def test_the_page_of_watch_has_the_numbers_of_the_test_set(tmp_path):
+    grid, results = finished(tmp_path)
+    rng = np.random.default_rng(3)
+
+    def some(size):
+        return np.packbits(rng.integers(0, 2, size)).tobytes().hex()
+
+    for cell, result in results.items():
+        if cell.stage == "reported":
+            answers = [{name: {"add": some(13), "sub": some(64)} for name in "AB"} for _ in range(2)]
+            numbers = {"add": 13, "sub": 64}
+            final = FinalAnswers(prompts="digest", num_prompts=numbers, greedy=answers[0], sampled=answers[1])
+            results[cell] = result.model_copy(update={"final": final})
+    text = to_markdown(grid, evidence_of(grid, results), len(results), 0)
+    for result in results.values():
+        write_result(tmp_path / "few", result)
+    (study,) = studies_in(tmp_path / "few")
+    tables = study.shown("alone")["tables"]
+    assert [table["title"] for table in tables] == [
+        "skills: accuracy",
+        "skills: difference to alone",
+        "skills: accuracy by skill",
+    ]
+    for table in tables:
+        for row in table["rows"]:
+            assert f"| {' | '.join(row)} |" in text, (table["title"], row)
+    assert tables[0]["head"][-2] == "mean, sampled" and "97.5% percentile" in tables[1]["notes"][0]
+    final = results[Cell("skills", "shared", 4e-4, 1, "reported")].final.model_dump(mode="json")
+    file = tmp_path / "few" / "skills.shared.lr-0.0004.seed-1.json"
+    run = json.loads(file.read_text())
+    for wrong, why in (
+        ({"greedy": {"A": final["greedy"]["A"]}}, "the agents of its final answers"),
+        ({"num_prompts": {"add": 13, "sub": 65}}, "not as many as its prompts"),
+        ({"sampled": {"A": {"add": "xy"}}}, "hexadecimal"),
+        ({"prompts": "other"}, "different test sets"),
+    ):
+        file.write_text(json.dumps(run | {"final": final | wrong}))
+        with pytest.raises(ValueError, match=why):
+            study.shown("alone")
 
 
 def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_path):

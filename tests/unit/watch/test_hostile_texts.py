@@ -16,6 +16,8 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 from watched_run import AGENTS, WatchedRun
 
+from hacpo_mega.evaluation.answers import Answer, AnswerFile
+from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.models.files.visible import visible
 from hacpo_mega.watch import views_of
 from hacpo_mega.watch.answers import Judges
@@ -70,6 +72,39 @@ def write_hostile(folder: Path, texts: tuple[str, ...]) -> None:
     part.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
 
 
+def write_hostile_studies(folder: Path) -> None:
+    """An experiment, a benchmark and two evaluations in which every word is a hostile text."""
+    points: dict[str, Any] = {"steps": [0, 1], "seconds": [0.0, 1.0], "agents": [HOSTILE[0]], "commit": HOSTILE[1]}
+    counts = {HOSTILE[0]: [0, 1]}
+    curves = {
+        "accuracy": {HOSTILE[0]: [0.5, 0.6]},
+        "accuracy_by_skill": {HOSTILE[0]: {text: [0.5, 0.6] for text in HOSTILE}},
+    }
+    curves |= dict.fromkeys(("generated_answers", "trained_answers", "updates"), counts)
+    run = points | {"regime": HOSTILE[2], "stage": "reported", "learning_rate": 0.1, "seed": 1, "curves": curves}
+    (folder / "grid").mkdir(parents=True)
+    lines = (json.dumps(run | {"method": text}) + "\n" for text in HOSTILE)
+    (folder / "grid" / "runs.jsonl").write_text("".join(lines))
+    rates = {"generated_per_s": 1.0, "trained_per_s": 1.0, "idle_share": 0.5, "seconds_per_1000": 1.0}
+    agent = rates | {"trained_answers": 1.0, "phases_s": {HOSTILE[0]: 1.0}, "flops_per_s": {HOSTILE[1]: 1.0}}
+    schedule = {"wall_s": 1.0, "p50_s": 1.0, "p95_s": 1.0, "by_round_s": [1.0], "together": None}
+    schedules = [schedule | {"name": text, "agents": {text: agent}} for text in HOSTILE]
+    (folder / "times").mkdir()
+    (folder / "times" / "bench.json").write_text(json.dumps({"facts": {t: t for t in HOSTILE}, "schedules": schedules}))
+    score = Estimate(0.5, 0.4, 0.6)
+    results = [
+        BenchmarkResult(*(text, text, {text: score}, 1, 1, 0, 1, 1), no_answer=0.0, cut=0.0, tokens_mean=1.0)
+        for text in ("maths", *HOSTILE)
+    ]
+    for name, text in (("one", HOSTILE[0]), ("two", HOSTILE[1])):
+        out = folder / "evaluations" / name
+        out.mkdir(parents=True)
+        write_evaluation(Evaluation({"model": text, "reward": text}, tuple(results), score), out)
+        file = AnswerFile(out, "maths", 0)
+        file.append(Answer(text, n, n, *[text] * 3, text, text, 0.0, text, 1) for n, text in enumerate(HOSTILE))
+        file.close()
+
+
 @pytest.fixture(scope="module")
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -78,6 +113,7 @@ def served(
     folder = tmp_path_factory.mktemp("runs")
     write_hostile(folder / "one", HOSTILE)
     write_hostile(folder / "two", HOSTILE[1:] + HOSTILE[:1])
+    write_hostile_studies(folder / "studies")
     for name in request.param:
         (folder / name).mkdir()
         (folder / name / "metrics.jsonl").touch()
@@ -125,6 +161,18 @@ def test_every_answer_of_the_server_holds_them_as_data(served: tuple[Runs, ASGIA
     assert (explained["extracted"], explained["explanation"]["gold"]) == (HOSTILE[0], HOSTILE[0])
     lines = ask(f"{base}/export", kind="application/x-ndjson").content.split(b"\n")[:-1]
     assert {json.loads(line)["text"] for line in lines} == everything
+    for study in ask("/api/studies").json():
+        kind, found = study["kind"], ask(f"/api/studies/{study['id']}").json()
+        assert everything <= set(found.get("methods", ())) | set(found["facts"]) | set(found.get("benchmarks", ())) | {
+            text for table in found["tables"] for text in table["head"]
+        }, kind
+        if kind == "eval":
+            pages = (
+                ask(f"/api/studies/{study['id']}/answers", benchmark="maths", page=page).json() for page in range(11)
+            )
+            assert {
+                row[name] for page in pages for row in page["rows"] for name in ("text", "gold", "id")
+            } == everything
     for place, text in enumerate(HOSTILE[::2]):
         query = ({"filter": text}, {"filter": json.dumps({text: 1})}, {"sort": text})[place % 3]
         assert "\n" not in ask(f"{base}/answers", 400, **query).json()["error"]
@@ -215,6 +263,15 @@ def test_no_text_lives_in_a_browser(served: tuple[Runs, ASGIApp, Any], address: 
             own = HOSTILE[number * len(PATTERNS) : (number + 1) * len(PATTERNS)]
             key = page.evaluate("encodeURIComponent", f"1.0.{number}.{own[1]}.0")
             look(f"#/answers?runs={one}&key={key}", ".answer.chosen", own)
+        for study in served[0].studies.values():
+            look(f"#/results?study={study.id}", "table.results", HOSTILE)
+            if study.kind == "eval":
+                for number in range(1, len(HOSTILE) // 20 + 1):
+                    page.get_by_role("button", name="next").click()
+                    page.get_by_text(f"page {number + 1} of").wait_for()
+                    assert page.evaluate(LIVE)["handlers"] == [] and not problems
+                    shown = page.evaluate("document.body.textContent")
+                    assert all(visible(text) in shown for text in HOSTILE[20 * number :][:20])
         for text in HOSTILE[::24]:
             key = page.evaluate("encodeURIComponent", text)
             look(f"#/answers?runs={one}&key={key}", ".problem", ())

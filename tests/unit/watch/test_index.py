@@ -6,6 +6,8 @@ import re
 import shutil
 import sqlite3
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +238,31 @@ def test_a_cache_that_cannot_be_written_is_said(
     monkeypatch.setattr("tempfile.tempdir", str(cache))
     with pytest.raises(ValueError, match=r"cannot hold an index either .*Not a directory"):
         watched(run.folder, said.append)
+
+
+@pytest.mark.nightly
+def test_a_file_system_without_locks_is_said(run: WatchedRun, cache: Path, tmp_path: Path) -> None:
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler on this machine")
+    library, temporary = tmp_path / "without_locks.so", tmp_path / "tmp"
+    cache.mkdir()
+    temporary.mkdir()
+    source = Path(__file__).parent / "without_locks.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    program = (
+        "import sys; from pathlib import Path; from hacpo_mega.watch import index; index.BUSY_S = 0.1; "
+        "found = index.Index(Path(sys.argv[1]), print); print(found.extend(), found.path)"
+    )
+    places = {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary), "WITHOUT_LOCKS": str(cache.resolve())}
+    command = [sys.executable, "-c", program, run.folder]
+    environment = os.environ | places | {"LD_PRELOAD": str(library)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    line, last = done.stdout.splitlines()
+    assert line.startswith(str(cache)) and "cannot hold an index (database is locked)" in line
+    assert line.endswith("Set XDG_CACHE_HOME to a local folder") and last.startswith(f"True {temporary}")
+    environment["WITHOUT_LOCKS"] = str(tmp_path.resolve())
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and "cannot hold an index either (database is locked)" in done.stderr.splitlines()[-1]
 
 
 def test_an_index_is_its_users_alone_and_the_run_stays_as_it_is(run: WatchedRun) -> None:

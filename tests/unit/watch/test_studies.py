@@ -164,6 +164,34 @@ def test_an_evaluation_by_hand(tmp_path: Path) -> None:
         study.shown()
 
 
+def test_evaluations_lie_side_by_side(tmp_path: Path) -> None:
+    for model, benchmarks in (("qwen", ("maths", "code")), ("llama", ("maths",))):
+        results = [
+            BenchmarkResult(
+                *(name, "avg@4", {"avg@4": Estimate(0.5, 0.4, 0.6)}, 30, 0, 0, 120, 0),
+                **{"no_answer": 0.0, "cut": 0.0, "tokens_mean": 1.0},
+            )
+            for name in benchmarks
+        ]
+        out = tmp_path / model / "evaluations" / "end"
+        out.mkdir(parents=True)
+        (tmp_path / model / "metrics.jsonl").touch()
+        write_evaluation(Evaluation({"model": f"models/{model}"}, tuple(results), Estimate(0.5, 0.4, 0.6)), out)
+    (study,) = [study for study in Runs([tmp_path], print).studies.values() if study.kind == "evaluations"]
+    (table,) = study.shown()["tables"]
+    assert table["head"] == ["evaluation", "model", "maths", "code", "mean"]
+    score = "avg@4 0.5000 [0.4000, 0.6000]"
+    assert table["rows"] == [
+        ["llama/end", "models/llama", score, "–", ""],
+        ["qwen/end", "models/qwen", score, score, "0.5000"],
+    ]
+    (tmp_path / "llama" / "evaluations" / "end" / "evaluation.json").write_text("[]")
+    found = study.shown()
+    assert [row[0] for row in found["tables"][0]["rows"]] == ["qwen/end"]
+    assert len(found["notes"]) == 1 and "is no evaluation: no table" in found["notes"][0]
+    assert not list(Runs([tmp_path / "qwen"], print).studies.values())[1:], "one evaluation has nothing beside it"
+
+
 def test_a_folder_of_none_of_these_is_a_line(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text('{"anything": 1}\n')
     (tmp_path / "notes.json").write_text("{}")

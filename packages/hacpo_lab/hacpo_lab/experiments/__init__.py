@@ -6,7 +6,8 @@ order.py      which run comes next, and the learning rate that a method's tuning
 result.py     one finished run as a small JSON file
 trust.py      which files of a results folder may stand in one table
 campaign.py   the queue: runs what is missing, one after the other
-compare.py    mean, standard deviation, paired bootstrap intervals
 screen.py     what methods would have learnt from the answers of a run, before any seed is spent on them
 evidence.py   everything the results show, as records; table.py, curves.py and page.py write it for people
+
+Means, deviations and bootstrap intervals are hacpo_mega/evaluation/comparison.py's.
 """

@@ -17,6 +17,7 @@ from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompts import rows_of_examples, to_prompts
 from hacpo_mega.data.reading.files import digest_of
 from hacpo_mega.data.tasks import examples_for_test
+from hacpo_mega.evaluation.comparison import right_answers
 from hacpo_mega.records import Prompt
 
 if TYPE_CHECKING:  # tables are made without torch
@@ -45,8 +46,7 @@ class FinalAnswers(Section):
     def right(self, how: str, agent: str) -> dict[str, np.ndarray]:
         """Right answers of an agent by skill, 0 or 1, float64 [num_prompts], greedy or sampled."""
         return {
-            skill: np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[: self.num_prompts[skill]].astype(float)
-            for skill, bits in getattr(self, how)[agent].items()
+            skill: right_answers(bits, self.num_prompts[skill]) for skill, bits in getattr(self, how)[agent].items()
         }
 
 

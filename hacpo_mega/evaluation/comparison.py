@@ -1,8 +1,9 @@
 """The comparison of two methods' runs: mean, standard deviation, paired bootstrap interval. Pure functions.
 
 Runs are paired by seed: one seed has the same prompts in the same order for every method, so what a seed makes easy or
-hard for both cancels in their difference. The interval is scipy's percentile bootstrap (Efron 1979) of the mean of the
-differences: with few seeds it is too narrow rather than too wide, and below MIN_PAIRS none is given.
+hard for both cancels in their difference. The interval is the percentile bootstrap (Efron 1979) of the mean of the
+differences, by the draws of scipy.stats.bootstrap, whose import takes a second: with few seeds it is too narrow rather
+than too wide, and below MIN_PAIRS none is given.
 
 Where the answer of every run to every prompt is known, seeds and prompts are resampled independently of each other, so
 that the interval speaks of other prompts, too (Owen, "The pigeonhole bootstrap", 2007: conservative, not exact).
@@ -15,7 +16,6 @@ from statistics import fmean, stdev
 from typing import Self
 
 import numpy as np
-from scipy.stats import bootstrap
 
 MIN_PAIRS = 3
 NUM_RESAMPLES = 10_000
@@ -108,12 +108,11 @@ def _resample(size: int, stream: int) -> np.ndarray:
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % percentile bootstrap interval of a mean; the same values always give the same interval."""
-    found = bootstrap(
-        (np.asarray(values),),
-        np.mean,
-        n_resamples=NUM_RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(BOOTSTRAP_SEED),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    draws = np.random.default_rng(BOOTSTRAP_SEED).integers(0, len(values), (NUM_RESAMPLES, len(values)))
+    low, high = np.quantile(np.asarray(values)[draws].mean(axis=1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def right_answers(bits: str, size: int) -> np.ndarray:
+    """Right answers, 0 or 1, float64 [size], from bits as hexadecimal text, the first answer's first."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(bits), np.uint8))[:size].astype(float)
