@@ -17,14 +17,22 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.schema import RewardPartConfig
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_once
+from hacpo_mega.conversations.player import (
+    Player,
+    PlayLimits,
+    environment_of,
+    played_by_roles,
+    played_once,
+    turn_format,
+)
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.files.visible import one_line
-from hacpo_mega.records import Prompt
+from hacpo_mega.records import Completion, Prompt
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
@@ -71,22 +79,41 @@ def _conversation(
     limits = PlayLimits.of(config)
     limits = replace(limits, max_turns=min(SHOWN_TURNS, limits.max_turns))
     prompt = Prompt(0, row.id, row.text, row.gold, row.skill, row.row)
-    for agent, codec in zip(config.agents, codecs, strict=True):
-        try:
-            player = Player(environment, codec, limits)
-        except ValueError as error:
-            raise ValueError(f"agents.{agent.name}: {error}") from error
-        with closing(player):
-            played = played_once(player, codec, limits, prompt, [row.gold], config.rollout.max_answer_tokens)
-        found, rewrites = played.conversation, player.format.rewrites
+    by_agent = {agent.name: codec for agent, codec in zip(config.agents, codecs, strict=True)}
+    formats = {agent: _turn_format(agent, codec, environment, config) for agent, codec in by_agent.items()}
+    turn = prompt, row.gold, config.rollout.max_answer_tokens
+    if config.roles:
+        by_role = {role.name: by_agent[role.agent] for role in config.roles}
+        names = [f"{role.name} ({role.agent})" for role in config.roles]
+        agents = [role.agent for role in config.roles]
+        played = played_by_roles(environment, by_role, limits, *turn)
+    else:
+        names = agents = list(by_agent)
+        played = [_played_alone(environment, codec, limits, *turn) for codec in by_agent.values()]
+    for name, agent, completion in zip(names, agents, played, strict=True):
+        found, rewrites = completion.conversation, formats[agent].rewrites
         if found.counts.get("failed"):
             reason = environment.last_error or "it says nothing that this agent can read"
             raise ValueError(f"conversation.environment: {environment.name} fails on the first prompt: {reason}")
         history = f", which writes earlier turns otherwise ({rewrites})" if rewrites else ""
-        yield f"{agent.name} reads turns by {player.format.kind}{history}; with the gold as each of its turns:"
-        ids = [*codec.encode_prompt(found.task or row.text, found.opening), *played.token_ids.tolist()]
-        yield from _lines(codec.tokenizer.decode(ids, skip_special_tokens=False))
+        yield f"{name} reads turns by {formats[agent].kind}{history}; with the gold as each of its turns:"
+        ids = [*by_agent[agent].encode_prompt(found.task or row.text, found.opening), *completion.token_ids.tolist()]
+        yield from _lines(by_agent[agent].tokenizer.decode(ids, skip_special_tokens=False))
         yield f"  reward {'of the judge' if found.reward is None else found.reward}"
+
+
+def _turn_format(agent: str, codec: TextCodec, environment: EnvironmentClass, config: Config) -> TurnFormat:
+    try:
+        return turn_format(codec, environment, has_roles=bool(config.roles))
+    except ValueError as error:
+        raise ValueError(f"agents.{agent}: {error}") from error
+
+
+def _played_alone(
+    environment: EnvironmentClass, codec: TextCodec, limits: PlayLimits, prompt: Prompt, text: str, max_tokens: int
+) -> Completion:
+    with closing(Player(environment, codec, limits)) as player:
+        return played_once(player, codec, limits, prompt, [text], max_tokens)
 
 
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:

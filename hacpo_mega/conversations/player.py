@@ -253,7 +253,7 @@ class Player:
                 reward = await episode.reward()
         finally:
             episode.close()
-        counts = self._counts(episode, has_failed=episode.failure is not None)
+        counts = _counts(episode, has_failed=episode.failure is not None)
         return conversation.completion(self._codec, reward, counts)
 
     async def _play_all(
@@ -275,7 +275,9 @@ class Player:
 
         async def one(n: int) -> Completion:
             if self._partners is None or self._partners.drives:
-                await self._drive(self._all_seats(n, seats[n], keys[n], how), seats[n])
+                roles = () if self._partners is None else self._partners.names
+                everyone = self._all_seats(n, seats[n], keys[n], how)
+                await _drive(self._environment, seats[n], everyone, roles, self._limits.max_turns)
             completion = await seats[n].completion
             if on_answer is not None:
                 on_answer(n, completion)
@@ -305,36 +307,6 @@ class Player:
         others = (self._partners.rank_with(role, n, is_greedy) for role in range(1, len(self._partners.names)))
         return [own, *(self._lines.seat(rank, key) for rank in others)]
 
-    async def _drive(self, seats: Sequence[AnySeat], first: Seat) -> None:
-        """Plays one conversation and ends it for all seats. An environment that fails ends it, counted and unjudged."""
-        environment, prompt = self._environment, first.prompt
-        roles = () if self._partners is None else self._partners.names
-        episode, reward = environment.episode(first.seed), None
-        course = Course(seats, roles, episode, self._limits.max_turns)
-        row = row_of(prompt)
-        try:
-            opening = _writable(await episode.begin(row) or "")
-            course.messages = with_observation(prompt_messages(row), opening)
-            if episode.failure is None:
-                await course.run(opening, responds=environment.responds)
-                if course.was_spoken and course.trouble != "unencodable":
-                    reward = await episode.reward(roles)
-        finally:
-            episode.close()
-        has_failed = episode.failure is not None or course.trouble == "unencodable"
-        counts = self._counts(episode, has_failed=has_failed)
-        counts["unencodable"] += course.trouble == "unencodable"
-        counts["too_long"] += course.trouble == "too_long"
-        counts["truncated"] += course.stop is Stop.LENGTH
-        counts["call_errors"] += course.num_call_errors
-        for place, seat in enumerate(seats):
-            await seat.end(course.ending(place, None if has_failed else reward, counts))
-
-    def _counts(self, episode: Episode, *, has_failed: bool) -> Counter[str]:
-        return Counter(
-            failed=has_failed, timeouts=episode.failure == "hung", environment_ms=round(1000 * episode.seconds)
-        )
-
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
         if self._thread is not None:
@@ -342,6 +314,37 @@ class Player:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = None
+
+
+async def _drive(
+    environment: EnvironmentClass, first: Seat, seats: Sequence[AnySeat], roles: Sequence[str], max_turns: int
+) -> None:
+    """Plays one conversation and ends it for all seats. An environment that fails ends it, counted and unjudged."""
+    prompt = first.prompt
+    episode, reward = environment.episode(first.seed), None
+    course = Course(seats, roles, episode, max_turns)
+    row = row_of(prompt)
+    try:
+        opening = _writable(await episode.begin(row) or "")
+        course.messages = with_observation(prompt_messages(row), opening)
+        if episode.failure is None:
+            await course.run(opening, responds=environment.responds)
+            if course.was_spoken and course.trouble != "unencodable":
+                reward = await episode.reward(roles)
+    finally:
+        episode.close()
+    has_failed = episode.failure is not None or course.trouble == "unencodable"
+    counts = _counts(episode, has_failed=has_failed)
+    counts["unencodable"] += course.trouble == "unencodable"
+    counts["too_long"] += course.trouble == "too_long"
+    counts["truncated"] += course.stop is Stop.LENGTH
+    counts["call_errors"] += course.num_call_errors
+    for place, seat in enumerate(seats):
+        await seat.end(course.ending(place, None if has_failed else reward, counts))
+
+
+def _counts(episode: Episode, *, has_failed: bool) -> Counter[str]:
+    return Counter(failed=has_failed, timeouts=episode.failure == "hung", environment_ms=round(1000 * episode.seconds))
 
 
 class _Canned:
@@ -356,11 +359,16 @@ class _Canned:
         while not source.is_done:
             for request in source.take(idle=True)[0]:
                 text = self._texts[0] if len(self._texts) == 1 else self._texts.pop(0)
-                ids = np.array(self._codec.encode_answer(text, ended=True), np.int32)
-                stop = Stop.EOS if len(ids) <= request.max_tokens else Stop.LENGTH
-                ids = ids[: request.max_tokens]
-                source.give(request.key, Completion(ids, stop, np.zeros(len(ids), np.float32)))
+                source.give(request.key, _as_sampled(self._codec, text, request))
         return ServeTally()
+
+
+def _as_sampled(codec: TextCodec, text: str, request: TurnRequest) -> Completion:
+    """A given text as the completion of a request, with log-probs of 0."""
+    ids = np.array(codec.encode_answer(text, ended=True), np.int32)
+    stop = Stop.EOS if len(ids) <= request.max_tokens else Stop.LENGTH
+    ids = ids[: request.max_tokens]
+    return Completion(ids, stop, np.zeros(len(ids), np.float32))
 
 
 def played_once(
@@ -369,6 +377,32 @@ def played_once(
     """One conversation on a prompt whose own turns are the given texts, of `max_tokens` at most."""
     engine = _Canned(codec, texts, limits.max_prompt_tokens + limits.max_total_tokens, player.format.stop_ids)
     return player.play(engine, [(prompt, 0)], [0], max_tokens=max_tokens, return_logprobs=True)[0]
+
+
+def played_by_roles(
+    environment: EnvironmentClass,
+    codecs: Mapping[str, TextCodec],
+    limits: PlayLimits,
+    prompt: Prompt,
+    text: str,
+    max_tokens: int,
+) -> list[Completion]:
+    """One conversation between roles, each with the tokenizer of its agent, in which all turns are one text."""
+    how = {"max_tokens": max_tokens, "temperature": 1.0, "return_logprobs": True}
+
+    def voice(codec: TextCodec) -> Voice:
+        async def ask(request: TurnRequest) -> Completion:
+            return _as_sampled(codec, text, request)
+
+        read = turn_format(codec, environment, has_roles=True)
+        return Voice(codec, read, limits.max_prompt_tokens, limits.max_total_tokens, ask, how)
+
+    async def play() -> list[Completion]:
+        seats = [Seat(role, prompt, 0, voice(codec)) for role, codec in codecs.items()]
+        await _drive(environment, seats[0], seats, tuple(codecs), limits.max_turns)
+        return [await seat.completion for seat in seats]
+
+    return asyncio.run(play())
 
 
 def environment_of(conversation: ConversationConfig, *, has_roles: bool = False) -> EnvironmentClass | None:

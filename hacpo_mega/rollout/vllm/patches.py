@@ -16,6 +16,7 @@ from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention
+from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.utils import jit_monitor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -94,6 +95,11 @@ def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor
         return found
 
     return weight_loader
+
+
+def inspected_here(model: _LazyRegisteredModel) -> _ModelInfo:
+    """Replacement of `inspect_model_cls`: what an engine asks of its model's class before it loads it."""
+    return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def of_one_group(init: Callable[..., None]) -> Callable[..., None]:
@@ -185,6 +191,7 @@ _MONITOR = "it watches the whole process: it warns of the trainer's own kernels,
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
 _SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
 _LOADERS = "loaders of norms over all heads that ranks share are partial functions, which have no name"
+_CLASS = "another process would import vLLM to read the class, and answer with a pickle; this one loads it anyhow"
 _ROUTER = "on the CPU it has sigmoids with a bias for groups of experts alone, which MiniMax-M2 has none of"
 _LATENTS = "norms of latents have 1e-6, as in the models' own code and in transformers, whatever rms_norm_eps says"
 _APART = "on the CPU it turns other numbers of a head than those that it is given, where these are a part of it"
@@ -197,6 +204,7 @@ VLLM = (
     Patch(jit_monitor, "activate", lambda **_how: None, _MONITOR),
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
+    Patch(_LazyRegisteredModel, "inspect_model_cls", inspected_here, _CLASS),
     Patch(CPURouter, "__init__", of_one_group, _ROUTER, wraps=True),
     Patch(DeepseekV2MLAAttention, "__init__", with_latent_norms, _LATENTS, wraps=True),
     Patch(RotaryEmbedding, "forward_cpu", of_apart_heads, _APART, wraps=True),

@@ -44,6 +44,7 @@ SIGNATURES = {
         "(mixed_qkv: 'torch.Tensor', b: 'torch.Tensor', a: 'torch.Tensor', core_attn_out: 'torch.Tensor', "
         "layer_name: 'LayerNameType') -> 'None'"
     ),
+    "_LazyRegisteredModel.inspect_model_cls": "(self) -> vllm.model_executor.models.registry._ModelInfo",
     "CPURouter.__init__": (
         "(self, top_k: int, global_num_experts: int, use_grouped_topk: bool = False, "
         "num_expert_group: int | None = None, topk_group: int | None = None, renormalize: bool = True, "

@@ -12,7 +12,7 @@ from written_engine import SIGNS, Written
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
 from hacpo_mega.conversations.partners import Partners
-from hacpo_mega.conversations.player import Player, PlayLimits, environment_of
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_by_roles
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
@@ -207,3 +207,15 @@ def test_an_environment_that_says_nothing_is_for_roles_alone():
 def test_messages_of_the_user_become_one_for_a_template():
     said = [{"role": role, "content": text} for role, text in zip(("tool", "user", "user", "tool", "user"), "abcde")]
     assert [message["content"] for message in of_one_user(said)] == ["a", "b\n\nc", "d", "e"]
+
+
+def test_a_conversation_of_roles_is_shown_before_a_run(codecs):
+    """Every turn is the given text; the second agent reads the first one's in its prompt, in its own tokens."""
+    limits, prompt = PlayLimits(max_turns=1, max_prompt_tokens=24, max_total_tokens=60), Prompt(0, "0", "12*3=", "36")
+    with EnvironmentClass.load("relay") as relay:
+        left, right = played_by_roles(relay, dict(zip(("left", "right"), codecs)), limits, prompt, "36", max_tokens=4)
+    turns = [[(turn.role, turn.name, turn.content) for turn in one.conversation.turns] for one in (left, right)]
+    assert turns == [[("assistant", "", "36"), ("user", "right", "36")], [("assistant", "", "36")]]
+    assert [one.token_ids.tolist() for one in (left, right)] == [list(c.encode_answer("36", True)) for c in codecs]
+    assert [len(one.token_ids) for one in (left, right)] == [3, 2] and right.conversation.opening == "36="
+    assert [one.stop for one in (left, right)] == [EOS, EOS]

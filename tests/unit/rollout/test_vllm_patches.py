@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import make_model
-from vllm import SamplingParams
+from vllm import ModelRegistry, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -73,6 +74,14 @@ def test_merged_records_are_the_answers_of_single_ones(monkeypatch):
     assert merged_running == running and len(running[0][1]) == 160
     assert handled == sum(min(length, 160) for length in LENGTHS)
     assert merged_handled == sum(-(-min(length, 160) // 64) for length in LENGTHS)
+
+
+@pytest.mark.nightly
+def test_a_class_is_read_here_as_in_a_process_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    model = ModelRegistry.models["Qwen3MoeForCausalLM"]
+    assert patches.inspected_here(model) == _LazyRegisteredModel.inspect_model_cls(model)
+    assert list((tmp_path / "modelinfos").iterdir()), "vLLM kept what the process found"
 
 
 def test_records_that_bring_more_than_tokens_are_passed_on_at_once():
