@@ -217,8 +217,8 @@ def test_a_start_says_what_a_success_is_where_its_method_asks_for_one(tmp_path):
     unsaid = "reward.success is not given: nothing says which answers are a success, so those with the full reward of 1"
     for overrides, is_said in (
         (["algorithm={method='sgt'}"], True),
-        (["algorithm={preset='authors'}"], True),
-        (["algorithm={preset='authors'}", "reward.success=0.5"], False),
+        (["algorithm={capability_metric='positive_rate'}"], True),
+        (["algorithm={capability_metric='positive_rate'}", "reward.success=0.5"], False),
         ([], False),
     ):
         console = SimpleNamespace(said=[])

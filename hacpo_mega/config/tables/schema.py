@@ -110,7 +110,7 @@ class RewardConfig(RewardPartConfig):
     parts: dict[PartName, WeightedPartConfig] = Field(default_factory=dict)
     """Several named rewards, [reward.parts.NAME] each, instead of kind, options and range."""
     success: Success | None = None
-    """Definition of a success, for pass@k, maj@k, sgt and the capability of the preset authors: full reward in the part
+    """Definition of a success, for pass@k, maj@k, sgt and capability_metric = "positive_rate": full reward in the part
     of this name, or a reward of at least this number; not given: the full reward, 1."""
     timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=3600.0)] = 5.0
     """CPU seconds of one judgement. An answer that exceeds them is graded wrong, unless its gold does too. A grader of
