@@ -30,6 +30,7 @@ PER_PAGE = 50
 REGEX_S, MOST_PATTERN = 0.8, 500
 MOST_WHOLE = 3  # letters from which on the last word may be a beginning
 FREQUENT = 0.05  # of all answers: a text that is in more of them
+HITS = ("id IN (SELECT id FROM hit)", "+id IN (SELECT id FROM hit)")  # of a rare text, of a frequent one
 WORDS = ("agent", "skill", "verdict", "stop")
 RANGES = ("step", "reward", "length")
 BY_LEARNER = ("ratio", "advantage")
@@ -49,7 +50,7 @@ def page_of_answers(index: Index, selection: Mapping[str, Any], sort: str, page:
             ids, total, cut = _matching(index, db, rows, values, _compiled(pattern), page)
             note = cut or note
         else:
-            total = db.execute(f"SELECT count(*) FROM answers WHERE {where}", values).fetchone()[0]
+            total = db.execute(f"SELECT count(*) FROM {_counted(db, where)}", values).fetchone()[0]
             rows = f"SELECT id FROM answers WHERE {where} ORDER BY {order} LIMIT {PER_PAGE} OFFSET ?"
             ids = [row[0] for row in db.execute(rows, [*values, page * PER_PAGE])]
         shown = [_row(db, number) for number in ids]
@@ -161,18 +162,24 @@ def _unread(db: sqlite3.Connection) -> str | None:
     return f"{row[0]:,} files of answers are still to be read; the newest are here" if row and row[0] else None
 
 
+def _counted(db: sqlite3.Connection, where: str) -> str:
+    """The rows of a condition; the hits of a text alone are known, unless answers were forgotten, whose words stay."""
+    newest, num_answers = db.execute("SELECT (SELECT max(id) FROM answers), (SELECT count(*) FROM answers)").fetchone()
+    return "hit" if where in HITS and newest == num_answers else f"answers WHERE {where}"
+
+
 def _condition(db: sqlite3.Connection, selection: Mapping[str, Any]) -> tuple[str, list[Any]]:
     """The selection as a condition on the table of answers, with its values."""
     if unknown := selection.keys() - FIELDS:
         raise ValueError(f"no field {short(min(unknown))}: give some of {', '.join(sorted(FIELDS))}")
-    parts, values = ["1"], []
+    parts, values = [], []
     for name, value in selection.items():
         if value in (None, "", [None, None]) or name == "regex":
             continue
         part, more = _part(db, name, value)
         parts.append(part)
         values += more
-    return " AND ".join(parts), values
+    return " AND ".join(parts) or "1", values
 
 
 def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]]:
@@ -194,7 +201,7 @@ def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]
         num_hits = db.execute("INSERT INTO hit SELECT rowid FROM texts WHERE texts MATCH ?", (phrase,)).rowcount
         num_answers = db.execute("SELECT max(id) FROM answers").fetchone()[0] or 0
         # Of a frequent text the answers are walked in their order, and the first page ends that soon; + says so.
-        return f"{'+' if num_hits > FREQUENT * num_answers else ''}id IN (SELECT id FROM hit)", []
+        return HITS[num_hits > FREQUENT * num_answers], []
     if name == "prompt_id":
         return "prompt IN (SELECT id FROM prompts WHERE prompt_id = ?)", [value]
     return f"{name} = (SELECT id FROM words WHERE kind = ? AND word = ?)", [name, value]

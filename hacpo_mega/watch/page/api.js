@@ -1,6 +1,7 @@
 // The server's answers, and the series of metrics that grow with a run.
 
-const FIRST_POINTS = 1000; // of a curve of a long run, before the others
+const LONG_RUN = 2000; // steps
+const FIRST_POINTS = 250; // of a curve of a long run, before the others
 const FIRST_MS = 1000; // for these to be drawn
 const NAMES_A_REQUEST = 60; // a longer address may be cut
 
@@ -40,7 +41,7 @@ export class Metrics {
   async open() {
     const { names, events, last_step: last } = await get(runPath(this.run, "metrics"));
     this.names = names;
-    this.#every = 10 ** Math.max(0, Math.floor(Math.log10((last ?? 0) / FIRST_POINTS)));
+    this.#every = (last ?? 0) < LONG_RUN ? 1 : Math.floor(last / FIRST_POINTS);
     if (events) this.events = events;
     return this;
   }
