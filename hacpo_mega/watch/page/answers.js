@@ -6,7 +6,7 @@ import { detail, perLearner, verdictClass } from "./answer.js";
 const EQUAL = ["agent", "skill", "verdict", "stop"];
 const BETWEEN = ["step", "reward", "ratio", "advantage", "length"];
 const COLUMNS = ["step", "agent", "skill", "reward", "verdict", "ratio", "advantage", "length", "stop", "turn"];
-const WAIT_MS = 150; // after a key, before a search
+const WAIT_MS = 100; // after a key, before a search
 
 /** The filter of the address as the server takes it. */
 export function filterOf(param) {

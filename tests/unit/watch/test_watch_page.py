@@ -321,7 +321,7 @@ def test_curves_grow_zoom_and_tell_values(browser):
 @pytest.mark.nightly
 def test_a_long_run_is_drawn_by_every_tenth_step_and_then_whole(browser):
     with Visit(browser) as visit:
-        visit.routes.told_steps = 12_345
+        visit.routes.told_steps = 2_500
         reward = chart(visit.open(), "Reward while training")
         reward.get_by_text("last: step 40").wait_for()
         plot = reward.locator(".plot")
