@@ -27,10 +27,10 @@ child=$!
 # Whom Slurm tells to end: this shell must pass it on, and stay to write how it ended.
 trap 'kill -USR1 $child 2>/dev/null' USR1
 trap 'kill -TERM $child 2>/dev/null' TERM
-status=0
-while kill -0 $child 2>/dev/null; do # a trap ends `wait` early
+while :; do # a trap ends `wait` early; a process that has ended already is waited for, too
   wait $child
   status=$?
+  kill -0 $child 2>/dev/null || break
 done
 if [[ $status == 137 ]] && (($(memory_kills "") > killed_before)); then
   echo "rank $SLURM_PROCID was killed by the kernel: out of memory (its counter oom_kill says so). Give it more (slurm.mem)"

@@ -400,6 +400,11 @@ def test_nobody_waits_for_a_rank_that_refuses_its_input(tmp_path):
         command = ["bash", ROOT / "launch/rank.sh", logs, "bash", "-c", f"exit {status}"]
         assert subprocess.run(command, env=os.environ | job).returncode == status
         assert (logs / "refused").exists() is refused
+    late = (ROOT / "launch/rank.sh").read_text().replace("child=$!\n", "child=$!\nsleep 0.3\n")  # it has ended by then
+    (tmp_path / "rank.sh").write_text(late)
+    (tmp_path / "node.sh").write_text((ROOT / "launch/node.sh").read_text())
+    command = ["bash", tmp_path / "rank.sh", logs, "bash", "-c", "exit 3"]
+    assert "sleep 0.3" in late and subprocess.run(command, env=os.environ | job).returncode == 3
     waits = ended(2, then="open(os.environ['logs'] + '/refused', 'w').close(); time.sleep(3600)")
     for preflight in (False, True):
         (tmp_path / str(preflight)).mkdir()
