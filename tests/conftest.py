@@ -7,10 +7,14 @@ so that engines and ranks which tests start do not interpret their own kernels.
 import importlib
 import os
 import signal
+import sys
+import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import _pytest.capture
 import hypothesis
 import pytest
 import torch
@@ -50,6 +54,23 @@ hypothesis.settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("unhurried")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def open_streams() -> None:
+    """Whoever closes the output or error stream that pytest captures is named in a warning, and closes nothing.
+
+    Every later test of the process would fail. absl's handler closes what was the error stream when Megatron was
+    imported, if another one stands there when logging is configured anew.
+    """
+    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
+
+        def close(name: str = name) -> None:
+            stack = traceback.extract_stack()[:-1]
+            if stack[-1].filename != _pytest.capture.__file__:  # at its end it closes them itself
+                warnings.warn(f"{name} was closed by\n{''.join(traceback.format_list(stack[-8:]))}", stacklevel=2)
+
+        stream.close = stream.buffer.close = close
 
 
 @pytest.fixture(autouse=True)
