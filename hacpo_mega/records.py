@@ -161,7 +161,7 @@ class Rollout:
 
     `token_ids` is int32 [num_tokens] and keeps the final EOS if there is one; `text` is without special tokens.
     `logprobs` are the engine's of the sampled tokens, float32 nats [num_tokens]; `routing` is as in Completion. Both
-    are None if not asked for, and for other agents' answers, with which they do not travel. Of a conversation,
+    are None if not asked for, and for other agents' answers, with which they do not travel. In a conversation,
     `token_ids` are all tokens after the prompt, and `text` is its answer, which another agent may have said.
     """
 

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import _pytest.capture
 import hypothesis
 import pytest
 import torch
@@ -44,7 +43,7 @@ if not torch.cuda.is_available():
     if before is None:
         del os.environ["TRITON_INTERPRET"]
 
-# What nohup and a shell's background jobs ignore, everything that tests start would ignore, too.
+# Signals that nohup or a shell's background job ignores would be ignored by everything that tests start.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
@@ -57,20 +56,23 @@ hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def open_streams() -> None:
-    """Whoever closes the output or error stream that pytest captures is named in a warning, and closes nothing.
+def open_streams() -> Iterator[None]:
+    """Keeps the streams that pytest captures open: a call to close one is a warning with the stack of its caller.
 
-    Every later test of the process would fail. absl's handler closes what was the error stream when Megatron was
-    imported, if another one stands there when logging is configured anew.
+    A closed stream fails every later test of the process. absl's handler closes the error stream of Megatron's import
+    when logging is configured anew while another stream stands in its place.
     """
-    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
 
-        def close(name: str = name) -> None:
-            stack = traceback.extract_stack()[:-1]
-            if stack[-1].filename != _pytest.capture.__file__:  # at its end it closes them itself
-                warnings.warn(f"{name} was closed by\n{''.join(traceback.format_list(stack[-8:]))}", stacklevel=2)
+    def close() -> None:
+        callers = traceback.format_list(traceback.extract_stack()[-9:-1])
+        warnings.warn(f"the standard output or error was closed by\n{''.join(callers)}", stacklevel=2)
 
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         stream.close = stream.buffer.close = close
+    yield
+    for stream in streams:
+        del stream.close, stream.buffer.close
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Import rules: rooms on floors, one door per heavy library, few places that collectives may hang in.
 
-Every rule is a function from parsed files to complaints, and is shown here to catch a file that breaks it. What a file
-itself may be is in test_code_rules.py.
+Every rule is a function from parsed files to complaints, and is shown here to catch a file that breaks it. Rules for
+a single file are in test_code_rules.py.
 """
 
 import ast
@@ -15,8 +15,8 @@ from house_rules import BESIDE, ROOT, Complaints, Rule, Source, Sources, functio
 
 # A folder of hacpo_mega is a room, and so is a package beside it; these are the two files of the lobby.
 LOBBY = {"records.py": "records", "__init__.py": "cli"}
-# Lowest first. A room may use the rooms on lower floors, and nothing beside it. What studies the product stands above
-# all of it, so that nothing of the product imports it.
+# Lowest first. A room may use the rooms on lower floors, and nothing beside it. The lab, which studies the product, is
+# above all of it, so that nothing of the product imports it.
 FLOORS = (
     ("hacpo_grading",),
     ("models", "records"),
@@ -35,7 +35,7 @@ MAX_FILES = 14  # of Python in a folder of the product
 CLI = "hacpo_mega/cli/"
 LAB = "packages/hacpo_lab/hacpo_lab/"
 COMMANDS = (CLI, f"{LAB}commands/")
-# What several files of the command line share; beside it only app.py, which registers them, imports another.
+# Command files that the others may import; beyond these only app.py, which registers them, imports another.
 SHARED_BY_COMMANDS = (f"{LAB}commands/ranks.py", "hacpo_mega/cli/start.py")
 # Where a heavy library may be named at all.
 DOORS = {
@@ -61,7 +61,7 @@ COLLECTIVES = (
     "hacpo_mega/preflight/meeting.py",
     "kernels/hacpo_kernels/",
 )
-# Whoever grades answers needs no trainer, and no model beside it but one behind a server.
+# A grader of answers needs no trainer, and no model except one behind a server.
 UNKNOWN_TO_GRADERS = {"hacpo_mega", "hacpo_kernels", "hacpo_lab", "torch", "transformers", "vllm", "megatron"}
 ALGORITHM_MAY_IMPORT = {"torch", "math", "typing", "dataclasses", "collections", "hacpo_kernels"}
 # Files that load code by a name the user gave: a grader of his own, a tracker that he has installed.

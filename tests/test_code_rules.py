@@ -41,7 +41,7 @@ EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "manager", "misc"
 MAX_FILE_LINES = 550
 MAX_TEST_NAME = 70
 MAX_FILES = 14  # of Python in a folder of tests/support
-# Where `say` is, what has none, and what speaks to the process that started it alone.
+# The file of `say`, packages that have none, and processes that write to their parent alone.
 PRINTS = (
     *(
         "hacpo_mega/models/files/visible.py",

@@ -1,6 +1,10 @@
-"""Prose ages: files, and headings of files, that a docstring, a comment or a document names must be there."""
+"""Prose of docstrings, comments and documents: the files and headings that it names are there, and it is plain.
+
+Plain: a sentence begins with its subject, not with a noun clause ("What it reads is") and not with "Of".
+"""
 
 import ast
+import functools
 import io
 import os
 import re
@@ -16,6 +20,8 @@ from house_rules import ROOT, Complaints, Source, Sources, read_sources
 NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z][\w-]*\.(?:py|md|sh|sbatch))\b(?![:\w*])")
 # A link of a document to another place of the repository, relative to the document, perhaps to a heading of it.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+# A sentence that begins otherwise than with its subject. A question is none.
+INVERTED = re.compile(r"(?:^|[.:!?] )\W*((?:Of|What|Whose|Who|Whoever|Whatever|Those)\b[^.?]*)(?![^.?]*\?)")
 
 
 def files_that_texts_name_exist(sources: Sources) -> Complaints:
@@ -31,19 +37,42 @@ def files_that_texts_name_exist(sources: Sources) -> Complaints:
                     yield f"{source.path}:{number}: names {name}, which is not in the repository"
 
 
-def prose(source: Source) -> Iterator[tuple[int, str]]:
-    """(line number, text) of what is written for people: comments and docstrings of code, all of a document."""
+def sentences_begin_with_their_subject(sources: Sources) -> Complaints:
+    """A reader meets the subject first, then the verb."""
+    for source in sources:
+        for number, text in paragraphs(source):
+            for found in INVERTED.findall(text):
+                yield f"{source.path}:{number}: {found[:60]!r} begins with no subject"
+
+
+def paragraphs(source: Source) -> Iterator[tuple[int, str]]:
+    """(first line number, text) of prose without headings and fenced blocks; an entry of a list is one."""
+    first, last, words, is_fenced, is_page = 0, 0, [], False, source.path.endswith(".md")
+    for number, line in prose(source):
+        text = line.strip().lstrip("#").strip()
+        is_fenced ^= text.startswith("```")
+        if words and (number != last + 1 or not text or text.startswith(("-", "|")) or (is_page and line[0] == "#")):
+            yield first, " ".join(words)
+            words = []
+        if text and not is_fenced and not (is_page and line.startswith("#")):
+            first = first if words else number
+            words.append(text)
+        last = number
+    if words:
+        yield first, " ".join(words)
+
+
+@functools.cache
+def prose(source: Source) -> list[tuple[int, str]]:
+    """(line number, text) for people: comments and docstrings of code, all of a document."""
     if not source.path.endswith(".py"):
-        yield from enumerate(source.text.splitlines(), start=1)
-        return
-    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+        return list(enumerate(source.text.splitlines(), start=1))
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    lines = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
     for node in ast.walk(source.tree):
-        kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
-            first = node.body[0].lineno
-            yield from enumerate(node.body[0].value.value.splitlines(), start=first)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines += enumerate(node.value.value.splitlines(), start=node.lineno)
+    return lines
 
 
 def written_files() -> list[Path]:
@@ -63,6 +92,22 @@ def test_the_product_names_only_files_that_exist() -> None:
 @pytest.mark.parametrize("text", ['"""Groups are made in topology.py."""', "# see docs/elsewhere.md"])
 def test_a_file_that_is_not_there_is_found(text: str) -> None:
     assert len(list(files_that_texts_name_exist([Source("hacpo_mega/agent/agent.py", text)]))) == 1
+
+
+def test_the_product_and_the_documents_are_plain() -> None:
+    pages = [Source(page.relative_to(ROOT).as_posix(), page.read_text(encoding="utf-8")) for page in documents()]
+    complaints = list(sentences_begin_with_their_subject([*read_sources(), *pages]))
+    assert complaints == [], "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("text", ["# What it reads is\n# a file.", 'x = 1\n"""One. Of two it is\nthe first."""'])
+def test_an_inverted_sentence_is_found(text: str) -> None:
+    assert len(list(sentences_begin_with_their_subject([Source("hacpo_mega/agent/agent.py", text)]))) == 1
+
+
+@pytest.mark.parametrize("text", ["# It reads\n# What of it.", '"""What is it? A file."""', "x = 'What it is.'"])
+def test_other_words_are_not(text: str) -> None:
+    assert list(sentences_begin_with_their_subject([Source("hacpo_mega/agent/agent.py", text)])) == []
 
 
 def documents() -> list[Path]:

@@ -157,7 +157,7 @@ Page = Callable[[], str]
 
 def own_methods() -> str:
     """The records that functions of the user's get, and the examples in configs/methods."""
-    more = "What `algorithm.advantages` and `algorithm.objective` get ([guide](../guide/methods.md#your-own))."
+    more = "Arguments of `algorithm.advantages` and `algorithm.objective` ([guide](../guide/methods.md#your-own))."
     parts = ["# Methods of your own", NOTE, more]
     for file in ("judged", "answers"):
         tree = ast.parse((ROOT / "hacpo_mega" / "algorithm" / f"{file}.py").read_text(encoding="utf-8"))

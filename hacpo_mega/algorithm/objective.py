@@ -66,9 +66,9 @@ def token_objective(
     old_logprob_R     nats [R] under the policy that sampled, before the step's first update
     advantage_B       [B], of the own group
     Returns (loss_B, terms): of an answer, `terms` has the mean ratio of its tokens and, as its weight, the mean ratio
-    of those that are not clipped. What differs from `hacpo`: alone, and the clip acts on tokens. Where the texts
-    differ, a token of an answer weighs 1/|b| (GRPO), not 1/tokens of the batch (DAPO, arXiv 2503.14476), whose wider
-    upper clip is the default here.
+    of those that are not clipped. GRPO differs from `hacpo`: agents learn alone, and the clip acts on tokens. Where the
+    texts differ, a token of an answer weighs 1/|b| (GRPO), not 1/tokens of the batch (DAPO, arXiv 2503.14476), whose
+    wider upper clip is the default here.
     """
     length_B = row_cu_seqlens_B.diff()
     bound = config.log_ratio_clamp

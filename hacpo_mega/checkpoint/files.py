@@ -300,7 +300,7 @@ def plain(config: Config) -> dict[str, Any]:
 def model_digests(config: Config) -> dict[str, str]:
     """SHA-256 of every agent's config.json, by name; a folder without one is refused elsewhere.
 
-    Of an agent with LoRA, whose checkpoints are of its adapters alone, a fingerprint of its weights, too.
+    An agent with LoRA, whose checkpoints hold its adapters alone, has a fingerprint of config.json and the weights.
     """
     there = [agent for agent in config.agents if (agent.model / "config.json").is_file()]
     return {agent.name: _digest_of(agent) for agent in there}
@@ -332,7 +332,7 @@ def sync(path: Path) -> None:
 def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> None:
     """Removes all but the `keep_last` newest committed steps, the multiples of `keep_every`, and the best one.
 
-    What is best is read from the steps themselves, so a job that dies before this has forgotten nothing.
+    The best step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
     """
     steps = committed_steps(run_dir)
     best = best_step(run_dir, steps) if keep_best else None

@@ -11,8 +11,8 @@ from hacpo_mega.cli import app
 def main() -> None:
     """Runs the command line in a process of its own, which ends without taking its libraries down.
 
-    That takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are joined and exit
-    handlers run as always: this is the last of them.
+    Taking them down takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are
+    joined and exit handlers run as always: this is the last of them.
     """
     status, process = 1, os.getpid()
 

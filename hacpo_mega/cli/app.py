@@ -271,7 +271,7 @@ app.command()(serve)
 
 
 def main() -> None:
-    """Entry point. What the user can mend is shown without a traceback: his input (2), a store or disk (1)."""
+    """Entry point. Errors that the user can mend are shown without a traceback: his input (2), a store or disk (1)."""
     try:
         _require_folder()
         app()

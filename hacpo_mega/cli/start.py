@@ -34,9 +34,9 @@ from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.models.files.hub import not_cached
 
 ENGINE = "hacpo_mega.rollout.engine"
-# What vLLM and transformers import where it is installed, for sounds and for boxes in pictures; and what vLLM corrects
-# in torch's compiler. A fifth of all imports. scikit-learn, which no lock names, goes with scipy: transformers imports
-# it where it finds it, and it cannot be without.
+# Packages that vLLM and transformers import where they are installed, for sounds and for boxes in pictures; and the
+# module of torch's compiler that vLLM corrects. A fifth of all imports. scikit-learn, which no lock names, goes with
+# scipy: transformers imports it where it finds it, and it needs scipy.
 UNUSED, COMPILER = ("scipy", "sklearn"), "torch._inductor.lowering"
 # The arguments that name a configuration.
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]

@@ -9,15 +9,15 @@ every rank of which writes its stack too (status 4). A process that runs, but do
 the job likewise: its main thread may be stuck (an endless loop, or a wait before a collective) while its threads still
 run. So phases of many small steps report every step (an engine's step, a micro-batch, a tensor), and a process that has
 reported none for `stall_s` seconds and waits for nobody hangs.
-Whoever sees a death passes the cause on around the ring, so that everyone prints the same name before it exits, also
+A rank that sees a death passes the cause on around the ring, so that all print the same name before they exit, also
 those that wait in a collective (the main thread cannot leave one; `os._exit` from the listening thread can).
 A killed rank also breaks the collectives of its peers, who then hold an error that is only a consequence. So an error
 asks its way around the ring before it is announced: it comes back only if nobody is dead.
-What a user has to mend (a ValueError before training starts) is said once in the whole job and ends it with status 2,
-a run that stops itself (RunStopped) likewise with status 3. Where signals are deferred, a first SIGTERM or SIGUSR1 is
-only noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before that, by a
-second signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status that shells
-give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
+An error that the user has to mend (a ValueError before training starts) is said once in the whole job and ends it with
+status 2, a run that stops itself (RunStopped) likewise with status 3. Where signals are deferred, a first SIGTERM or
+SIGUSR1 is only noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before
+that, by a second signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status
+that shells give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
 Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
@@ -57,9 +57,9 @@ from hacpo_mega.models.files.visible import visible
 # A ValueError in one of these is about the user's input: files, tokenizers, models. Later it is a fault of ours.
 BEFORE_TRAINING = ("start", "load", "doctor")
 REFUSAL_PATIENCE_S = 1.0  # others may be about to find another problem; the user wants to see all of them
-# What is announced if the ring says nothing: an error, longer than a lost host takes to be missed (below), and SIGTERM,
-# by which a launcher that saw a death ends the others, well within the 30 seconds until its SIGKILL. SIGINT (Ctrl-C)
-# comes from a person and takes effect at once.
+# Seconds in which the ring may name a death before a rank announces its own end: after an error, longer than a lost
+# host takes to be missed (below); after SIGTERM, by which a launcher that saw a death ends the others, well within the
+# 30 seconds until its SIGKILL. SIGINT (Ctrl-C) comes from a person and takes effect at once.
 ERROR_PATIENCE_S = 30.0
 SIGNAL_PATIENCE_S = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 0.0}
 ECHO_S = 1.0  # a scheduler and a launcher may both pass one signal on: what follows within this time is no second one

@@ -74,8 +74,8 @@ def grade_file(
     Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
     has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
     for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). The reward of an unjudged
-    answer is null. What cannot be read is in `problems`, with its line; nothing is raised for it. ValueError when `out`
-    is the file itself.
+    answer is null. Unreadable rows are in `problems`, with their lines; nothing is raised for them. ValueError when
+    `out` is the file itself.
     """
     verdicts: Counter[Verdict] = Counter()
     problems: list[DataProblem] = []

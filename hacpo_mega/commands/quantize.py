@@ -1,7 +1,7 @@
 """A trained agent in FP8 or NVFP4 for vLLM: NVIDIA ModelOpt behind one function. The only door to modelopt.
 
 Weights and activations are scaled by what the agent itself wrote: its last logged prompts and answers run through the
-model once (calibration). Embedding, output layer and norms stay in 16 bits. What the change costs is measured on the
+model once (calibration). Embedding, output layer and norms stay in 16 bits. The cost of the change is measured on the
 same texts and written into the model card. Not here: copying an agent as it is (export.py).
 """
 

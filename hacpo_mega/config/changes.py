@@ -29,14 +29,14 @@ NONE = (
     # limits at which a run gives up change nothing in one that finishes
     *("stall_s", "reward.max_unjudged_share", "training.max_skipped_updates"),
 )
-# Who computes what, and in which order it is added up.
+# Keys that set which process computes what, and in which order it is added up.
 ROUNDING = (
     *("lanes", "agents.*.cells_per_lane", "agents.*.tp", "agents.*.cp", "agents.*.ep", "agents.*.pp"),
     *("agents.*.engine_tp", "agents.*.rollout_gpus"),
     *("training.share_prompts", "agents.*.transformer", "agents.*.optimizer.kernels", "agents.*.data_parallel"),
     *(f"agents.*.megatron.{key}" for key in (FIRST_STAGE, LAST_STAGE, VIRTUAL)),
 )
-# What changes results and may change all the same: how far a run goes, and how it is looked at.
+# Keys that change results and may change all the same: how far a run goes, and how it is looked at.
 FREE = ("num_steps", "evaluation")
 # Keys of adapters that fix the shapes in their checkpoint.
 FIXED = ("agents", "agents.*.lora.rank", "agents.*.lora.targets")

@@ -22,7 +22,7 @@ from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import SHOWN, one_line, parse_toml, short, toml_file
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 
-# What a field takes, where pydantic would name a Python type that no TOML file has.
+# Words for the value that a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
     "model_type": "a table",
     "dict_type": "a table",

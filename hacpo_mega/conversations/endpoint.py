@@ -1,9 +1,9 @@
 """HTTP endpoint of an engine: agent programs that know nothing of this project converse with the model.
 
 POST /v1/chat/completions (OpenAI's shapes), POST /inference/v1/generate (vLLM's: token ids in and out), GET /v1/models,
-each below the address of a conversation. What was sampled is kept here, and never taken from what a program sends back:
-the record (foreign_conversation.py) continues it token by token. The same conversation with the same prompt is the same
-turn, so a program may repeat a call.
+each below the address of a conversation. Sampled tokens are kept here, and never taken from what a program sends back:
+the record (foreign_conversation.py) continues them token by token. The same conversation with the same prompt is the
+same turn, so a program may repeat a call.
 
 Programs are not trusted: an address without its key, a body that is too large or nested too deeply, ids, lengths and
 sampling parameters that the engine should not see are refused with one line and counted. A program that hangs up ends
@@ -48,7 +48,7 @@ MAX_KEPT = 1024  # conversations of an endpoint that opens them by itself
 BODY_S = 30.0  # how long a body may take to come
 BYTES_OF_A_TOKEN = 32  # of a conversation as JSON, at most; what is beside it has MARGIN
 MARGIN = 2**20
-# What a call may say. Sampling is the run's: of these the first few are read, some may only say what is so anyway.
+# Fields that a call may have. Sampling is the run's: READ is read, and NEUTRAL may only say what is so anyway.
 READ = {"model", "messages", "tools", "token_ids", "sampling_params", "temperature", "max_tokens", "stop_token_ids"}
 READ |= {"max_completion_tokens", "stream", "stream_options", "logprobs"}
 NEUTRAL = {

@@ -1,6 +1,6 @@
 """Turn formats: the tokens between an agent's own turns, and what an own turn says.
 
-An agent's own tokens stay as they were sampled. What others say is encoded once, as the template's continuation:
+An agent's own tokens stay as they were sampled. Texts of others are encoded once, as the template's continuation:
 only new tokens are made, so that head + continuation begins with head in every way.
 
     way         used where                                            continuation                       tool calls
@@ -37,8 +37,8 @@ from hacpo_mega.samples.tokenizers import TextCodec
 
 Message = dict[str, Any]
 
-# Of a plain format: the first sign of a tool call, and what may stand behind a text of others; the first that the
-# vocabulary writes as one token. The quickstart's prompts end with "=", too.
+# In a plain format: the first sign of a tool call, and separators that may stand behind a text of others. The format
+# uses the first separator that the vocabulary writes as one token. The quickstart's prompts end with "=", too.
 CALL_MARK, SEPARATORS = "?", ("\n", "=", ";", " ")
 # Kinds of renderers without a template of their own, and one that loads its vocabulary from the network.
 NO_FAMILY = ("auto", "default", "custom", "gpt-oss")

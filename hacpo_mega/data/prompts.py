@@ -100,7 +100,7 @@ class PromptSampler:
     def _without_a_row_twice(self, group: int, epoch: int) -> np.ndarray:
         """The permutation of an epoch, where the step of its seam takes the first rows that it does not hold yet.
 
-        What they displace comes right after them, so at most the length of a step changes.
+        The displaced rows come right after them, so the order changes over at most the length of a step.
         """
         order = self._permutation(group, epoch)
         num_before = epoch * len(order) % self._share  # places of that step in the epoch before

@@ -1,8 +1,8 @@
 """One model answers benchmarks through the vLLM engine, is judged, and can be interrupted at any time.
 
-`tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. What is still to be asked
-follows from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is
-a pure function of (seed, problem, which answer), never of its place in a batch.
+`tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. The remaining work follows
+from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is a
+pure function of (seed, problem, which answer), never of its place in a batch.
 Not here: statistics and their table (table.py). In training the trainer evaluates by itself.
 """
 

@@ -1,6 +1,6 @@
 """The judge of a run, and a trial of its reward. Graders and judge themselves are hacpo_grading's (packages/).
 
-What stood here is found here still, for graders of users: hacpo_mega.grading.graders, .grader_calls and .judge, and
+Old module names still work here, for graders of users: hacpo_mega.grading.graders, .grader_calls and .judge, and
 hacpo_mega.grading.math_grader as a reward kind, are the modules of hacpo_grading under another name.
 """
 

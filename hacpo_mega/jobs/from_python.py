@@ -1,8 +1,8 @@
 """`hacpo_mega.train`: a whole job on this machine from a script or a notebook, and its callbacks.
 
 The ranks are processes of their own, started as `hacpo-mega train` starts them, so that nothing has to be set before
-Python starts and the caller stays free of torch's and vLLM's state. What a callback is shown is read from the run's own
-files: it runs in the caller's process, between two looks, and can change nothing.
+Python starts and the caller stays free of torch's and vLLM's state. A callback gets its data from the run's own files:
+it runs in the caller's process, between two looks, and can change nothing.
 """
 
 import os
@@ -74,8 +74,8 @@ def train(
     how             fresh, accept, branch, last_whole: the options of `hacpo-mega train`
 
     ValueError, a line per problem, for what the user has to mend, before a rank starts where it can be seen then;
-    RunFailed when a rank fails; KeyboardInterrupt after Ctrl-C, when every rank is gone. What a callback raises ends
-    the ranks, too, and is raised.
+    RunFailed when a rank fails; KeyboardInterrupt after Ctrl-C, when every rank is gone. An exception of a callback
+    ends the ranks, too, and is raised again.
     """
     if isinstance(config, Config):
         if overrides:

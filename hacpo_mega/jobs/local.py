@@ -84,10 +84,10 @@ def _passing_on(ranks: "_Ranks") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # What a terminal sends stays ignored where it was, as by nohup, or by `&` in a script.
+    # Signals of a terminal stay ignored where they were, as by nohup, or by `&` in a script.
     heeded = [number for number in AT_ONCE if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, ranks.pass_on) for number in (*DEFERRED, *heeded)}
-    # Who ignores it, as whoever started this may have asked (trap '' CHLD), is never told how a child has ended.
+    # A process that ignores it, as its parent may have asked (trap '' CHLD), is never told how a child has ended.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

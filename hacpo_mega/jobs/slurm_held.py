@@ -1,8 +1,8 @@
 """A run in an allocation that is there already: `hacpo-mega slurm CONFIG --job N`, after --hold or salloc. No torch.
 
 The run's own job script (launch/slurm.sbatch) runs here, in the foreground, and its sruns on the first nodes of the
-allocation: secret, environment, placement, preflight and the line of whoever fails are those of a job. What ends it
-starts nothing again. Not here: how nodes are asked for (jobs/slurm_script.py).
+allocation: secret, environment, placement, preflight and the line of whoever fails are those of a job. When the run
+ends, nothing starts it again. Not here: how nodes are asked for (jobs/slurm_script.py).
 """
 
 import os

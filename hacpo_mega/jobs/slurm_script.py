@@ -35,7 +35,7 @@ TEMPLATE = LAUNCH / "slurm.sbatch"
 ODD = '%"\\'  # in a directive: a number of the job, the end of the value, an escape
 ODD_IN_MOUNTS = ',:"$`'  # pyxis cuts at the first two; enroot's shell reads the others
 PLACEHOLDERS = ("directives", "settings", "setup")
-# What sbatch --test-only says of nodes that are drained or down, too, for which a job may wait.
+# Messages that sbatch --test-only gives also for nodes that are drained or down, for which a job may wait.
 MAY_CHANGE = re.compile(r"(?i)not available|unavailable|down, drained|limit")
 # The only work of a held allocation: it signals its runs when the time is nearly over.
 HOLD = """\
@@ -46,7 +46,7 @@ echo "[slurm $(date '+%F %T')] job $SLURM_JOB_ID holds $SLURM_JOB_NODELIST"
 sleep infinity &
 while kill -0 $! 2>/dev/null; do wait $!; done
 """
-# File systems in the memory of one machine. Of others nothing is known here: the head node of a cluster may export its
+# File systems in the memory of one machine. Nothing is known of others here: the head node of a cluster may export its
 # own disk; a node that does not see the folder says so when the job starts.
 NEVER_SHARED = ("tmpfs", "ramfs", "devtmpfs")
 

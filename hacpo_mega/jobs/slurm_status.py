@@ -24,14 +24,14 @@ from hacpo_mega.models.files.visible import one_line
 DONE_OR_ALIVE, NOBODY_WORKS, NO_RUN = 0, 1, 2  # exit codes
 END_BYTES = 1 << 20  # of a file that are looked at
 LAST_STEPS = 10  # over which the seconds of a step are the median
-# What the job script, the ranks and Python say of trouble; of a job that queues again this line is no trouble yet.
+# Messages of the job script, the ranks and Python about trouble; in a job that queues again they are no trouble yet.
 TROUBLE = re.compile(
     r"ended first|no word from|stops:|ends with status|cannot queue again|does not queue again|no checkpoint in time|"
     r"slurm\.setup|the preflight failed|too few nodes|does not answer|does not get past|warning: |"
     r"[A-Z]\w*(?:Error|Exception)\b|^srun: error|BAD$|CANCELLED"
 )
 
-# What the job script says of the rank that ended first, and where an attempt of it begins.
+# Lines of the job script: one names the rank that ended first, the other begins an attempt of the job.
 ENDED_FIRST = re.compile(
     r"\] rank (\d+) on \S+ ended first, with status \d+; the end of .*/attempt_(\d+)/rank_\1\.log:"
 )

@@ -30,7 +30,7 @@ WIDTH = 120
 AGENT_CELLS = ("reward", "held-out", "unjudged", "ratio", "in-band", "shared")
 CELLS = (*AGENT_CELLS, "phases", "mfu", "tokens", "left", "safe")  # in the order of a line
 ENDING = ("phases", "tokens", "left", "safe")  # the groups of a line after those of the agents
-# What a line loses first when it is longer than its width; without words it says once what its numbers are.
+# Parts that a line longer than its width loses, in this order; without words it says once what its numbers are.
 LESS = ("in-band", "shorter phases", "words", "second phase", "ratio", "phases", "tokens", "unjudged", "left", "safe",
         "shared")  # fmt: skip
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown

@@ -301,7 +301,7 @@ def _latent_attention(plan: ActorPlan) -> int:
     return latents + heads * tokens * of_heads * number + rows * (heads // plan.layout.cp) * FLOAT32
 
 
-# Of the rule of delta nets in chunks (megatron/model/delta_net.py): the tokens of one.
+# Tokens of one chunk in the chunked rule of delta nets (megatron/model/delta_net.py).
 DELTA_CHUNK = 64
 
 
@@ -404,8 +404,8 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     return max(inside, head if is_last else 0)
 
 
-# Of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held at once,
-# and the most of a product that is added to a gradient at once.
+# Constants of kernels/hacpo_kernels, which cannot be imported without torch: rows of the logits' gradient that are held
+# at once, and the most of a product that is added to a gradient at once.
 TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000, 8192, 1 << 24, 1 << 20
 
 

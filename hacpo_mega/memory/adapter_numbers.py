@@ -43,10 +43,10 @@ def is_adapted(architecture: Architecture, lora: Lora, layer: str) -> bool:
 def kept_by_adapters(architecture: Architecture, layout: Layout, lora: Lora, block: str, num_tokens: int) -> int:
     """Additional numbers a layer keeps for backward, compared with training all weights; of its self_attention or mlp.
 
-    Of a layer that is split along its output an adapter keeps all tokens at its rank, and the up, spread over the
-    layer's rows; of one that is split along its input, a rank's share of the tokens. A matrix without an adapter does
-    not keep what it reads: a norm's output, or the feed-forward's product. (What linear_proj reads, attention keeps.)
-    Of experts an adapter keeps all rows at its rank, and the ups, where they are spread; what else, expert_bytes.py.
+    In a layer split along its output, an adapter keeps lora.rank numbers of every token, and the up, spread over the
+    layer's rows. In a layer split along its input, it keeps them of a rank's share of the tokens. A matrix without an
+    adapter does not keep what it reads: a norm's output, or the feed-forward's product. (Attention keeps the input of
+    linear_proj.) For experts an adapter keeps lora.rank numbers of all rows, and spread ups; the rest: expert_bytes.py.
     """
     kept, tp = 0, layout.tp
     for adapter in _of_a_layer(architecture, lora):

@@ -216,7 +216,7 @@ def fullest_stage(actor: ActorPlan, engine: EnginePlan, capacity: int | None, do
 def stage_budgets(actor: ActorPlan, engine: EnginePlan, capacity: int | None, does: Does = "both") -> Iterator[Budget]:
     """The budgets of the pipeline stages among which the fullest is, in whatever phase.
 
-    Of those between the first and the last with equal layers, the earliest has most micro-batches in flight.
+    Among stages with equal layers between the first and the last, the earliest has most micro-batches in flight.
     """
     last = actor.layout.pp - 1
     stages = range(last + 1) if actor.architecture.dense_layers else sorted({0, min(1, last), last})
@@ -293,7 +293,7 @@ def copies_s(budget: Budget) -> float:
 def bucket_bytes(actor: ActorPlan) -> int:
     """Most bytes of a weight sync: two buckets on their way, each of sent and of received numbers.
 
-    What adapters are merged into is a copy, a bucket more.
+    Adapters are merged into copies of the weights, which take a bucket more.
     """
     whole = num_weights(actor.architecture, Layout(), 0) * actor.device.number
     return (2 * 2 + (actor.lora is not None)) * min(BUCKET_BYTES, whole)

@@ -1,8 +1,8 @@
 """Model FLOPs: those that the mathematics of a decoder needs, not those that a device happens to execute.
 
 As in Megatron-LM's and PaLM's accounting (arXiv 2104.04473 eq. 3, 2204.02311 appendix B), a multiplication and an
-addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count. Of a
-layer's experts those count to which a token goes.
+addition count as two; norms, rotary positions and softmax are left out; recomputed activations do not count. A
+layer's experts count only if a token goes to them.
 """
 
 import math

@@ -29,7 +29,7 @@ from hacpo_mega.models.files.folder import dtype_name
 
 OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
-# What NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
+# Shared memory that NVIDIA's containers ask for (docker run --shm-size=1g): NCCL's ranks of one node meet there.
 SHM_BYTES_WITH_GPUS = 1 << 30
 # The ranks of a vLLM engine on the CPU meet in 4 MiB each (docs/guide/troubleshooting.md).
 SHM_BYTES_PER_RANK = 4 << 20

@@ -19,7 +19,7 @@ from hacpo_mega.logbook.steps.sharing import Fates, fates_of
 from hacpo_mega.models.files.documents import toml_file
 from hacpo_mega.models.files.links import require_inside
 
-# What a report reads of a run, and the folder that it writes into it.
+# Files and folders of a run that a report reads, and the folder that it writes into the run.
 USED = ("config.toml", "metrics.jsonl", "starts.jsonl", "rollouts", TRACES, "evaluations", "report")
 AGENT = {"name": TEXT.if_given, **dict.fromkeys(("tp", "cp", "pp"), COUNT.if_given)}
 Z = 1.959963984540054  # of 95 %

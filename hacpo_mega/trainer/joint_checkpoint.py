@@ -218,7 +218,7 @@ class JointCheckpoint:
             self._set_safe(self.safe_step)  # its folder may be gone
             return text
 
-    # What follows raises OSError, on every rank, where the disk refuses it or logs wait to be written.
+    # A save or a commit below raises OSError, on every rank, where the disk refuses it or logs wait to be written.
 
     def _save(self) -> None:
         """Saves the last finished step and waits for it."""

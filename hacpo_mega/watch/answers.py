@@ -61,7 +61,7 @@ def page_of_answers(index: Index, selection: Mapping[str, Any], sort: str, page:
 class Judges:
     """Explains recorded verdicts by judging an answer anew, with graders that come with the project. A context.
 
-    What a run's configuration names besides is never executed here, nor is a server asked: such verdicts stay without.
+    Nothing else that a run's configuration names is executed here, nor is a server asked: such verdicts stay without.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]
         db.execute("CREATE TEMP TABLE hit (id INTEGER PRIMARY KEY)")
         num_hits = db.execute("INSERT INTO hit SELECT rowid FROM texts WHERE texts MATCH ?", (phrase,)).rowcount
         num_answers = db.execute("SELECT max(id) FROM answers").fetchone()[0] or 0
-        # Of a frequent text the answers are walked in their order, and the first page ends that soon; + says so.
+        # For a frequent text SQLite walks the answers in their order, and the first page ends that soon; + says so.
         return HITS[num_hits > FREQUENT * num_answers], []
     if name == "prompt_id":
         return "prompt IN (SELECT id FROM prompts WHERE prompt_id = ?)", [value]

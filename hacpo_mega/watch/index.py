@@ -160,7 +160,7 @@ class Index:
             is_whole, changed = self._read_metrics(db, begin + most_s / 2.0)  # the newest answers do not wait for all
             has_all, has_parts = self._read_parts(db, begin + most_s)
         changed = begins_anew or changed or has_parts
-        # What changes within one tick of the file system's clock shows at the next look alone.
+        # A change within one tick of the file system's clock shows at the next look alone.
         self._seen, self._is_behind = seen, changed or not (is_whole and has_all)
         return changed
 

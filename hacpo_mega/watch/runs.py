@@ -1,8 +1,8 @@
 """The watched runs: which folders are runs, what state each is in, and one thread that extends their indexes.
 
-A given folder is a run or holds some, or is or holds a study (an experiment, a benchmark, an evaluation). What appears
-there later is found, too. A run that is moved or deleted stays in the list as gone, with what its index has. Nothing is
-written into a run.
+A given folder is a run or holds some, or is or holds a study (an experiment, a benchmark, an evaluation). Runs and
+studies that appear there later are found, too. A run that is moved or deleted stays in the list as gone, with what its
+index has. Nothing is written into a run.
 """
 
 import hashlib

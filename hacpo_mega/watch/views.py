@@ -101,7 +101,7 @@ def curves(
     """Metrics over steps; without names the list of all, by group.
 
     `after` leaves out the steps up to it, unless rows were replaced since the `generation` that the page has: then all
-    come, with "full". Of a long run the page first asks for each `every`-th step and the last. ValueError for more
+    come, with "full". For a long run the page first asks for each `every`-th step and the last. ValueError for more
     names than MOST_NAMES.
     """
     with run.index.reading() as db:

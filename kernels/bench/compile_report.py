@@ -31,7 +31,7 @@ TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
 SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
-# Of the objective: what others' answers are trained with, whether lengths are handed in.
+# Variants of the objective: the objective of others' answers, and whether lengths are handed in.
 VARIANTS = (
     ("band", False),
     ("band", True),

@@ -17,7 +17,7 @@ import torch
 from hacpo_kernels import gated_activation, rotate_heads
 from harness import Row, Stopwatch, arguments, commit_name, device_name, gpu_state, quantiles, save, table
 
-# Of gated activation: tokens and columns. Of rotary embedding: tokens, heads and their size.
+# Gated activation: tokens and columns. Rotary embedding: tokens, heads and their size.
 SHAPES = {
     "tiny": [("silu", 8, 32), ("rotary", 8, 2, 16)],
     "targets": [

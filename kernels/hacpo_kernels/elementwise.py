@@ -18,7 +18,7 @@ COLUMNS_PER_PROGRAM, PAIRS_PER_PROGRAM = (1 << 12, 1 << 14) if INTERPRETED else 
 MERGED_ROWS, MERGED_COLUMNS = 32, 128
 # 2 sqrt(2 / pi) and the cubic factor of GELU's tanh form, g (1 + tanh u) / 2 = g sigmoid(2 u).
 GELU_SLOPE, GELU_CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
-# Of gpt-oss's activation: reference.py has the formula.
+# Constants of gpt-oss's activation; reference.py has the formula.
 SWISH_SLOPE, SWISH_LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 

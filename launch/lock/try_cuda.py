@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of vLLM, what only the CUDA engine imports: executor, worker, both runners, the sampler of the second.
+# vLLM modules that the CUDA engine alone imports: executor, worker, both runners, the sampler of the second.
 ENGINE = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.gpu_worker",

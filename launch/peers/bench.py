@@ -3,7 +3,7 @@
     make bench-peers                                 the quickstart's pair; installs TRL in an environment of its own
     .venv/bin/python launch/peers/bench.py CONFIG    any configuration of agents that have one process each
 
-Every agent alone by GSPO, then all of them: hacpo_mega at once, TRL one after the other and at once. What differs:
+Every agent alone by GSPO, then all of them: hacpo_mega at once, TRL one after the other and at once. Differences:
 docs/measurements/peers.md. Heavy imports are inside functions: bad input is said first, and ranks are forked from a
 server.
 """

@@ -6,7 +6,7 @@
 All trainers of a model live side by side and take measured steps by turns, one while the others wait. GSPO, 8 answers
 to a prompt, random weights (the work does not depend on them); answers of one length, and of a long tail. hacpo_mega is
 there as one process on all cores and as one a core, by lanes and by tensor parallelism, and the table has the fastest.
-What differs from TRL: docs/measurements/peers.md. Every finished part lies in --out as JSON and is not measured again.
+Differences from TRL: docs/measurements/peers.md. Every finished part lies in --out as JSON and is not measured again.
 Cores are those that the process may use (taskset).
 """
 
@@ -43,7 +43,7 @@ from hacpo_mega.cluster.machine.environment import prepare_environment
 from hacpo_mega.cluster.machine.machine_limits import num_cores
 
 MOST_WORK = 1e12  # parameters times tokens of all steps
-# Of TRL where vocabularies are large: logits are mapped and returned in every update otherwise, half of its seconds.
+# TRL's environment for large vocabularies: otherwise it maps and returns logits in every update, half of its seconds.
 KEEPS_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(8 << 30), "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 # {lengths: {layout of hacpo_mega, or TRL: turns by round}}
 Measured = dict[str, dict[str, list[Turn]]]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MIB = 2**20
-# What trl_gspo.py notes of a step, in its order.
+# Numbers that trl_gspo.py notes of a step, in its order.
 MEASURED = ("wall_s", "cpu_s", "generated_tokens", "trained_tokens")
-# Of a row: vocabulary and tokens of a prompt; how many answers, and how long; processes of hacpo_mega.
+# Cells that name a row: model; vocabulary and tokens of a prompt; number and length of answers; our processes.
 GRID_WORK = ("model", "vocabulary, prompt", "answers, tokens", "processes")
 
 

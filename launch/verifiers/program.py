@@ -30,7 +30,7 @@ def _start() -> Path:
     if not PYTHON.exists():
         raise RuntimeError(f"{PYTHON} is not there: `make verifiers-env` makes it, or VERIFIERS_PYTHON names another")
     path = Path(tempfile.mkdtemp(prefix="verifiers-")) / "socket"
-    # Whoever holds the pipe's other end keeps verifiers alive: this process, and those that it forks.
+    # verifiers lives as long as a process holds the pipe's other end: this process, and those that it forks.
     command = [PYTHON, FOLDER / "episodes.py", "serve", path]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if process.stdout.readline().strip() != "ready":

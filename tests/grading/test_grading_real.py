@@ -67,7 +67,7 @@ labelled_pairs = pytest.mark.skipif(not CASES.is_file(), reason=f"the labelled p
 
 @labelled_pairs
 def test_labelled_pairs_of_eleven_projects():
-    """Whoever disagrees is known, with a reason; at least 95 % agree."""
+    """Every disagreement is known and has a reason; at least 95 % agree."""
     cases = labelled_cases(REAL)[::2]
     ours = labelled(anywhere, cases)
     assert [example for example in ours.examples if example[:2] not in KNOWN_DISAGREEMENTS] == []

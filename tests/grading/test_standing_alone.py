@@ -18,7 +18,7 @@ from hacpo_mega.config.user_code import grader_problem
 README = ROOT / "packages" / "hacpo_grading" / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 RIGHT, WRONG, NONE = r"so \boxed{\frac{1}{2}}", r"so \boxed{3}", "no box"
-# What a worker must not wait for, unless its grader asks for it.
+# Packages whose import a worker must not wait for, unless its grader asks for them.
 HEAVY = ("hacpo_mega.config", "pydantic", "torch", "transformers", "numpy", "sympy", "math_verify", "httpx")
 # A file of the user's that says what its process has loaded, to a file beside it.
 LOADED = """import json, pathlib, sys
@@ -88,7 +88,7 @@ def test_a_record_says_what_its_grader_is():
 
 @pytest.mark.parametrize("name", sorted(GRADERS.keys() - {"math_any", "model"}))
 def test_a_gold_earns_the_full_reward_by_its_record(name, examples):
-    """Whoever reads a record makes a right answer of a gold."""
+    """A grader's record is enough to make a right answer of a gold."""
     gold = {"choice": "B", "json": '{"a": [1]}', "program": '[{"stdin": "", "stdout": "7"}]'}.get(name, "7")
     grader = GRADERS[name]
     answer = (grader.solution or grader.gold_as_answer)(gold)

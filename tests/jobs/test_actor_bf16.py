@@ -22,7 +22,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.segments import all_sources
 
 pytestmark = pytest.mark.nightly
-# Of two ranks: tensor parallel, pipeline, two that share tokens, two cells.
+# Layouts (tp, pp, cp) of two ranks: tensor parallel, pipeline, two that share tokens, two cells.
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1)]
 
 

@@ -71,7 +71,7 @@ def sample_of(prompt: int, prompt_tokens: int, answer_tokens: int) -> Sample:
     )
 
 
-# Of this one alone the last of two ranks has all trained rows, the others of eight have none.
+# In a micro-batch of this sample alone the last of two ranks has all trained rows; so has the last of eight.
 LATE, LATE_SOURCE = sample_of(0, 120, 3), -7.0
 OWN = [sample_of(prompt, 5 + prompt, 7 + 3 * prompt) for prompt in range(8)]
 CROSS = random_samples(8, seed=21)

@@ -324,7 +324,7 @@ def test_answers_that_nobody_wants_any_more_are_cut_after_a_step(saw, agent, ran
 
 
 def test_shared_memory_has_no_name_that_a_killed_rank_could_leave_behind(saw):
-    """The kernel marks a mapped file without a name as deleted. Of an engine of two ranks each maps both segments.
+    """The kernel marks a mapped file without a name as deleted. Each rank of an engine of two maps both segments.
 
     vLLM's build for processors without AVX-512 has no shared memory: its ranks meet through torch.distributed.
     tests/unit/rollout/test_host_process.py has the names go on every processor.

@@ -165,7 +165,7 @@ def test_a_damaged_message_is_refused_with_its_sender(message, complaint):
 @settings(max_examples=300)
 @given(st.binary(max_size=40), st.integers(0, 400), st.booleans())
 def test_no_noise_brings_anything_but_a_value_error(noise, offset, whole):
-    """Whatever bytes are changed, decoding gives trajectories or the documented error, never another one."""
+    """Decoding gives trajectories or the documented error, never another one, whatever bytes are changed."""
     message = noise if whole else damaged(offset, noise)
     with suppress(ValueError):
         assert all(isinstance(answer, Trajectory) for answer in decode(message, SENDER))

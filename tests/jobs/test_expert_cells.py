@@ -28,7 +28,7 @@ NUM_RANKS, MAX_TOKENS = 4, 32
 # tp, pp, ep: what a cell has of four ranks, and how many of all its cells' share experts
 LAYOUTS = [(2, 1, 4), (1, 1, 4), (1, 2, 2)]
 EACH = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-# What must change no bit: nor does the same again.
+# Recomputation must change no bit, and neither must the plain options a second time.
 OPTIONS = {"plain": {}, "again": {}, "recomputed": {"recompute": "full"}}
 
 

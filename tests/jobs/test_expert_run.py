@@ -33,7 +33,7 @@ from hacpo_mega.logbook.files.metrics import read_metrics
 pytestmark = pytest.mark.nightly
 
 LORA = {"rank": 4, "alpha": 8.0}
-# What the agent beside it is, and what sizes it must have.
+# Family of the agent beside each family; SIZES below has the sizes that a family must have.
 BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3", "qwen3_5_moe_text": "qwen3",
           "deepseek_v3": "qwen3", "gemma4_text": "qwen3"}  # fmt: skip
 EXPERTLESS = "gemma4_text"

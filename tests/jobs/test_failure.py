@@ -31,7 +31,7 @@ from hacpo_mega.cluster.machine.environment import library_settings
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.rank_files import read_rank_files
 
-# Of a hang, not of a slow machine: the collectives of the job wait even longer, so that they do not end it.
+# Only a hang takes this long, not a slow machine: the collectives of the job wait even longer and do not end it.
 DEADLINE_S = 600.0
 
 NAMES = (
@@ -141,7 +141,7 @@ def test_a_job_that_is_told_to_end_says_so_in_one_line_and_by_its_status(tmp_pat
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
 def test_a_second_signal_ends_a_job_that_has_deferred_the_first(tmp_path, number):
-    """Whatever a signal is echoed by within a second is that signal; the one that counts comes later."""
+    """A signal within a second of the first is its echo; the second signal that counts comes later."""
     job = Job(tmp_path, 2, "defer")
     while all(process.is_alive() for process in job.ranks):
         with suppress(ProcessLookupError):  # it has just ended
@@ -260,7 +260,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_with_the_stacks_of_all(hangi
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", [1, 2], ids=["in-a-collective-of-its-agent", "in-the-exchange"])
 def test_a_rank_that_runs_but_never_comes_is_named_by_itself(hanging, victim):
-    """Its process is well and its heartbeat is heard. Who waits for it inside torch does not blame itself meanwhile."""
+    """Its process is well and its heartbeat is heard. A rank waiting inside torch does not blame itself meanwhile."""
     job = hanging[f"victim {victim}"]
     assert job.wait() == [4, 4, 4, 4], job.errors()
     cause = (

@@ -121,7 +121,7 @@ def test_a_model_that_is_not_finite_is_neither_stored_nor_exported(tmp_path):
 
 
 def test_a_grader_that_returns_text_ends_the_run_without_a_traceback(tmp_path):
-    """It is quoted for the held-out answers already. What was finished before the third step stays."""
+    """It is quoted for the held-out answers already. The steps finished before the third one stay."""
     agents = [agent_table(tmp_path, "one", "qwen3", CHARACTERS), agent_table(tmp_path, "two", "llama", CHARACTERS)]
     config = write_config(tmp_path, agents, num_steps=9, reward={"kind": f"{GRADER}:text_for_others"})
     statuses, errors, console = play(config)

@@ -144,7 +144,7 @@ IMPORTS = (
 
 @pytest.mark.nightly
 def test_no_name_under_tmpdir_keeps_a_process_from_its_imports(tmp_path):
-    """Whoever came first; and nothing is left there by those who import torch's compiler."""
+    """Names that other users have taken there do no harm, and an import of torch's compiler leaves nothing there."""
     shared, environment = tmp_path / "shared", {k: v for k, v in os.environ.items() if k not in CACHES}
     shared.mkdir()
     environment |= {"TMPDIR": str(shared), "XDG_CACHE_HOME": str(tmp_path / "cache")}

@@ -57,7 +57,7 @@ LATER = [
 CASE = ("name", "tp", "pp", "cp", "recompute")
 EACH = [*FAST, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATER)]
 SAMPLES = random_samples(4, seed=3)
-# Of the loss: a first update that leaves B of the size of a real one, and another from which gradients are read.
+# Divisors of the loss: the first update leaves B of the size of a real one; gradients are read from the second.
 DIVISORS = [100 * sum(sample.num_trained for sample in SAMPLES), sum(sample.num_trained for sample in SAMPLES)]
 LEFT = 1  # the factors that are published and exported: after the first update
 # The step of every update is GRADIENT_RATE times the gradient, none of those before.
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_the_definition(folders, seen, name, tp, pp, cp, 
 @pytest.mark.parametrize(CASE, EACH)
 def test_what_leaves_is_the_base_with_its_adapters_merged(folders, seen, name, tp, pp, cp, recompute):
     """In every byte, shard by shard, whole and as a folder, that of one process that merges whole matrices; and W + B A
-    in float64 within float32's rounding. What is no target is the base's."""
+    in float64 within float32's rounding. A weight that is no target is the base's."""
     found = seen((name, tp, pp, cp, recompute))
     base, factors, lora = (
         load_file(folders[name] / "model.safetensors"),

@@ -163,7 +163,7 @@ def reference(folders) -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Te
             logits.append(logits_TV.detach())
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        # Of an image checkpoint those of its text model, by their names in one of text.
+        # An image checkpoint's text model has its gradients under the names of a text checkpoint.
         named = {text_name(name) or name: g for name, g in gradients.items() if g is not None}
         answers[name] = logits, dict(each_expert(named))
     return answers

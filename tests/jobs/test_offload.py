@@ -23,7 +23,7 @@ from hacpo_mega.models.sharding.layout import Layout
 
 pytestmark = pytest.mark.nightly
 
-# Of two ranks: main weights are the model's own in float32, and copies in bf16.
+# Layouts of two ranks: main weights are the model's own in float32, and copies in bf16.
 LAYOUTS = {"tp 2, float32": {"tp": 2}, "two cells, bf16": {"dtype": torch.bfloat16}}
 BYTES = {"tp 2, float32": 8, "two cells, bf16": 12}
 

@@ -103,7 +103,7 @@ def scatter(things: list) -> None:
 def test_an_object_of_a_peer_runs_nothing(tmp_path):
     two = RankMap(1, (AgentShape("A", tp=2, engine_tp=2),))
     zero, one = run_job(two, partial(hear_objects, tmp_path / "touched"))
-    # Of what it says itself, rank 0 reads what is gathered and scattered.
+    # Rank 0 reads its own objects in two collectives: all-gather and scatter.
     assert (len(zero), len(one)) == (2, 4), (zero, one)
     for line in zero + one:
         assert line.startswith("a process of this job has sent an object that is not taken from a peer: it names ")

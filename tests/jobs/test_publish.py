@@ -1,6 +1,6 @@
 """From Megatron's shards into the live vLLM engine of the same processes: whose policy answers, and whose is trained.
 
-What the engine says of the tokens it sampled must be what the actor says of them, at every layout, after every update.
+The engine's log-probs of the tokens it sampled must be the actor's, at every layout, after every update.
 """
 
 import functools
@@ -72,7 +72,7 @@ MODELS = {
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
 NUM_UPDATES = 3
 STACKED = "gpt-oss"
-# What lies in one layer with an up_proj; models without a matrix of that name.
+# Tensors in one layer with an up_proj; models without a matrix of that name.
 DENSE = re.compile(r"^(?!.*down_proj)")
 BESIDE_UP = {
     "experts": re.compile(r"\.experts\."),
@@ -88,7 +88,7 @@ ADDED_ONCE = re.compile(r"\.experts\.\d+\.down_proj\.bias")
 # Where the engine multiplies with the same matrix twice.
 KEYS_AND_VALUES = "model.layers.1.self_attn.k_proj.weight"
 EVERY_LAYOUT = ("qwen3-tied", "llama-untied")
-# Of the others whole tensors show nothing that those that are cut do not, but where a folder holds them fused.
+# The other models show nothing more with whole tensors than with cut ones, unless their folder holds tensors fused.
 FUSED = "phi3"
 CASES = [
     case

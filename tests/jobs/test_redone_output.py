@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nightly
 
 QUERIES, KEYS, LAYERS = 8, 2, 2
 SAMPLES = random_samples(4, seed=5)
-# What a layer sends in a micro-batch, in heads: queries, keys, values and outputs, in each pass; outputs once more.
+# Heads that a layer sends in a micro-batch: queries, keys, values and outputs, in each pass; redone outputs once more.
 PASS = 2 * (QUERIES + KEYS)
 SENT = {"none": 2 * PASS, "mlp": 2 * PASS, "full": 3 * PASS}
 CASES = [("none", None), ("mlp", None), ("full", None), ("mlp", ("o_proj", "up_proj")), ("mlp", ("q_proj",))]

@@ -1,6 +1,6 @@
 """A checkpoint is of no layout: any tp, cp and pp, any number of cells, and one process without any take it up.
 
-What an actor holds is read here by Megatron's own gather of the optimizer's state, put into the model's parameters and
+An actor's state is read here by Megatron's own gather of the optimizer's state, put into the model's parameters and
 named by the exporter: nothing of the code that stores takes part.
 """
 
@@ -46,7 +46,7 @@ LAYOUTS = {
     "pp 2 x cp 2": {"pp": 2, "cp": 2, **UNEVEN},
     "tp 2, two cells, from cp 2": {"tp": 2},
 }
-# Those that write what they have taken up, and those that take this up.
+# Layouts that write a checkpoint of the state they have taken up, and layouts that take up this checkpoint.
 WRITERS = {"tp 2 x pp 2": "again", "cp 2, two cells": "shared"}
 READERS = {"four cells, from tp 2 x pp 2": "again", "tp 2, two cells, from cp 2": "shared"}
 

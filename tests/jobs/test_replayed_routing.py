@@ -1,7 +1,7 @@
 """Actors that replay a routing, on every layout and recomputation, against Hugging Face's routers forced in float64.
 
-Routings are drawn: any experts, in any order, so that a token that went elsewhere shows. Of every sixth token of own
-answers nobody says; answers of others have no routing. Where prompts are shared, they are read once.
+Routings are drawn: any experts, in any order, so that a token that went elsewhere shows. Every sixth token of own
+answers has no routing, and neither has any token of others' answers. Where prompts are shared, they are read once.
 unit/megatron/test_router_replay.py looks at the parts by hand, test_expert_engine.py at what an engine returns,
 test_expert_run.py and test_answers_ahead.py at whole runs.
 """

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.nightly
 
 TOKENIZER = ROOT.parent / "shared/tokenizers/phi-3"  # with a chat template
 EOS, NUM_REQUESTS = 32000, 64
-# A random model answers one of these: a score, of which 2 to 7 are none, or "x" for as long as it may. What comes
-# first keeps every request open until the last has come.
+# A random model answers one of these: a score, of which 2 to 7 are none, or "x" for as long as it may. 160
+# letters before either keep every request open until the last request has come.
 BEFORE, ENDLESS = "[a-z ]{160}", "x"
 GUIDED = {
     "structured_outputs": {"regex": f"{BEFORE}(Score: [0-7]|{ENDLESS}+)"},

@@ -353,8 +353,8 @@ def unshared(tmp_path_factory) -> tuple[Path, dict]:
 def test_scoring_in_the_update_and_judging_while_sampling_change_no_bit(unshared):
     """Metrics, log of answers and tokens, and weights. Without sharing the first update scores by itself.
 
-    Judged by a grader in a process of its own, as each answer ends. Of the two updates of a step the second one's
-    answers are scored before as ever, from the policy that wrote them.
+    Judged by a grader in a process of its own, as each answer ends. The answers of a step's second update are
+    scored before it as ever, by the policy that wrote them.
     """
     config, plain = unshared
     tmp_path = config.parent

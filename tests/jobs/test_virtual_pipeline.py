@@ -27,14 +27,14 @@ from hacpo_mega.samples.packing import microbatch
 
 pytestmark = pytest.mark.nightly
 
-# Of three stages on six ranks: two cells, whose gradients are added up meanwhile; ranks that share experts.
+# Three stages on six ranks make two cells, whose gradients are added up meanwhile, or have ranks that share experts.
 MEANWHILE = DataParallelConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=4000)
 CASES = {
     "two cells": ({"family": "llama", "tied": False}, {"communication": MEANWHILE}),
     "experts": ({"family": "qwen3_moe", "tied": True, "experts_per_token": 3, "num_kv_heads": 4}, {"tp": 2, "ep": 2}),
 }
 PP, NUM_RANKS = 3, 6
-# Of micro-batches.
+# Numbers of micro-batches.
 COUNTS = (1, PP, PP + 1)
 ADAM = OptimizerConfig(lr=1e-3)
 # The step of every update is GRADIENT_RATE times the gradient, none of those before.

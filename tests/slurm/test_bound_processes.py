@@ -9,7 +9,7 @@ from submitter import Submitter
 
 pytestmark = pytest.mark.nightly
 
-# What a process finds: the processors that it may use, those that Slurm names, the threads that hacpo-mega sets.
+# Program that writes the processors a process may use, those that Slurm names, the threads that hacpo-mega sets.
 LOOKS = """
 import os, pathlib
 from hacpo_mega.cluster.machine.environment import prepare_environment

@@ -46,7 +46,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.security.secret import new_secret
 from hacpo_mega.jobs.local import launcher_environment
 
-# What counts the GPUs of a machine cannot use them after a fork: on CUDA every rank is a fresh interpreter.
+# A process that has counted the GPUs cannot use them after a fork: on CUDA every rank is a fresh interpreter.
 ON_CUDA = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if ON_CUDA else "forkserver")
 if not ON_CUDA:

@@ -4,5 +4,5 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
-# What an installation makes importable.
+# Folders whose packages an installation makes importable.
 SOURCES = (ROOT, ROOT / "kernels", *(ROOT / "packages").iterdir())

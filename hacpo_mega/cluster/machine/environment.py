@@ -107,7 +107,7 @@ def prepare_environment() -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     # Its deprecations (GPTModel) and hints are for who builds on it; errors stay.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # What is not installed (TransformerEngine, Apex) is a choice, and torch's renamings are Megatron's to follow.
+    # Missing packages (TransformerEngine, Apex) are a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)
 

@@ -3,7 +3,7 @@
 torch pickles the index of a checkpoint, and what torch's, Megatron's and vLLM's object collectives say to peers. Python
 reads a pickle by calling whatever it names, with whatever arguments. Here it is put together from numbers, texts,
 bytes, lists, tuples and dictionaries; what it would have called becomes a `Record` of the name, the arguments and the
-state, if the caller has listed that name. What a Record means is its reader's to say, key by key.
+state, if the caller has listed that name. The reader of a Record decides its meaning, key by key.
 
 A list of harmless classes given to Python's own unpickler would not do: a pickle can set attributes of classes, too.
 Not here: what the files and the peers say (stored_index.py in megatron/, patches.py).
@@ -166,7 +166,7 @@ _PUSHED = (
     *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
 )
-# What each opcode does; any other is refused.
+# The action of each opcode; any other opcode is refused.
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Reader.nothing),
     **dict.fromkeys(_PUSHED, _Reader.push),

@@ -1,7 +1,7 @@
 """Cross-checks of a configuration, over several tables: arithmetic and the nearest valid value.
 
-What a model folder is and which layout a model can have is decided in models/, for the model builder too. Not here:
-the other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
+models/ decides what a model folder is and which layout a model can have, for the model builder too. Not here: the
+other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
 `rank_map.py`), and whether engine_tp divides engines on devices of their own (models/sharding/layout.py).
 """
 
@@ -35,14 +35,14 @@ from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
 from hacpo_mega.models.sharding.segments import all_sources
 
-# Of a lane in a step: a kilobyte of text and records each, however short they are.
+# Limit of a lane's answers in a step: each takes a kilobyte of text and records, however short it is.
 MOST_ANSWERS = 2**22
 
 
 def find_problems(config: Config, *, try_templates: bool = True, to_come: Collection[str] = ()) -> list[str]:
     """Every cross-check that fails: a line each with the numbers and the nearest valid value.
 
-    Of the agents `to_come` only the tables are checked: their models are downloaded once all else is in order.
+    For the agents `to_come`, only the tables are checked: their models are downloaded once all else is in order.
     `try_templates` also says whether a tied head is compared with its embedding.
     """
     problems = [*batch_problems(config), *_generator(config), *_named_once(config)]

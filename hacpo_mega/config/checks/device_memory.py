@@ -36,7 +36,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import active_experts, learning_flops
 from hacpo_mega.models.sharding.layout import Layout, layout_problems
 
-# What torch sees of a device that is sold as 80 GB, rounded down.
+# Memory that torch sees on a device sold as 80 GB, rounded down.
 DEFAULT_GIB = 79.0
 # "auto" computes again as little as leaves this share of the device free.
 ROOM = 0.05

@@ -27,7 +27,7 @@ from hacpo_mega.models.files.folder import tokenizer_problem
 FIRST_BYTES = 1 << 20
 PARQUET_MAGIC = b"PAR1"
 SAVED_STATE = "state.json"
-# What a file is that begins so and is no prompt file, and what to do with it.
+# First bytes of files that are no prompt files: the kind of such a file, and what to do with it.
 OTHER_KINDS = {
     codecs.BOM_UTF16_LE: "UTF-16 text; save it as UTF-8",
     codecs.BOM_UTF16_BE: "UTF-16 text; save it as UTF-8",

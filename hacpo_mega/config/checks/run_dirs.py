@@ -15,7 +15,7 @@ from hacpo_mega.config.tables.schema import Config
 
 CONFIG, STARTS, METRICS, TRACES = "config.toml", "starts.jsonl", "metrics.jsonl", "trace"
 LOCK = ".lock"  # inside the folder of whoever writes it (logbook/run/run_lock.py)
-# What a job writes there before its ranks begin, what locks it, and what mkfs makes: no run, and nobody's work.
+# Names that a job writes there before its ranks begin, its lock, and mkfs's folder: no run, and nobody's work.
 NO_CONTENT = frozenset({"slurm", "logs", LOCK, "lost+found"})
 # Keys of a line of ours, which tell our files from others of the same name.
 KEYS = {STARTS: {"steps_done", "commit", "packages"}, METRICS: {"step", "values", "timing"}}

@@ -228,9 +228,9 @@ class AgentConfig(Section):
     data_parallel: DataParallelConfig = DataParallelConfig()
     """Overlap of gradient and weight communication between this agent's cells with compute."""
     megatron: PassedOn = Field(default_factory=dict)
-    """Fields of Megatron's TransformerConfig. Those that hacpo-mega decides, or that have no effect, are refused."""
+    """Fields of Megatron's TransformerConfig. Fields that hacpo-mega decides, or that have no effect, are refused."""
     vllm: PassedOn = Field(default_factory=dict)
-    """Arguments of vLLM's engine, passed on unchanged. Those that hacpo-mega decides are refused."""
+    """Arguments of vLLM's engine, passed on unchanged. Arguments that hacpo-mega decides are refused."""
     init: InitConfig | None = None
     """Model that `hacpo-mega init` makes if the folder does not exist; not given: the folder must exist."""
 

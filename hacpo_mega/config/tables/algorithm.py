@@ -22,7 +22,7 @@ from hacpo_mega.config.tables.section import (
 )
 from hacpo_mega.models.files.documents import short
 
-# What a preset sets otherwise than the defaults, which are the paper's text.
+# Options that a preset sets otherwise than the defaults, which are the paper's text.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "authors": {
@@ -209,7 +209,7 @@ class AlgorithmConfig(Section):
 def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -> None:
     """ValueError for options that nothing reads, unless they equal their defaults (as in a resolved file).
 
-    That is what `method` does not read, and what another given option leaves unread.
+    An option is unread if `method` does not read it, or if another given option leaves it unread.
     """
     known = AlgorithmConfig.model_fields
 

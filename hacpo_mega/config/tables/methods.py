@@ -23,12 +23,12 @@ COMMON = frozenset(
 )
 # Options of every method that trains on others' answers.
 SHARING = frozenset({"ratio_length", "kl_on"})
-# What an agent's capability is, which functions of the user's get, too.
+# Options that define an agent's capability, which functions of the user's get, too.
 CAPABILITY = frozenset(
     {"capability_metric", "capability_window", "capability_includes_current", "capability_floor"}
     | {"capability_floor_per_step"}
 )
-# What HACPO's mechanisms are set by.
+# Options that set HACPO's mechanisms.
 MECHANISMS = CAPABILITY | {
     *("cross_baseline", "omega_clip", "baseline_guard", "capability_baseline", "omega_in_loss"),
     *("delta", "delta_step", "alpha", "cross_clip"),

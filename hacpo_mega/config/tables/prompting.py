@@ -13,7 +13,7 @@ from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.models.files.chat_template import names_in, utc_now
 
 PLACE = "{prompt}"
-# What a template is always given.
+# Arguments that a template is always given.
 OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
 # Trial input of a template: two tasks, one of them long, since a template may truncate.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
@@ -21,7 +21,7 @@ TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count thes
 
 @dataclass(frozen=True)
 class Prompting:
-    """The wording around a task. Of the defaults nothing is added: the task's text is the prompt.
+    """The wording around a task. The defaults add nothing: the task's text is the prompt.
 
     chat_template     one user message, or the task's own messages, in the tokenizer's chat template, the assistant's
                       turn opened
@@ -74,7 +74,7 @@ class Prompting:
     def messages(self, text: str) -> list[dict[str, str]]:
         """The task as the messages of a chat.
 
-        Of a task that is messages itself, the last is filled in, and a system message of its own comes before ours.
+        If the task is messages itself, the last one is filled in, and a system message of its own replaces ours.
         """
         *before, last = messages_of(text) or [{"role": "user", "content": text}]
         has_system = bool(before) and before[0]["role"] == "system"

@@ -41,7 +41,7 @@ NUM_PROBLEMS_SHOWN = 20
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
-# Of a row, packed or not: a program's test cases take a few.
+# Size of a row, packed or not: a program's test cases take a few MiB.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
 TOO_MANY = f"more than {MAX_BAD_ROWS:,} bad rows; nothing is read from here on"

@@ -14,7 +14,7 @@ from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
-# What a value of a row is called, by its type.
+# Words for a value of a row, by its type.
 WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 

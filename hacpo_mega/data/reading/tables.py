@@ -1,10 +1,10 @@
 """Tables of rows, as they are stored: Parquet files, folders that `datasets.save_to_disk` has written, sets of the Hub.
 
 A saved split has state.json, which names its Arrow files in order; a data set of several splits has dataset_dict.json
-and a folder for each. pyarrow alone reads them: nothing in them runs. What a file on disk unpacks to is bounded.
+and a folder for each. pyarrow alone reads them: nothing in them runs. The unpacked size of a file on disk is bounded.
 A set of the Hub has a name, hub:ORG/NAME@REVISION/CONFIG/SPLIT, and is read by the library `datasets`, an extra that is
 imported only here. The launcher downloads one into the library's cache, from which all ranks read it: they are offline.
-Of SPLIT[:ROWS] the first rows are streamed, and the cache keeps these alone. Builders of plain files alone read it: no
+With SPLIT:ROWS the first rows are streamed, and the cache keeps these alone. Builders of plain files alone read it: no
 script, no image, nothing that is unpickled. Not here: what a row means (files.py, datasets.py).
 """
 

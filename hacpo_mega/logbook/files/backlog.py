@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hacpo_mega.models.files.replacing import replace_file
 
-# Of text that waits; a step's answers are some megabytes. Whoever reaches it has written nothing for hundreds of steps.
+# Limit of waiting text: a step's answers are some megabytes, so it is reached after hundreds of steps without a write.
 MAX_BYTES = 256 << 20
 
 

@@ -33,7 +33,7 @@ from hacpo_mega.cluster.machine.environment import start_of
 from hacpo_mega.config.checks.run_dirs import LOCK
 from hacpo_mega.models.files.visible import say
 
-# What a file system answers that has no locks (some network mounts).
+# Errors of a file system that has no locks (some network mounts).
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 BEAT_S = 10.0
 QUIET_S = 90.0  # a network file system may show others a sign as late as 60 s
@@ -191,7 +191,7 @@ class _LockFile:
                 path.unlink()
 
     def release(self, path: Path) -> None:
-        """Gives the lock up: the file goes, and then the kernel's lock. Whoever has opened it looks again."""
+        """Gives the lock up: the file goes, and then the kernel's lock. A process that has opened it looks again."""
         self.leave(path)
         with suppress(OSError):
             if _identity(path) == _identity(self.descriptor):

@@ -195,8 +195,8 @@ class GradNormAlarm(SpikeAlarm):
 
     The largest norm of a step's updates, before clipping (metric grad_norm_max), is a spike when it exceeds 5 times its
     median over the agent's last 16 steps without one, of which there must be 4; a norm that is not finite always is. It
-    must come back down before the next spike is said. What a spike does to the weights is bounded by
-    optimizer.clip_grad.
+    must come back down before the next spike is said. optimizer.clip_grad bounds the effect of a spike on the
+    weights.
     """
 
     def warnings(self, norm_N: Sequence[float | None]) -> Iterator[str]:

@@ -202,8 +202,8 @@ def add_reencodings(metrics: Metrics, learner: int, names: Sequence[str], source
 
     `sources` has the counts of every source's answers: together they are `view/`, and of each source that is encoded
     again, how much finer the learner's tokenizer cuts (mean over answers of learner's / source's tokens), and the share
-    of answers that read differently afterwards. Of every other source whose answers are offered, `view/` below its name
-    counts each answer once: as trained, or by the one reason why it is not.
+    of answers that read differently afterwards. For every other source whose answers are offered, `view/` below its
+    name counts each answer once: as trained, or by the one reason why it is not.
     """
     counts, prefix = sum(sources, start=ReencodingCounts()), f"agent/{names[learner]}/view"
     for field in dataclasses.fields(counts):

@@ -45,7 +45,7 @@ def reduction_inside_backward(model: DistributedDataParallel, *, has_samples: bo
 def wait_before_use(model: DistributedDataParallel) -> None:
     """Makes every module wait for its weights before its forward, instead of Megatron's hooks.
 
-    Those also start a gather that has not been started, in whatever cell has a forward.
+    Megatron's hooks also start a gather that has not been started, in whatever cell has a forward.
     """
     model.disable_forward_pre_hook(param_sync=False)
     for module in model.module.modules():

@@ -132,7 +132,7 @@ def save_hf(
         failed = error
         for _ in chain(tensors, factors):  # the other ranks of the cell wait in its collectives
             pass
-    # Whoever returns may read the folder.
+    # After the barrier every rank may read the folder.
     dist.barrier(group=parallel_state.get_model_parallel_group())
     if failed is not None:
         raise OSError(f"{out_folder} is not written: {failed}") from failed

@@ -23,7 +23,7 @@ from hacpo_mega.models.files.fields import MOST, Fields
 from hacpo_mega.models.files.folder import read_config
 from hacpo_mega.models.files.weight_files import FP8_BLOCK
 
-# What quantization_config must say of matrices that are read packed (Family.packs).
+# Fields that quantization_config must have for matrices that are read packed (Family.packs).
 PACKED: Mapping[str, Mapping[str, Any]] = {
     "mxfp4": {"quant_method": "mxfp4"},
     "fp8": {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},

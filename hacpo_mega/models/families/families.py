@@ -165,7 +165,7 @@ GLM4 = Family(
     may_turn_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
 )
-# What vLLM's class decides by itself whatever config.json says is refused where it says something else.
+# vLLM's class decides some fields by itself, whatever config.json says: a config.json with other values is refused.
 GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",

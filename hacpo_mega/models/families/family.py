@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from hacpo_mega.models.families.experts import Experts
 
-# What Architecture.from_folder, folder.py and the tokenizer's readers read.
+# Fields that Architecture.from_folder, folder.py and the tokenizer's readers read.
 READ = frozenset(
     {"architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
     | {"num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps"}
     | {"tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "layer_types", "dtype", "torch_dtype"}
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
-# What describes a folder, its making or its sampling, and changes no log-prob.
+# Fields that describe a folder, its making or its sampling, and change no log-prob.
 DESCRIBES = frozenset(
     {"_name_or_path", "_attn_implementation_autoset", "auto_map", "initializer_range", "transformers_version"}
     | {"use_cache", "pretraining_tp", "id2label", "label2id", "problem_type", "task_specific_params", "tokenizer_class"}

@@ -10,7 +10,7 @@ from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.fields import MOST, Fields
 
-# Of the norms of latents, whatever `rms_norm_eps` says of the others: so the models' own code and transformers.
+# Epsilon of latents' norms, whatever `rms_norm_eps` says of the others: as in the models' own code and transformers.
 EPSILON = 1e-6
 
 

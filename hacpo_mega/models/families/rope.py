@@ -16,9 +16,9 @@ from hacpo_mega.models.families.windows import FULL, WINDOWED
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import Fields
 
-# What a rope table of any kind may say.
+# Keys that a rope table of any kind may have.
 OF_ALL = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-# What one of a family that scales its queries may say, too; transformers does not read the second.
+# Further keys of a rope table whose family scales its queries; transformers does not read the second.
 _OF_QUERIES = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 
 

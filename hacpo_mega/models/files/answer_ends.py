@@ -14,7 +14,7 @@ from hacpo_mega.models.files.folder import named_ends
 
 Chat = list[dict[str, Any]]
 
-# What a template is tried with; none of it is changed by trimming.
+# Texts that a template is tried with; trimming changes none of them.
 QUESTION, ANSWER, NEXT = "Which number is 8 more than 34?", "It is forty-two, I think.", "Which is 7 less than 19?"
 
 

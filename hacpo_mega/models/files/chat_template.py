@@ -34,7 +34,7 @@ MAX_CHARACTERS = 2**20
 MAX_ERROR = 300
 # The name by which a template reads the clock, and those by which it draws: a filter and a function.
 CLOCK, DRAWS = "strftime_now", frozenset(("random", "lipsum"))
-# What Python prints of a function or an object.
+# Text that Python prints for a function or an object.
 ADDRESS = re.compile(r"<[^\n]{1,200} at 0x[0-9a-f]+>")
 # Seconds since 1970, which the C library counts by the zone of the machine.
 EPOCH = re.compile(r"%(.)", re.DOTALL)

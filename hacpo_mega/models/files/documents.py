@@ -15,7 +15,7 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # The deepest that anybody writes is a tokenizer.json, of about ten levels.
 MAX_DEPTH = 64
 SHOWN = 80  # characters of a value that a line shows
-# Of one document: the largest tokenizer.json has 35 MB, the index of a thousand shards 10.
+# Bound of one document: the largest tokenizer.json has 35 MB, the index of a thousand shards 10.
 MAX_JSON_BYTES = 256 * 2**20
 # tomllib takes a second for each of these.
 MAX_TOML_BYTES = 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 from hacpo_mega.models.files.documents import short
 
-# What no decoder exceeds: a number beyond is a slip, and everything below may loop over it.
+# Bounds that no decoder exceeds: a larger number is a slip, and later code may loop over it.
 MOST = {
     "num_layers": 10_000,
     "hidden_size": 2**20,

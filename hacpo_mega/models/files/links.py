@@ -17,7 +17,7 @@ OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the conf
 def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
     """ValueError, one line that ends with `advice`, where a place is outside `root`, or a link below it leads there.
 
-    Likewise for a pipe, which would be waited for, and for a device. What is not there passes.
+    Likewise for a pipe, which would be waited for, and for a device. A missing path inside `root` passes.
     """
     real = Path(os.path.realpath(root))
     waiting, seen = [str(place) for place in places], set()

@@ -56,7 +56,7 @@ def unpacked_fp8(numbers: Tensor, scales: Tensor) -> Tensor:
 
 def joined_experts(tensors: Iterable[tuple[str, Tensor]], *, plain: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The same with gate and up of every expert as one, [H, 2 F], and down as [F, H], as a stack has them, under its
-    names with the number of the expert before the last word; others as they are. Of a `plain` stack [2 F, H], [H, F].
+    names with the number of the expert before the last word; others as they are. A `plain` stack has [2 F, H], [H, F].
     """
     gates: dict[str, Tensor] = {}
     for name, tensor in tensors:

@@ -21,7 +21,7 @@ from hacpo_mega.models.files.folder import read_json
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-# What a class of transformers adds where tokenizer_config.json has no such key.
+# Special tokens that a class of transformers adds where tokenizer_config.json has no such key.
 CLASS_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
@@ -210,7 +210,7 @@ def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
 def _listed(file: Path, key: str, value: Any) -> list[str]:
     """The texts in a list of tokens, or in a table of them. ValueError, one line, where one is no text."""
     texts = list(value.values()) if isinstance(value, dict) else value
-    # Of a table older versions of transformers wrote the tokens with their flags, which it reads no longer.
+    # Older versions of transformers wrote the tokens of a table with their flags, which newer ones do not read.
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{file}: {key} must be the texts of tokens, found {short(value)}")
     return texts

@@ -77,9 +77,9 @@ class StoredTensor:
     """A tensor's place and header; `file` is a name in the folder, `dtype` the format's, as "BF16".
 
     `name` is the one in the file. Its bytes are those from `start` to `stop` of the file.
-    Of a stack of experts (stacked_experts.py), `shape` is that of a matrix of number `expert`, which with a `half` is
-    every second row, from 0 or 1 on, or of a `plain` stack the upper or the lower half. `scales` are those of a stack
-    in MXFP4, or of a matrix in fp8.
+    In a stack of experts (stacked_experts.py), `shape` is the shape of a matrix of expert number `expert`. With a
+    `half` this matrix is every second row, from 0 or 1 on, or, in a `plain` stack, the upper or the lower half.
+    `scales` are those of a stack in MXFP4, or of a matrix in fp8.
     """
 
     file: str
@@ -337,7 +337,7 @@ def published_names(folder: Path, *, tied: bool) -> frozenset[str]:
 def weights_fingerprint(folder: Path) -> str:
     """A hash of config.json and of the safetensors, so that another checkpoint at the same path is another model.
 
-    Of a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
+    For a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
     everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without safetensors.
     """
     weights = sorted(folder.glob("*.safetensors"))

@@ -18,7 +18,7 @@ FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_l
 # And for the chunks of every pipeline stage (a virtual pipeline).
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 
-# What the CPU's kernel of vLLM's experts takes multiples of (its `output_alignment`).
+# vLLM's kernel of experts on the CPU takes multiples of this number (its `output_alignment`).
 CPU_EXPERTS = 32
 
 
@@ -137,7 +137,7 @@ def chunk_ranges(num_layers: int, layout: Layout, stage: int) -> list[range]:
 def chunks_in_flight(layout: Layout, stage: int) -> int:
     """Micro-batches in flight: forwards of a chunk before a pipeline stage's first backward, and one more.
 
-    Of micro-batches: as many as there are stages from it to the end. Of chunks: two for each stage after it, and before
+    With one chunk a stage: as many as stages from it to the end. With several: two for each stage after it, and before
     these a round of the pipeline for every chunk but the last (arXiv 2104.04473; Megatron's get_pp_rank_microbatches).
     """
     later = layout.pp - stage - 1
@@ -330,7 +330,7 @@ def _uneven_problems(num_layers: int, pp: int, named: Mapping[str, int]) -> Iter
     if fits(*named.values()):
         return
     says = " and ".join(f"megatron.{key} = {layers}" for key, layers in named.items())
-    # Of several, the last is moved, and the others stay as they are.
+    # The last of several named stages is moved, and the others stay as they are.
     *kept, layers = named.values()
     valid = [candidate for candidate in range(1, num_layers) if fits(*kept, candidate)]
     hint = f"Nearest: {list(named)[-1]} = {_nearest(layers, valid)}" if valid else f"Remove {' and '.join(named)}"

@@ -3,7 +3,7 @@
 A matrix W [out, in] that is a target stays as it is and is used as W + alpha / rank * B A: A [rank, in] is the
 adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter
 each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
-Of a layer that is split along its output, down is on every rank and up is split; of one that is split along its input,
+In a layer that is split along its output, down is on every rank and up is split; in one that is split along its input,
 the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
 or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Not here: modules and merging
 (megatron/weights/lora.py, hacpo_kernels.merge_adapter).
@@ -62,7 +62,7 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
     """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
     layer = stage_slots(last_layer(architecture), (1,), 0)
     experts = architecture.traits.experts
-    # Of experts that a folder stacks, peft knows no layer.
+    # peft knows no layer for experts that a folder stacks.
     has_layer = Cut.EXPERTS if experts is not None and experts.biased else None
     names = (
         _last(source) for slot in layer if _layer_of(slot) and slot.cut is not has_layer for source in slot.sources

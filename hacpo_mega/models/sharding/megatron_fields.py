@@ -30,8 +30,8 @@ FROM_ARCHITECTURE = {
 }
 FROM_LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp"}
 
-# What every model of this project is: another value would compute something else than the folder says, or would ask for
-# a part that is not built.
+# Fields with the same value in every model of this project: another value would compute something else than the folder
+# says, or would ask for a part that is not built.
 FIXED: dict[str, Any] = {
     "add_bias_linear": False,
     "normalization": "RMSNorm",
@@ -40,7 +40,7 @@ FIXED: dict[str, Any] = {
     "gated_linear_unit": True,
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
-    # Whose activation a layer has is for its spec to say (megatron/model/linear.py), with both libraries' layers.
+    # A layer's spec chooses its activation (megatron/model/linear.py), with both libraries' layers.
     "use_te_activation_func": True,
     "bias_activation_fusion": False,
     "activation_func_fp8_input_store": False,
@@ -61,7 +61,7 @@ FIXED: dict[str, Any] = {
     "apply_rope_fusion": False,
     "fused_single_qkv_rope": False,
     "persist_layer_norm": False,
-    # What cuts a pack and what lets attention see all of it lies outside of the layers
+    # Code outside of the layers cuts a pack and lets attention see all of it
     # (megatron/model/context_parallel.py).
     "context_parallel_size": 1,
     "hierarchical_context_parallel_sizes": None,
@@ -99,10 +99,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 DECIDED_BY_RECOMPUTE = frozenset(RECOMPUTE["none"])
 
-# What needs torch to say: the builder hands these over.
+# Fields whose values need torch: the builder hands them over.
 FROM_TORCH = frozenset(("params_dtype", "pipeline_dtype", "bf16", "fp16", "activation_func"))
 
-# What is set on the finished configuration, by the law of gradients (megatron/train/schedule.py).
+# Fields that are set on the finished configuration, by the law of gradients (megatron/train/schedule.py).
 SET_LATER = frozenset(("calculate_per_token_loss", "finalize_model_grads_func", "no_sync_func"))
 
 DECIDED = frozenset(
@@ -111,7 +111,7 @@ DECIDED = frozenset(
 
 
 AUX_LOSS, Z_LOSS, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
-# What works, and where: whatever the model and its layout are, or with such alone.
+# Fields that work: WORKS with every model and layout, each WITH_ set only with the models or layouts of its name.
 WORKS = frozenset(
     (
         *("bias_dropout_fusion", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),

@@ -119,7 +119,7 @@ def publish_plan(
     return WeightSyncPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
 
 
-# What others hold of a shard: each rectangle, and the ranks and numbers of their shards that it lies in.
+# Parts of a shard that others hold: each rectangle, and the ranks and numbers of their shards that it lies in.
 _Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
 
 

@@ -84,7 +84,7 @@ def stacked(shards: Sequence[Shard]) -> Shard:
 def runs(held: Iterable[tuple[Shard, Hashable, int]]) -> list[list[int]]:
     """Runs of shards, by number, that count as one: equal rectangles of neighbouring experts at equal distances.
 
-    Of every shard: in which memory it lies, and from where on.
+    `held` says of every shard in which memory it lies, and from where on.
     """
     found: list[list[int]] = []
     # of a kind of matrix: its last run, the last expert in it, where that lies, and how far from the one before

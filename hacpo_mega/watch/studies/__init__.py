@@ -29,7 +29,7 @@ Look = tuple[tuple[str, int, int], ...]
 class Study:
     """A folder that one command has written. `kind` is "experiment", "bench", "scaling" or "eval".
 
-    Of kind "evaluations" it lays all evaluations in the folders that `parts` names side by side.
+    One of kind "evaluations" lays all evaluations in the folders that `parts` names side by side.
     """
 
     def __init__(self, folder: Path, kind: str, parts: Callable[[], Sequence[Path]] | None = None) -> None:

@@ -15,7 +15,7 @@ OF_SCHEDULE = {
     **{"name": TEXT, "by_round_s": list_of(NUMBER), "together": NUMBER.or_null, "agents": table_of(TABLE)},
     **dict.fromkeys(("wall_s", "p50_s", "p95_s"), NUMBER),
 }
-# Of an agent that has trained on nothing.
+# Infinity stands for an agent that has trained on nothing.
 WITHOUT_END = Kind("a number, or Infinity", lambda value: is_number(value) or value == math.inf)
 OF_AGENT = {
     **{"phases_s": table_of(NUMBER), "idle_share": NUMBER.or_null, "flops_per_s": table_of(NUMBER)},

@@ -1,8 +1,8 @@
 # ruff: noqa: E501
 r"""Golds as people type them, and golds with one thing changed: kinds by name, so that half of them can stay unseen.
 
-A kind is a template in which "@" is the gold, or a function gold -> text (None where it does not apply). What a kind
-does to a gold changes its meaning (CHANGES) or not (SPELLINGS). The kinds of a half are those whose names hash to it.
+A kind is a template in which "@" is the gold, or a function gold -> text (None where it does not apply). A kind
+changes the meaning of a gold (CHANGES) or keeps it (SPELLINGS). The kinds of a half are those whose names hash to it.
 """
 
 import re

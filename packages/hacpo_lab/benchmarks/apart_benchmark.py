@@ -3,8 +3,8 @@
 One agent of random weights under gspo, one core a process: one process that trains and answers in turns of its threads,
 against one that trains and one that answers, which gives the same bits. Beside them what else two cores can do: one
 process on both, whose engine's thread has a core to itself, and two cells. Most answers of a random model are as long
-as they may be. Of each the median of the seconds of STEPS steps
-(20) after the first two, and what of the answers' seconds is hidden; models of the quickstart's size and of 10 million
+as they may be. Each line has the median of the seconds of STEPS steps
+(20) after the first two, and the answers' seconds that are hidden; models of the quickstart's size and of 10 million
 parameters, written to FOLDER (build/apart) when they are not there.
 """
 

@@ -50,7 +50,7 @@ class JobServer:
     def run(self, world_size: int, folder: Path, function: Callable[..., None], *arguments: Any) -> list[int | None]:
         """Calls `function(*arguments)`, which must be importable, in `world_size` ranks; their exit statuses, by rank.
 
-        What rank r writes goes to r.out and r.err of `folder`. None: a rank that was killed because another failed.
+        The output of rank r goes to r.out and r.err of `folder`. None: a rank that was killed because another failed.
         """
         with self.ranks(world_size, folder, function, *arguments) as processes:
             wait_for_ranks(processes)

@@ -1,6 +1,6 @@
 """The imports that the server of an experiment's or a campaign's runs makes once, so that its forks start at once.
 
-What is named of vLLM is what it would import itself when its first engine starts.
+The modules of vLLM here are those that it would import itself when its first engine starts.
 """
 # ruff: noqa: E402, F401, I001
 

@@ -36,7 +36,7 @@ def test_every_schedule_does_the_work_that_was_asked_for(done):
     assert process.returncode == 0, process.stderr[-4000:]
     schedules = json.loads((folder / "out/bench.json").read_text())["schedules"]
     assert [schedule["name"] for schedule in schedules] == ["hacpo", "in turns", "gspo_x2", "gspo"]
-    # Of each other's answers the agents leave out those that read differently in their own tokens.
+    # An agent leaves out the other's answers that read differently in its own tokens.
     trained = (range(33, 65), range(33, 65), range(64, 65), range(32, 33))
     for schedule, num_answers, num_trained in zip(schedules, (32, 32, 64, 32), trained, strict=True):
         for agent, found in schedule["agents"].items():

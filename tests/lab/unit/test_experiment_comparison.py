@@ -39,7 +39,7 @@ def test_differences_are_paired_by_seed():
     found = paired_difference(Ends({1: 0.6, 2: 0.3, 3: 0.9, 9: 5.0}), Ends({3: 0.5, 2: 0.5, 1: 0.5, 8: 0.0}))
     assert found.mean == pytest.approx(0.1)
     assert (found.n, found.num_positive) == (3, 2)
-    # Of 27 resamples one in 27 (3.7 %) is all -.2 and one all +.4: both quantiles of 2.5 % lie inside these steps.
+    # One of 27 resamples (3.7 %) is all -.2 and one all +.4: both quantiles of 2.5 % lie inside these steps.
     assert found.interval == pytest.approx((-0.2, 0.4))
 
 

@@ -32,8 +32,8 @@ EXPERTS, LARGE_EXPERTS = SCALE / "qwen-30b-a3b_qwen-8b.toml", SCALE / "qwen-235b
 SMALL, WIDE = CLUSTERS / "h100-2x8.toml", CLUSTERS / "h100-32x8.toml"
 ADAPTED = SCALE / "qwen-32b-lora_qwen-4b.toml"
 ON = {PAIR: SMALL, LARGE: WIDE, EXPERTS: SMALL, LARGE_EXPERTS: WIDE, ADAPTED: SMALL}
-# What an agent waits in a step. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them; one of
-# the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
+# Share of a step that an agent waits. State of 30 billion parameters needs 12 of 16 devices, work that of 3 in them;
+# one of the larger pair answers longer, the other learns longer; a 4B on as many devices as a 32B waits for it.
 WAITS = {PAIR: 0.1, LARGE: 0.1, EXPERTS: 0.64, LARGE_EXPERTS: 0.38, ADAPTED: 0.8}
 # Parameters that the Hub shows for the weights of each; of image checkpoints those of transformers' text model, of
 # packed ones and those with layers of multi-token prediction those of transformers' model.

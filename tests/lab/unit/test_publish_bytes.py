@@ -19,7 +19,7 @@ from hacpo_mega.models.sharding.layout import Layout, stage_layers
 
 HIDDEN, FFN, KV, VOCAB, LAYERS = 4096, 14336, 1024, 128256, 32
 LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * FFN
-# Of all matrices, embedding and head among them, what a rank of a cell receives: the layout's table in eighths.
+# Layout -> eighths of all matrices, embedding and head among them, that each rank of a cell receives.
 EIGHTHS = {
     (2, 1, 1, 2): (0, 0),
     (2, 1, 1, 1): (4, 4),

@@ -32,7 +32,7 @@ ALGORITHM = AlgorithmConfig(alpha=1.5, delta=0.3, delta_step=0.05)
 UPDATE_INDEX = 1  # lower end of the cross band: 1 - 0.3 + 0.05 = 0.75
 WEIGHT = 1 / 7
 
-# What float32 may be off, relative to the sum of absolute terms. From an embedding to a log-prob a number meets about
+# Allowed float32 error, relative to the sum of absolute terms. From an embedding to a log-prob a number meets about
 # 1260 roundings (in each of two layers sums over 64, 64, 16, 30, 30, 64, 64, 64 and 96 terms, then over 64, 64 and 131)
 # of at most 2^-24 each; processors order and fuse them differently, so they count as independent: four standard
 # deviations of their sum. As many again on the way back.

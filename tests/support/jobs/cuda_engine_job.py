@@ -251,7 +251,7 @@ def wake_on_a_full_device(room: int) -> tuple[str, list[str]]:
 def steps_in_flight(folder: Path) -> list[tuple[int, int]]:
     """vLLM's own queue of steps and its scheduler for it around a model that draws token 5, or 7, which ends an answer.
 
-    What is in flight when the last answer has ended, by its length and by its own end, and after `finish_steps`.
+    Steps in flight when the last answer has ended, by its length or by its own end, and after `finish_steps`.
     """
     arguments = {"dtype": "float32", "max_model_len": 64, "skip_tokenizer_init": True, "enable_prefix_caching": False}
     config = EngineArgs(model=str(folder), **arguments).create_engine_config()

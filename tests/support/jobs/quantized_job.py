@@ -1,7 +1,7 @@
 """The job of jobs/test_publish_quantized.py: a bf16 actor and a live vLLM that quantizes, in the same two processes.
 
-What the engine must hold is worked out here from full tensors by the definition of an fp8 matrix with a scale for each
-row (448 is the largest finite number of float8_e4m3fn), and cut for the engine's rank.
+The engine's expected tensors are worked out here from full ones by the definition of an fp8 matrix with a scale for
+each row (448 is the largest finite number of float8_e4m3fn), and cut for the engine's rank.
 """
 
 from functools import partial

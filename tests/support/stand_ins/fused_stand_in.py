@@ -1,7 +1,7 @@
 """The optimizers' interface of TransformerEngine and apex, and what is asked of it on the CPU.
 
 The classes declare what the libraries declare (signatures.json, held by tests/unit/house/test_signatures.py); functions
-that are compiled take their arguments by place, as their bindings do. What they compute is the definition: Adam with
+that are compiled take their arguments by place, as their bindings do. They compute the definition: Adam with
 decoupled weight decay whose steps are counted in the group, a norm, a product. It shows that Megatron is given them and
 that state travels; nothing of the libraries' numbers. `python fused_stand_in.py FOLDER` trains FOLDER/model with each
 and writes FOLDER/found.pt (see `answer`).
@@ -135,7 +135,7 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    # What is imported finds this file as a module, and the classes must be those that Megatron found.
+    # The modules imported below import this file by its name, and must get the classes that Megatron found.
     sys.modules["fused_stand_in"] = sys.modules["__main__"]
     from fused_job import answer
 

@@ -4,9 +4,9 @@ Every function here makes the tensors that TransformerEngine's makes, keeps what
 holds the others as long, after the source at its tag v2.9 (70f5366): pytorch/module/layernorm_linear.py and linear.py,
 pytorch/ops/basic/rmsnorm.py, pytorch/attention/dot_product_attention/backends.py (FusedAttnFunc) and utils.py
 (get_qkv_layout), common/fused_attn/utils.cu. v2.10 (769ed77) and v2.11 (c188b53) make the same, but that 2.11 does not
-round up the rows of attention's statistics. No numbers are computed. What the source frees before a function ends is
-held to the end here. Not counted: the workspaces of cuBLAS (32 MiB, of the process), of cuDNN's attention and of a
-norm's backward.
+round up the rows of attention's statistics. No numbers are computed. Tensors that the source frees before a function
+ends are held to the end here. Not counted: the workspaces of cuBLAS (32 MiB, of the process), of cuDNN's attention and
+of a norm's backward.
 """
 
 from dataclasses import asdict

@@ -6,7 +6,7 @@ name and the score_mods of attention; 2.19 has more arguments of its forward, an
 None. So an argument that Megatron gives and TransformerEngine does not know is a TypeError here, too. The parameters of
 a module, their names and shapes are read from the source of 2.9.
 
-What a forward computes is its definition in a few lines of torch, in one process: it shows that weights are where they
+A forward computes its definition in a few lines of torch, in one process: it shows that weights are where they
 belong and that attention is told where sequences begin. It shows nothing of TransformerEngine's numbers.
 `python te_stand_in.py FOLDER` answers for every model folder below FOLDER/models, into FOLDER/found.pt, and for every
 plan in FOLDER/plans.pickle what it takes of memory (te_memory.py), into FOLDER/traces.pickle.
@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 
 VERSION = "2.17.1"
-# What Megatron goes on without: a class that no TransformerEngine up to 2.20 has there; its optimizers, for torch's.
+# Megatron does without these: a class that no TransformerEngine up to 2.20 has there; optimizers (it takes torch's).
 NOT_THERE = ("_SplitAlongDim", "optimizers")
 # class -> what it was made with, by name, in order
 MADE: dict[str, list[dict]] = {}
@@ -228,7 +228,7 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
-    # What is imported finds the stand-in as a module, and the classes in it must be those that Megatron found.
+    # The modules imported below import the stand-in by its name, and must get the classes that Megatron found.
     sys.modules["te_stand_in"] = sys.modules["__main__"]
     from te_job import answer
     from te_memory import traces

@@ -108,7 +108,7 @@ def test_an_export_is_whole_or_not_there(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("fails", [True, False])
 def test_an_export_removes_no_folder_but_its_own(fails, tmp_path):
-    """Whatever a user has called beside it, and drafts of exports that still go on; those of killed ones go."""
+    """A user's folders beside it stay, and so do drafts of exports that still go on; drafts of killed exports go."""
     mine = [f"out{end}" for end in (".part", ".unquantized", ".partial")] + [".out.partial", ".out.mine.partial"]
     for name in mine:
         (tmp_path / name).mkdir()

@@ -22,7 +22,7 @@ from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.start_parts import StartParts
 
 SIGNALS = (*DEFERRED, *AT_ONCE)
-# What a process finds when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.
+# The state of a process when it begins. A fresh interpreter raises KeyboardInterrupt, until a rank says otherwise.
 LOOK = f"""
 import atexit, json, os, signal, sys, threading
 heeded = [int(n) for n in {tuple(map(int, SIGNALS))} if signal.getsignal(n) not in (signal.SIG_DFL, signal.default_int_handler)]
@@ -154,7 +154,7 @@ def test_what_a_process_has_used_is_what_the_kernel_says(monkeypatch):
     worker.join()
     second = used_since_begin()
     assert second.clock_s >= first.clock_s and second.processor_s >= first.processor_s
-    # Of a process and its launcher: what both have used.
+    # The processor time of a process and its launcher is added up.
     monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
     assert used_since_begin().processor_s >= time.process_time() - 0.5
 

@@ -189,7 +189,7 @@ ODD_VALUES = ("true", "-1", "inf", "'x'", "''", "[]", "{}", "[1, 'x', nan]", "[[
 
 
 def test_no_value_of_any_key_is_more_than_a_line(here):
-    """Whatever is written behind a key, load_config returns or raises ValueError, one short line per problem."""
+    """For every value of a key load_config returns or raises ValueError, one short line per problem."""
     keys = [field.key.replace("agents.", "agents.a.").replace("NAME", "add") for field in describe_fields()]
     assert len(keys) > 90
     for key, value in itertools.product(keys, ODD_VALUES):

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.nightly
 
 NUMBERS = ("-1e308", "1e308", "nan", "inf", "-1", "1e18", str(10**18), "1" * 5000, "0x" + "f" * 5000)
 SHAPES = ("[[1]]", "{x=1}", "[" * 5000, "[" * 70 + "]" * 70, '"a\\u0000\\nb"', "true\nnum_steps=1", "''", "'../../x'")
-# What is wrong without being far outside.
+# Values that are wrong without being far outside.
 VALUES = (
     ("rollout.rollouts_per_prompt", "1000000000"),
     ("agents.a.vllm.max_num_seqs", "0"),
@@ -51,7 +51,7 @@ VALUES = (
     ("agents.a.megatron.init_method_std", "-1"),
 )
 DEEP = "[" * 100_000
-# Of config.json: values that no model has, by field.
+# Fields of config.json that get values that no model has.
 FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
           "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
 ENDS = ("eos_token_id", "bos_token_id", "pad_token_id")

@@ -373,7 +373,7 @@ def test_a_clip_within_the_rounding_of_bf16_is_named(overrides, says):
 
 
 def test_every_key_has_one_effect_and_every_pattern_a_key():
-    """Whoever goes on with a run and whoever compares runs ask the same table."""
+    """The continuation of a run and the comparison of runs ask the same table."""
     asked = ["slurm.partition=gpu", "device_memory_gib=80.0", "agents.qwen.pp=2", "agents.qwen.engine_tp=1"]
     asked += ["placement=apart", "agents.*.rollout_gpus=1"]
     asked += ["agents.llama.pp=3", "agents.llama.init.num_layers=6"]

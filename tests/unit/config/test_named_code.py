@@ -14,7 +14,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.evaluation.settings import EvaluationSettings, settings_for
 
 GRADER = "def grade(prompt, answer, gold):\n    return 1.0\nopen({!r}, 'w')\n"
-# What of a run's configuration leads to code, and the key that is named.
+# Tables of a run's configuration that lead to code, and the key that the refusal names.
 CODE = {
     "a grader in a file": ({"reward": {"kind": "GRADER:grade"}}, "reward.kind = "),
     "a grader in a module": ({"reward": {"kind": "os:system"}}, "reward.kind = 'os:system'"),

@@ -63,7 +63,7 @@ def test_a_pipe_and_a_device_are_not_read(name, tmp_path):
 SECRET = "-----BEGIN PRIVATE KEY-----"
 STEP = "checkpoints/step_000001"
 KINDS = ("absolute", "relative", "a link to a link")
-# What no command reads of a run.
+# Folders of a run that no command reads.
 LEFT = ("notes", "tensorboard")
 
 
@@ -134,7 +134,7 @@ def as_command(function: Callable[[], object]) -> CompletedProcess:
 def commands(run: Path, out: Path, name: str = "") -> Iterator[Callable[[], CompletedProcess]]:
     """Every command that reads a run of somebody else's; what they write goes to `out` or into the run.
 
-    Those that take long are there where `name` is of what they read, or none.
+    Slow commands are left out unless `name` is a path that they read, or empty.
     """
     yield partial(run_here, "export", run, "--out", out / "agent")
     yield partial(run_here, "export", run / STEP, "--agent", "a", "--out", out / "step")

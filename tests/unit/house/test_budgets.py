@@ -21,7 +21,7 @@ from budgets import (
     write_budgets,
 )
 
-# Of the workers that the Makefile gives two cores: 5 1/3 minutes of `make test`, and 29 of `make test-all`.
+# Seconds of the workers that the Makefile starts on two cores: 5 1/3 minutes of `make test`, and 29 of `make test-all`.
 LIMITS_S = {(FAST,): 2 * 320, (FAST, NIGHTLY, LAB): 3 * 29 * 60}
 
 

@@ -3,7 +3,7 @@
 from repository import ROOT
 
 GENERATED = {ROOT / "docs" / name for name in ("evidence/README.md", "evidence_gap/README.md")}
-# Whoever needs words takes them from somewhere else.
+# A document that needs more words takes them from another one.
 MOST_WORDS, MOST_README_LINES = 31_400, 120
 
 

@@ -133,7 +133,7 @@ def test_the_first_of_slurms_hosts(nodes, first):
     assert expand_nodes(nodes)[0] == first
 
 
-# What a task of component 0 finds in a job of node3 (2 tasks) and node[1-2] (1 task each), Slurm 22.05.
+# Environment of a task of component 0 in a job of node3 (2 tasks) and node[1-2] (1 task each), Slurm 22.05.
 TASK = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "1",

@@ -2,8 +2,8 @@
 
 Numbers 9 to 14, which compare runs with runs, are in test_kernel_repeats.py.
 
-The numbers and threads name who was bitten. What only real hardware shows (offsets past 2^31 elements, memory, no host
-synchronisation) is in tests/gpu/.
+The numbers and threads name who was bitten. Tests that need real hardware (offsets past 2^31 elements, memory, no host
+synchronisation) are in tests/gpu/.
 
 Equal bits are asked for where our code decides them. On a CPU a matrix product is the host's BLAS, whose bits depend
 on the processor and on a row's place: there the same is asked of heads of whole numbers, whose logits are exact.

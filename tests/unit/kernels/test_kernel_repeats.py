@@ -174,7 +174,7 @@ def test_14_the_gradient_does_not_depend_on_micro_batches(backend):
     # Learner over source: inside and outside the own clip, below, inside and above the cross band.
     log_ratio = torch.where(is_self.cpu(), OWN_LOG_RATIOS, CROSS_LOG_RATIOS)
     source = (mean - log_ratio).float().to(DEVICE)
-    # What the head's rounding may do to a mean must not carry a ratio over a border, where its gradient jumps.
+    # The error of a mean by the head's rounding must not carry a ratio over a border, where its gradient jumps.
     error = scored.logprob_bound.max().item()
     borders = torch.where(is_self.cpu()[:, None], torch.tensor([1 - 3e-4, 1 + 4e-4]), torch.tensor([0.8, 1.0]))
     assert (log_ratio[:, None] - borders.log()).abs().min() > 2 * error

@@ -133,7 +133,7 @@ def test_who_comes_first_waits_for_the_last_on_the_clock_of_rank_0() -> None:
     [("broadcast", {2: 0}), ("gather", {0: 1}), ("barrier", {0: 1, 2: 1}), ("reduce gradients", {0: 1, 2: 1})],
 )
 def test_nobody_waits_for_whom_it_does_not_need(name: str, waits_of: dict[int, int]) -> None:
-    """Rank 1 comes last. Who sends does not wait for receivers, who receives waits for the sender alone."""
+    """Rank 1 comes last. A sender does not wait for receivers, and a receiver waits for the sender alone."""
     begins = {0: 2.0, 1: 3.0, 2: 1.0}
     tracks = [track(rank, collective(name, begin, 4.0)) for rank, begin in begins.items()]
     found = {rank: waits[0].name for rank, waits in find_waits(tracks).items() if waits}

@@ -90,7 +90,7 @@ def test_a_first_update_shows_how_far_own_ratios_are_from_one():
 
 
 def test_engine_scores_show_the_share_outside_the_clip():
-    """Whatever the sign of the advantage, and of those that have a ratio."""
+    """The share is that of own answers with a ratio, whatever the sign of the advantage."""
     samples = [(1, 1.0001, 1.0), (1, 1.01, 2.0), (1, 1.0003, -1.0), (1, 0.99, 1.0), (0, 0.5, 1.0), (1, math.nan, 1.0)]
     found = metrics_of(update_of(samples), update_index=0, engine_scores=True)
     assert found["agent/b/self/first_outside"] == 0.5

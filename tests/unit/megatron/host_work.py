@@ -4,9 +4,9 @@
 
 The real actor runs in bf16 on the CPU with its real numbers. Which of its tensors a GPU would have is followed: the
 model's and the optimizer's, what is sent to the device, and what is computed of any of these. An operation of such
-tensors is a launch, unless it is a view; one whose result the host must know is a wait. What CUDA has one kernel for
-and the CPU has not (attention, norms, rotations, gated activations, the fused head) is a part of its own, as what the
-CPU does for it; its backward is counted with everybody's.
+tensors is a launch, unless it is a view; one whose result the host must know is a wait. An operation with one
+kernel on CUDA and none on the CPU (attention, norms, rotations, gated activations, the fused head) is a part of its
+own, counted as the CPU's operations for it; its backward is counted with everybody's.
 Not here: how long any of it takes, and what vLLM asks.
 """
 

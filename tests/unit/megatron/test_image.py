@@ -1,6 +1,6 @@
 """The image's recipe: nothing in it can change under a reader's hands, and its pins are those of the lock files.
 
-What a build of it would say is not tested here: it needs a container engine and its base image.
+A build of the image is not tested here: it needs a container engine and its base image.
 """
 
 import re

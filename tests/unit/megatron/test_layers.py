@@ -12,7 +12,7 @@ from hacpo_mega.megatron.model.attention import PackedAttention
 from hacpo_mega.megatron.model.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-# What float32 may be off, relative to the largest value: four standard deviations of the roundings of three sums, over
+# Allowed float32 error, relative to the largest value: four standard deviations of the roundings of three sums, over
 # a head and twice over at most 12 keys. As many again on the way back.
 ROUNDING = 4 * (8 + 12 + 12) ** 0.5 * 2.0**-24
 

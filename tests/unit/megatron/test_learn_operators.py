@@ -40,7 +40,7 @@ def differentiated(function, x, weight, grad) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_is_torchs_and_its_gradient_that_of_float64(dtype):
-    """bf16 goes torch's way, as on CUDA. What rounds: four factors and a sum in each of both terms."""
+    """bf16 goes torch's way, as on CUDA. Roundings come from four factors and a sum in each of both terms."""
     x, weight, grad = inputs(dtype)
     mine = differentiated(lambda x, w: _normed(x, w, EPS), x, weight, grad)
     torchs = differentiated(lambda x, w: rms_norm(x, w.shape, w, EPS), x, weight, grad)

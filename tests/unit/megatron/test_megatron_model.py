@@ -1,7 +1,7 @@
 """One process: reading folders, refusing what cannot be run, exporting, and the platform that lets Megatron run here.
 
-What a model computes is in test_megatron_layout.py; what is wrong with a folder or a layout, in test_model_folders.py
-and test_layout.py.
+A model's numbers are tested in test_megatron_layout.py, faults of a folder or a layout in test_model_folders.py and
+test_layout.py.
 """
 
 import json

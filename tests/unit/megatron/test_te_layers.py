@@ -31,7 +31,7 @@ NAMES = tuple(MODELS)
 DENSE = tuple(name for name in NAMES if name != "qwen3_moe")
 HEAD = 4 * 2048 * 64 * 2  # bytes of one head of 64 numbers, in the four layers of the plans below
 NORM = 4 * (1024 * 512 * 2 + 1024 * 4)  # of a norm's output and scale on one of two ranks, likewise
-# What is traced, and the bytes that it keeps less than the local layers. With norms of queries and keys these keep the
+# Traced plans, and the bytes that each keeps less than the local layers. With norms of queries and keys these keep the
 # fused projection whole, and a copy of its queries where they are not at equal distances; TransformerEngine's norms
 # keep copies of both, and nothing the projection. With the norm a part of the feed-forward, `mlp` keeps none of it.
 PLANS = {

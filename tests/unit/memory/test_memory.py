@@ -85,7 +85,7 @@ def test_the_weights_of_a_model_are_those_that_it_has(folder):
     norms = 2 * 4096 + 2 * 128
     vocabulary = 151_936 * 4096
     assert num_weights(a, Layout()) == 36 * (matrices + norms) + 2 * vocabulary + 4096 == 8_190_735_360
-    # Of 151,936 rows, a multiple of 64, each of the two has half.
+    # Each of the two has half of 151,936 rows, a multiple of 64.
     assert num_weights(a, Layout(tp=2)) == 36 * (matrices // 2 + norms) + vocabulary + 4096
     # The second of two stages: its layers, the final norm, the head.
     assert num_weights(a, Layout(pp=2), stage=1) == 18 * (matrices + norms) + vocabulary + 4096

@@ -36,7 +36,7 @@ from paper_models import make_paper_workplace
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
 from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets
 
-# Of the six pairs, every model in every layout that it has there.
+# Every model of the six pairs, in every layout that it has there.
 PAPER = [
     ("qwen-1b7-base_llama-1b-instruct", "qwen-1b7-base"),
     ("qwen-1b7-base_llama-1b-instruct", "llama-1b-instruct"),
@@ -111,7 +111,7 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
         assert getattr(budget, state) == pytest.approx(getattr(found, state), rel=2e-3), state
     assert budget.kept == pytest.approx(found.saved, rel=0.01)
     assert budget.step == pytest.approx(found.update, rel=0.01)
-    # Of delta nets the budget is up to a quarter more: Megatron cuts the gate's projection by itself.
+    # The budget of delta nets is up to a quarter more: Megatron cuts the gate's projection by itself.
     most, beyond = (1.25, 0.04) if plan.architecture.delta_net is not None else (1.1, 0.02)
     assert 0.9 <= budget.working / (found.learn - found.saved) <= most
     assert budget.forward == pytest.approx(found.score, rel=0.15)

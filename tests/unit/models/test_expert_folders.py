@@ -132,7 +132,7 @@ def test_ranks_of_ep_have_whole_experts_in_their_order(tmp_path):
     held = [gate_up.sources[piece.source].name.split("experts.")[1]
             for piece in segments(gate_up, architecture, tp=2, tp_rank=1, ep=3, ep_rank=1)]  # fmt: skip
     assert held == [f"{expert}.{part}_proj.weight" for expert in (2, 3) for part in ("gate", "up")]
-    # What data parallelism cuts out of it: the end of an expert's down, and all but the end of the next one's.
+    # Data parallelism cuts this out of it: the end of an expert's down, and all but the end of the next one's.
     places = {"tp": 1, "tp_rank": 0, "ep": 3, "ep_rank": 2}
     first, second, last = rectangles(down, architecture, **places, start=63 * 40, stop=(64 + 63) * 40 + 7)
     assert first.source.name.endswith("experts.4.down_proj.weight") and first.sizes == (1, 40)

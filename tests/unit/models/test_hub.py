@@ -113,7 +113,7 @@ def beside(tmp_path, cache, model, monkeypatch) -> Path:
 
 
 def test_a_name_below_a_local_folder_is_never_one_of_the_hub(beside):
-    """Whoever owns the organisation "models" would give his weights to everybody who misspells one of his own."""
+    """Otherwise the owner of an organisation "models" would serve weights to everybody who misspells a local model."""
     said = {
         "org/gema": "org/ has no gema; it has gemma (the Hub is not asked where org/ is a folder). Nearest: org/gemma",
         "org/tiny": "org/ has no tiny; it has gemma (the Hub is not asked where org/ is a folder)",

@@ -105,7 +105,7 @@ def folder_of(tmp_path) -> Callable[[Case], Path]:
     return make
 
 
-# What every rule says. In some cases each of them must be the only one broken: else it could be missing, unnoticed.
+# A phrase of each rule. In some cases each rule must be the only one broken: else it could be missing, unnoticed.
 LINES = (
     "attention heads. ",
     "feed-forward columns. ",
@@ -377,7 +377,7 @@ def test_heads_that_the_engines_attention_does_not_know_are_refused():
     assert layout_problems(QWEN, Layout(), engine_head_sizes=sizes) == []
 
 
-# What advice sets, and how the lines begin that it must end.
+# Fields that advice sets, and the beginnings of the lines that it must end.
 ADVICE = {
     "tp": ("tp", "tp ("),
     "pp": ("pp", "pp ("),
@@ -389,7 +389,7 @@ ADVICE = {
 
 
 def test_every_nearest_value_is_valid():
-    """Whoever takes the advice of a line is rid of it."""
+    """A layout that follows the advice of a line no longer gets that line."""
     rng, taken = random.Random(3), dict.fromkeys(ADVICE, 0)
     for _ in range(2000):
         kv_heads = rng.choice([1, 2, 3, 4])

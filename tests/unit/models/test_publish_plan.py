@@ -1,6 +1,6 @@
 """Plans of publication: executed on arrays they give every engine its slices of the full tensors, and move no more.
 
-What is right is cut out of full tensors by NumPy; what a rank must receive is counted number by number.
+NumPy cuts the expected slices out of full tensors; the numbers that a rank must receive are counted one by one.
 """
 
 import itertools

@@ -165,7 +165,7 @@ def test_thinking_that_a_prompt_opens(tmp_path, template, prompting, text, opene
     assert codec.shown_prompt(text).endswith(opened)
 
 
-# What a template makes of the clock at TIME, and of chance, before the message.
+# Formats of the clock with their text at TIME, and templates that draw at random; both come before the message.
 TIME, SECONDS = "2024-02-29T23:59:58", "1709251198"
 CLOCKS = {
     "%M": "59",
@@ -183,7 +183,7 @@ BEHIND = "+{{ messages[-1].content }}="
 
 
 def test_a_templates_clock_stands_at_the_time_of_its_run(tmp_path, monkeypatch):
-    """Whatever the machine's own says, in whatever zone; in the process that tries it, too."""
+    """The machine's own clock and zone have no effect, not even in the process that tries the template."""
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
     tokenizer.chat_template = "".join(f"{{{{ strftime_now('{form}') }}}};" for form in CLOCKS) + BEHIND
     prompting, expected = Prompting(True, time=TIME), f"{''.join(f'{at};' for at in CLOCKS.values())}+1+2="

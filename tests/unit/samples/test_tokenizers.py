@@ -272,7 +272,7 @@ def test_of_a_prompt_far_too_long_only_the_start_is_encoded(small, template):
 
 
 KNOWN = {"0": "<pad>", "1": "<eos>"}
-# What files beside a tokenizer.json of 19 tokens (0 to 18) say; of a model with 19 rows. Each is changed or added.
+# Contents of files beside a tokenizer.json of 19 tokens (0 to 18), of a model with 19 rows. Each is changed or added.
 BESIDE = {
     "nothing": {},
     "an added token": {"tokenizer_config": {"added_tokens_decoder": {"19": "<x>"}}},

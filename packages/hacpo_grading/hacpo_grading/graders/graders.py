@@ -1,7 +1,7 @@
 """Graders that compare strings, and what changes the reward of another grader.
 
-A grader is (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer. Those here are
-linear in the text and call nothing of anybody else, so they cannot hang and run where they are called. Graders that
+A grader is (prompt, answer text, gold) -> a reward from 0 to 1, or None for a text without an answer. Graders here are
+linear in the text and call nobody else's code, so they cannot hang and run where they are called. Graders that
 parse mathematics are in math_grader.py and run in guarded workers, and so does anything composed in a file of yours:
 
     from hacpo_grading.graders.graders import length_penalised, requiring_format

@@ -1,7 +1,7 @@
 """Graders for mathematics: the answer of a text against gold, by math-verify, in a guarded worker (judge.py).
 
-Both sides are tidied and parsed whole by math-verify, as the content of a box. What is decided before that are the
-rules of `decide`; docs/measurements/grading.md says what each gains on labelled pairs and on changed golds.
+Both sides are tidied and parsed whole by math-verify, as the content of a box. The rules of `decide`
+come before that; docs/measurements/grading.md says what each gains on labelled pairs and on changed golds.
 math-verify's own time limits are off: they need SIGALRM, which only a main thread has, and they
 turn a hang into "not equal". Running out of memory is never swallowed here, for the same reason.
 Golds may be bare ("18", "\\frac{1}{2}"), in dollars, boxed, a whole solution with a box, or end in "#### 18".
@@ -84,7 +84,7 @@ RULES = MatchRules()
 def boxed(prompt: str, answer: str, gold: str, *, relative: float = 0.0) -> float | None:
     """1 when the last box of the text equals gold, 0 when not, None without a box.
 
-    Boxes beside each other may also be one answer, a list. What comes before </think> does not count, and a text that
+    Boxes beside each other may also be one answer, a list. Text before </think> does not count, and a text that
     opens <think> and never closes it has not answered. With `relative` a number may be off by that share of gold, for
     benchmarks of measured quantities.
     """

@@ -2,8 +2,8 @@
 
 Gold is a JSON list of cases, [{"stdin": "1 2\\n", "stdout": "3\\n"}, ...]. The program is the last fenced block of the
 answer; text without one has no answer. A case is passed when the program ends with status 0 within its limits and
-prints the expected text, white space at the ends of lines and of the text aside. What a program can reach is said in
-sandbox.py; where the kernel does not allow that isolation, nothing is run unless `isolated` is turned off.
+prints the expected text, white space at the ends of lines and of the text aside. sandbox.py says what a program can
+reach; where the kernel does not allow that isolation, nothing is run unless `isolated` is turned off.
 """
 
 import contextlib

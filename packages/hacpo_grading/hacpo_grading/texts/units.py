@@ -1,8 +1,8 @@
 r"""Units of answers: 5 \text{ cm}, \$5, 30^\circ, 60 \text{ miles per hour} as a value and a measure.
 
 A measure is a factor and the powers of its bases, so that 50 mm are 5 cm, and neither 5 m nor 5 kg nor 5 cm^2 are.
-What is no unit ("students", "ways") is a noun, and nouns are not held against each other. Texts are as `tidy` leaves
-them. Not here: what a value is (number_text.py, math_grader.py).
+A word that is no unit ("students", "ways") is a noun, and nouns are not held against each other. Texts are as `tidy`
+leaves them. Not here: what a value is (number_text.py, math_grader.py).
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-# names | ...; factor; powers of bases. What has an SI prefix is in PREFIXED.
+# names | ...; factor; powers of bases. Units that take SI prefixes are in PREFIXED.
 TABLE = r"""
 m|meter|metre;1;m / inch|inche|in;0.0254;m / foot|feet|ft;0.3048;m / yard|yd;0.9144;m / mile|mi;1609.344;m
 angstrom;1e-10;m / g|gram|gramme|gm;1;g / pound|lb;453.59237;g / ounce|oz;28.349523125;g / tonne;1e6;g

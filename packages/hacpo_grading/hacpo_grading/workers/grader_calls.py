@@ -1,7 +1,7 @@
 """Calls a grader with what its parameters ask for (grader_signature.py), and reads what it returns.
 
-What comes back is a number in the declared range, None for a text without an answer, or a table with "score" and other
-numbers, which are logged; of a batch a list of these. Imported by worker processes: the standard library alone.
+A grader returns a number in the declared range, None for a text without an answer, or a table with "score" and other
+numbers, which are logged; for a batch, a list of these. Imported by worker processes: the standard library alone.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The program of a grading worker: reads answers from standard input, writes one verdict per line, knows nothing else.
 
 It is started as a fresh interpreter (never forked, so it holds no CUDA context and no locks of the trainer) and imports
-the standard library and its grader alone. What happens here guards against everything that a kill by the parent
+the standard library and its grader alone. It guards against everything that a kill by the parent
 (guarded_workers.py) would come too late for, or would do unevenly:
 - time: each answer has an allowance of CPU seconds of this process. The kernel counts them and ends the process with
   SIGPROF, in the middle of C code too; a busy machine changes nothing about it;
@@ -9,8 +9,9 @@ the standard library and its grader alone. What happens here guards against ever
 - a parent that died: an idle worker reads end-of-file, a thread notices a new parent process, and a grader stuck in C
   code, where no thread of ours ever runs, spends its CPU allowance;
 - a grader that prints or reads: the protocol has descriptors of its own, which a forked child loses. A print goes to
-  standard error, standard input is empty. Whoever writes into them does not know the token of the request, and is told
-  from a reply. That is against accidents: the grader is the user's own code, and could look the token up in here.
+  standard error, standard input is empty. Code that writes into these descriptors does not know the token of the
+  request, and its text is told from a reply. This is against accidents: the grader is the user's own code, and could
+  look the token up in here.
 Protocol: JSON lines in, first the fields of GraderSpec with "patience_s", "path", "memory_bytes", "cpu_s" and "token",
 then lists of [fields of Asked, token]. Frames out, each the token of what it replies to, the length of what follows,
 and JSON: {"ready": the grader's signature} or {"error"}; then for each answer, in order, the fields of Outcome.

@@ -15,7 +15,7 @@ buffers behind descriptors) every few milliseconds, and ends them when it is mor
 The program runs below an init of its own, and when that ends, by itself or with this process, the kernel ends whatever
 is left.
 Without `is_isolated` there are the limits and a new session only: files, network and processes of the user are open to
-the program, and a child that leaves the session stays. What all this is not: a wall against a hole in the kernel.
+the program, and a child that leaves the session stays. None of this is a wall against a hole in the kernel.
 Exit status: the program's, 128 + n for signal n, SETUP_FAILED when the program was never started (the reason on
 standard error).
 """

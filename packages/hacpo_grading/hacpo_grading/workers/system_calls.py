@@ -1,9 +1,10 @@
 """The system calls that an untrusted program may not make, as a seccomp filter (a program of the kernel's classic BPF).
 
-Refused are three kinds. What holds memory that no address space shows, since the bound on memory (sandbox.py) could not
-see it: memfd, shared anonymous mappings (they outlive what is unmapped of them), SysV and POSIX queues, kernel rings,
-pages given to pipes, buffers made larger than their default. Doors into the kernel that no answer needs: io_uring, bpf,
-perf, keys, modules, mounts, new namespaces, other processes' memory. And all sockets but those between own processes.
+Three kinds are refused. Calls that hold memory outside every address space, since the bound on memory (sandbox.py)
+could not see it: memfd, shared anonymous mappings (they outlive what is unmapped of them), SysV and POSIX queues,
+kernel rings, pages given to pipes, buffers made larger than their default. Doors into the kernel that no answer needs:
+io_uring, bpf, perf, keys, modules, mounts, new namespaces, other processes' memory. And all sockets but those between
+own processes.
 A call of another architecture (32 bits, x32) ends the program. Not here: who installs the filter (sandbox.py).
 """
 

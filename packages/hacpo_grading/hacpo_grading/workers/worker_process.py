@@ -1,8 +1,8 @@
 """One grading worker seen from outside: its pipes, what it says, and whether it works or sleeps.
 
-A worker is one process of a group of its own, which ends with it. What it says are frames (grading_worker.py); each
+A worker is one process of a group of its own, which ends with it. Its messages are frames (grading_worker.py); each
 repeats the random token of the task that it answers, so whatever a grader writes into the pipe is known for no reply.
-What it prints is passed on; while its grader is loaded only the beginning, and a grader that never ends to print then
+Its prints are passed on; while its grader is loaded only the beginning, and a grader that never ends to print then
 is ended.
 Not here: which tasks it gets and what its end means for them (guarded_workers.py).
 """
@@ -27,7 +27,7 @@ from hacpo_grading.workers.grading_worker import HEADER, MAX_FRAME_BYTES, TOKEN_
 
 PROGRAM = Path(__file__).with_name("start_worker.py")
 READ_BYTES = 1 << 16
-# Of what a grader prints while it is loaded so much is shown, and no more is taken.
+# Bytes that are shown of a grader's prints while it is loaded, and the most that are taken of them.
 SHOWN_BYTES, MOST_BYTES = 1 << 16, 1 << 24
 LAST_WORDS_S = 1.0
 # A process that uses less of a span than this, with nothing ready to run at its end, was asleep.

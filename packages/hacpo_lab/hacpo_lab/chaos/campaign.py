@@ -37,7 +37,7 @@ from hacpo_mega.models.files.documents import parse_json
 
 PRELOAD = "hacpo_lab.preloaded"
 PEACE = "undisturbed_ranks"
-# Of a start and of a step, before any has been seen.
+# Seconds of a start and of a step, before any has been seen.
 START_S, STEP_S = 20.0, 2.0
 LONGER = 1.5
 LOOK_S = 0.1  # between two looks at how far the run is

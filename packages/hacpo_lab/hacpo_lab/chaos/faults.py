@@ -22,7 +22,7 @@ from pathlib import Path
 KINDS = ("kill-one", "kill-all", "stop", "pause", "disk", "memory", "term")
 OF_ALL_RANKS = ("kill-all", "disk", "term")
 LIMITS = {"disk": resource.RLIMIT_FSIZE, "memory": resource.RLIMIT_AS}
-# Of stall_s: a rank that is longer silent may be taken for one that hangs.
+# Share of stall_s: a rank that is longer silent may be taken for one that hangs.
 LONGEST_PAUSE = 0.5
 
 
@@ -47,7 +47,7 @@ def draw_fault(
 ) -> Fault:
     """Fault `number` of the campaign with this seed: any of `kinds`, at any moment of the next `window_s` seconds.
 
-    What is taken back lasts up to three steps, a pause up to half of `stall_s`.
+    A fault that is taken back lasts up to three steps, a pause up to half of `stall_s`.
     """
     draw = random.Random(f"{seed}/{number}")
     kind = draw.choice(list(kinds))

@@ -58,7 +58,7 @@ class MethodEvidence:
     """At the steps, mean over seeds, without evaluations."""
     cross: Mapping[str, Mapping[str, float]]
     """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over windows of
-    steps and seeds. What a run did not measure is absent; empty where nobody learns from others."""
+    steps and seeds. A number that no run measured is absent; empty where nobody learns from others."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RegimeEvidence:
     has_test_set: bool
     """Tells whether accuracies at the end are those of a test set that chose nothing."""
     confidence: float
-    """Of every interval of a difference: corrected by Bonferroni for the methods compared where there is a test set."""
+    """Level of intervals of differences: corrected by Bonferroni for the methods compared where there is a test set."""
     methods: Mapping[str, MethodEvidence]
 
 

@@ -23,7 +23,7 @@ Rate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 Stage = Literal["tuning", "reported"]
 NAME_MAX, PID_DIGITS = 255, 7
 
-# What the grid itself sets in every run.
+# Settings that the grid itself makes in every run.
 OWN_KEYS = re.compile(r"(run_dir|seed|agents\.[^.]+\.optimizer\.lr)=")
 OWN_MODEL = re.compile(r"agents\.[^.]+\.model=")
 

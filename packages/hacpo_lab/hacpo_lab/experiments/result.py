@@ -26,7 +26,7 @@ from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
 from hacpo_mega.models.files.replacing import replace_file
 
-# What follows from the configuration or says that a run is sound, and what is kept at every evaluation.
+# Metrics that follow from the configuration or say that a run is sound, and metrics kept at every evaluation.
 NO_DIAGNOSIS = re.compile(r".*/(lr|first_ratio_error|verdict/.*|view/.*|accuracy.*|eval/.*|num_[^/]*.*)")
 WINDOW = 10
 PACKED = "runs.jsonl"

@@ -16,7 +16,7 @@ from hacpo_mega.config.load import readable_problems
 from hacpo_mega.config.tables.section import Count, Factor, Section
 from hacpo_mega.models.files.documents import toml_file
 
-# What no machine goes below or above, in any unit of this file.
+# Bounds that no machine goes below or above, in any unit of this file.
 Amount = Annotated[float, Field(strict=True, ge=1e-3, le=1e9)]
 Used = Annotated[float, Field(strict=True, ge=1e-3, le=1.0)]
 Hour = Annotated[float, Field(strict=True, ge=0.0, le=3600.0)]

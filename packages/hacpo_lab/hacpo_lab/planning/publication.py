@@ -23,7 +23,7 @@ class Published:
     """Numbers, by rank of a cell, or of the cells that share experts, a block: what it sends to others, receives, and
     writes into its engine; to how many it sends.
 
-    What is received is what a rank's engine holds and its actor does not: no plan receives less.
+    A rank receives the numbers that its engine holds and its actor does not: no plan receives less.
     """
 
     sent: tuple[int, ...]

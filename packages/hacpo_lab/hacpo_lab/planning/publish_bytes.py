@@ -83,7 +83,7 @@ def least_received(architecture: Architecture, layout: Layout, engine_tp: int) -
 def whole_tensors(architecture: Architecture, vllm: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that a publication gives to every rank whole, and why: with a `quantization` that changes their form.
 
-    Those of a layer that quantizes plain numbers are not among them, but for experts.
+    Tensors of a layer that quantizes plain numbers are not among them, except those of experts.
     """
     kind, found = vllm.get("quantization"), {}
     if kind is not None:

@@ -109,7 +109,7 @@ def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> W
     return Ways(tuple(frontier))
 
 
-# What an agent takes of a device, and the share of it that its engine has where that is not the configuration's.
+# Memory that an agent takes of a device, and its engine's share of the device where it is not the configuration's.
 Held = tuple[Budget, float | None]
 
 

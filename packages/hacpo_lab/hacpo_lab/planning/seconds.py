@@ -29,11 +29,11 @@ from hacpo_mega.models.flops import feed_forward_parameters, forward_flops, lear
 from hacpo_mega.models.sharding.segments import all_sources
 
 PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish", "other")
-# Of a number in Adam's step: gradient, main weight and both moments read, all but the gradient written.
+# Bytes per number in Adam's step: gradient, main weight and both moments read, all but the gradient written.
 STEP_PASSES = 4 + 2 * 4 + 2 * 8
-# What is copied is read and written.
+# Copied numbers are read and written.
 COPY_PASSES = 2
-# Of a number that an adapter is merged into, for each of its rank: a product written, it and a sum read, that written.
+# Per number that an adapter is merged into and unit of its rank: a product written, it and a sum read, the sum written.
 MERGE_PASSES = 4
 
 Terms = Mapping[str, float]
@@ -124,7 +124,7 @@ def _roll_out(demand: Demand, cluster: Cluster) -> dict[str, float]:
     bound["compute"] = bound.get("compute", 0.0) + prefill_s
     requests = answers * work.turns
     host_s = demand.rounds * rates.round_s + requests * rates.request_s + tokens * rates.token_s
-    # What one conversation waits is added, as if no other one's turns were computed meanwhile: an upper bound.
+    # The waits of one conversation are added, as if no other one's turns were computed meanwhile: an upper bound.
     waits = {"environment": (work.turns - 1) * work.environment_s} if work.environment_s else {}
     return {**bound, "host": host_s, **waits}
 

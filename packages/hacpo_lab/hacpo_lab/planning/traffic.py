@@ -1,6 +1,6 @@
 """The bytes that a device sends in a step, by link, and their seconds: every collective of a phase as a row.
 
-Of n ranks each sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
+Each of n ranks sends (n - 1) / n of what it gathers or scatters, twice that of what it sums (a ring; arXiv 2205.05198
 for those of tensor and sequence parallelism). Megatron gathers the inputs of both matrices of a block, and scatters
 their outputs; backward mirrors that and gathers the inputs again for the gradient of the weights. Context parallelism
 sends queries, keys, values and the output of every attention to other ranks, and their gradients back. Experts take
@@ -23,7 +23,7 @@ from hacpo_mega.models.sharding.layout import stage_layers
 
 # Bytes of a message (rollout/wire.py), and of an answer beside its tokens and text: ROW of exchange.py, and two counts.
 HEADER_BYTES, ROW_BYTES, COUNT_BYTES = 64, 47, 8
-# Of a token in the exchange: its number, and its text, about four letters.
+# Bytes of a token in the exchange: its number, and its text, about four letters.
 TOKEN_BYTES = 4 + 4
 # Gathers and scatters of one layer's activations: forward, backward, and what recomputation repeats.
 FORWARD, BACKWARD = 4, 6

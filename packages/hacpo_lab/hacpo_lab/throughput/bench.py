@@ -16,7 +16,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.models.files.visible import say
 
-# What one rank does: (configuration file, steps, workload).
+# The work of one rank: (configuration file, steps, workload).
 TakeSteps = Callable[[str, int, Workload], None]
 
 

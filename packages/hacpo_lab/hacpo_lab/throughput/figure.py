@@ -13,7 +13,7 @@ WAITING = "#e9ebee"
 
 
 def draw_throughput(result: Path) -> Path:
-    """Writes bench.png beside `result`, a bench.json; returns its path. What no phase fills is waiting."""
+    """Writes bench.png beside `result`, a bench.json; returns its path. Time that no phase fills is waiting."""
     schedules = json_file(result)["schedules"]
     bars = [(schedule, agent, found) for schedule in schedules for agent, found in schedule["agents"].items()]
     phases = in_step_order({phase for _, _, found in bars for phase in found["phases_s"]})

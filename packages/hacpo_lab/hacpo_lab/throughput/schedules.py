@@ -6,7 +6,7 @@
     gspo             each agent alone, G answers
 
 The answers in an update are as many for all: agents alone take N times the prompts. All but `in turns` run the agents
-at the same time, each on its own devices. What turns would take on devices that make none of them faster is also
+at the same time, each on its own devices. The seconds of turns on devices that make no agent faster are also
 reckoned, from the phases of every schedule (measure.py).
 """
 
