@@ -21,7 +21,8 @@ NAMED_FILE = re.compile(r"(?<![\w/.{*$-])((?:[\w.-]+/)*[a-z][\w-]*\.(?:py|md|sh|
 # A link of a document to another place of the repository, relative to the document, perhaps to a heading of it.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 # A sentence that begins otherwise than with its subject. A question is none.
-INVERTED = re.compile(r"(?:^|[.:!?] )\W*((?:Of|What|Whose|Who|Whoever|Whatever|Those)\b[^.?]*)(?![^.?]*\?)")
+OPENINGS = "Of|What|Whose|Who|Whoever|Whatever|Those|How|Whether|Which"
+INVERTED = re.compile(rf"(?:^|[.:!?] )\W*((?:{OPENINGS})\b[^.?]*)(?![^.?]*\?)")
 
 
 def files_that_texts_name_exist(sources: Sources) -> Complaints:
@@ -46,15 +47,16 @@ def sentences_begin_with_their_subject(sources: Sources) -> Complaints:
 
 
 def paragraphs(source: Source) -> Iterator[tuple[int, str]]:
-    """(first line number, text) of prose without headings and fenced blocks; an entry of a list is one."""
+    """(first line number, text) of prose without headings and blocks of code; an entry of a list is one."""
     first, last, words, is_fenced, is_page = 0, 0, [], False, source.path.endswith(".md")
     for number, line in prose(source):
         text = line.strip().lstrip("#").strip()
         is_fenced ^= text.startswith("```")
-        if words and (number != last + 1 or not text or text.startswith(("-", "|")) or (is_page and line[0] == "#")):
+        is_other = is_fenced or (is_page and line.startswith(("#", "    ")))
+        if words and (number != last + 1 or not text or is_other or text.startswith(("-", "|"))):
             yield first, " ".join(words)
             words = []
-        if text and not is_fenced and not (is_page and line.startswith("#")):
+        if text and not is_other:
             first = first if words else number
             words.append(text)
         last = number

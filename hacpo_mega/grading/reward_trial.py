@@ -16,7 +16,7 @@ from hacpo_mega.config import RewardConfig
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.data.reading.row_values import quoted
 
-# How people ask models to write an answer; a function of the user's may read any of them.
+# Ways in which people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
 # A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
 MOST_ROWS = 4

@@ -1,7 +1,7 @@
 """The charts of the catalogue as figures of a run; nothing where the run lacks their numbers.
 
 One colour per agent on every figure. A chart of agents alone is a small panel among its neighbours; others have a
-figure each. How things look is canvas.py. The timeline is one step of all agents as bars on a common axis: a trace
+figure each. canvas.py has their looks. The timeline is one step of all agents as bars on a common axis: a trace
 shows when each rank did what, and for whom it waited. Seconds of phases alone show how long each agent took, not when:
 they are drawn one after the other.
 """

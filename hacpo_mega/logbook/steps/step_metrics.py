@@ -209,7 +209,7 @@ def add_reencodings(metrics: Metrics, learner: int, names: Sequence[str], source
     for field in dataclasses.fields(counts):
         if field.name.startswith("num_"):
             metrics.count(f"{prefix}/{field.name}", getattr(counts, field.name))
-    # How much finer the learner's tokenizer cuts the same text than the source's.
+    # Tokens of the learner's tokenizer over those of the source's, of the same text.
     metrics.add(f"{prefix}/token_ratio_mean", counts.token_ratio_sum, counts.num_reencoded)
     for source, view in zip(names, sources, strict=True):
         pair = f"agent/{names[learner]}/from/{source}"

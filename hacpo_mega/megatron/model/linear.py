@@ -18,8 +18,8 @@ from torch.autograd.function import Function, FunctionCtx
 from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 
-# Whether gradients are added at once, by layer implementation. TransformerEngine's layers have an option for it, which
-# nobody has run here: off, they round the gradient of each micro-batch. Experts (moe.py) are always added at once.
+# Layer implementations that add gradients at once. TransformerEngine's layers have an option for it, which nobody has
+# run here: off, they round the gradient of each micro-batch. Experts (moe.py) are always added at once.
 ADDS_AT_ONCE = {"local": True, "te": False}
 MATMULS = (torch.matmul, torch.Tensor.matmul)
 

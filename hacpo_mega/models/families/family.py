@@ -71,7 +71,7 @@ DELTA_INTERVAL = "full_attention_interval"
 LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 # The fields about key/value heads of layers without a window (heads.py).
 FULL_HEADS = frozenset({"attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config"})
-# Which layers may see a window alone -> the fields that say so.
+# Layers that may see a window alone -> the fields that say so.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 

@@ -13,7 +13,7 @@ from hacpo_mega.models.files.hub import missing_folder, not_cached
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# How many layers a folder may have behind the last one, which predict further tokens: the older field, the newer.
+# Number of layers behind the last one, which predict further tokens: the older field, the newer.
 PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
 # The text side of a folder, by which it is asked and its answers end: tokenizers of all kinds, templates, generation.
 TEXT_FILES = (

@@ -40,7 +40,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth")
 # Buffers that some folders store although they follow from the configuration.
 DERIVED = "rotary_emb.inv_freq"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# How image checkpoints name the tensors of their text model, those of transformers 4 and 5 -> the text model itself.
+# Names of the text model's tensors in image checkpoints of transformers 4 and 5 -> in the text model itself.
 TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",

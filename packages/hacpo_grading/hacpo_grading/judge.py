@@ -28,7 +28,7 @@ from hacpo_grading.workers.guarded_workers import (
     GuardedWorkers,
 )
 
-# How many answers a grader of the user's own is tried on before it is known to work at all.
+# Answers that a grader of the user's own is tried on before it is known to work at all.
 NUM_TRIED = 8
 NOT_TRIED = "not tried: the grader failed on all answers before"
 NOT_ENDED = Judgement(Verdict.NO_ANSWER, 0.0)

@@ -119,7 +119,7 @@ def plan_agent(
 
 
 def make_plan(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> Plan:
-    """The plan of a configuration as it is; `work` by agent. Whether it fits is asked elsewhere (refusals.py)."""
+    """The plan of a configuration as it is; `work` by agent. refusals.py says if it fits."""
     config, ranks = planned.config, RankMap.of(planned.config)
     agents = tuple(
         plan_agent(

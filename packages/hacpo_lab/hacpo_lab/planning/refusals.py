@@ -9,7 +9,7 @@ from hacpo_lab.planning.search import MOST_GIB, Way, Ways, find_ways, grown, lig
 from hacpo_mega.config.checks.checks import batch_problems, named_models
 from hacpo_mega.config.checks.device_memory import memory_problems
 
-# How much larger a cluster is looked at for the nearest one that works.
+# Factors by which a larger cluster is tried for the nearest one that works.
 GROWTH = (2, 4, 8, 16)
 MOST_TRIES = 4  # GiB more, each of which is a search
 

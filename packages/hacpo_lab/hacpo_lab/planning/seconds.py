@@ -94,7 +94,7 @@ def phase_seconds(demand: Demand, cluster: Cluster) -> dict[str, Terms]:
         terms[phase][link] = terms[phase].get(link, 0.0) + seconds
         if message.piped:
             piped_s[phase] += seconds
-    # How long a stage has nothing yet, or nothing any more, over its work: pp - 1 chunks of every pass over batches.
+    # Idle time of a stage before and after its work, over that work: pp - 1 chunks of every pass over batches.
     layout = demand.budget.actor.layout
     waits = (layout.pp - 1) / layout.vpp
     for phase, batches in (("score", score_batches), ("learn", learn_batches)):
