@@ -83,9 +83,17 @@ export class Results {
       bars.map(barTable),
       this.#charts.length > 0 && el("div", { class: "grid" }, this.#charts.map(({ chart }) => el("div", { class: "card" }, chart.node))),
       tables.map(table),
-      this.found.benchmarks && new EvalAnswers(study.id, this.found.benchmarks).node,
+      this.found.benchmarks && this.#answersOf(study.id, this.found.benchmarks).node,
     );
     this.#draw();
+  }
+
+  /** The list of answers, asked again; it keeps the reader's page and choices while the study has the same benchmarks. */
+  #answersOf(study, benchmarks) {
+    const about = JSON.stringify([study, benchmarks]);
+    if (this.answers?.about === about) this.answers.ask();
+    else this.answers = new EvalAnswers(about, study, benchmarks);
+    return this.answers;
   }
 
   #draw() {
@@ -134,26 +142,30 @@ export class Results {
 class EvalAnswers {
   #how = { verdict: "", text: "", page: 0 };
   #timer = 0;
+  #asked = 0;
 
-  constructor(study, benchmarks) {
+  constructor(about, study, benchmarks) {
+    this.about = about;
     this.study = study;
     this.benchmarks = benchmarks;
     this.#how.benchmark = benchmarks[0];
     this.form = el("form", { class: "toolbar", "aria-label": "Answers", onsubmit: (event) => event.preventDefault() });
     this.list = el("div", {});
     this.node = el("section", {}, el("h2", {}, "Answers"), this.form, this.list);
-    this.#ask();
+    this.ask();
   }
 
   #set(changes, wait = 0) {
     Object.assign(this.#how, { page: 0, ...changes });
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#ask(), wait);
+    this.#timer = setTimeout(() => this.ask(), wait);
   }
 
-  async #ask() {
+  async ask() {
+    const asked = ++this.#asked;
     try {
       const found = await get(`/api/studies/${encodeURIComponent(this.study)}/answers`, this.#how);
+      if (asked !== this.#asked) return; // a later question is on its way
       if (!this.form.childElementCount) this.#fillForm(found.verdicts);
       const last = Math.max(0, Math.ceil(found.total / found.per_page) - 1);
       const pager = [["previous", -1], ["next", 1]].map(([name, by]) => {
@@ -162,7 +174,7 @@ class EvalAnswers {
       });
       fill(this.list, el("p", { class: "note", role: "status" }, `${show(found.total)} answers, page ${found.page + 1} of ${last + 1}`), found.rows.map(evalAnswer), el("div", { class: "toolbar pager" }, pager));
     } catch (error) {
-      fill(this.list, el("p", { class: "problem", role: "alert" }, error.message));
+      if (asked === this.#asked) fill(this.list, el("p", { class: "problem", role: "alert" }, error.message));
     }
   }
 

@@ -159,7 +159,7 @@ class Routes:
             case ["runs"]:
                 return self.runs()
             case ["events"]:
-                return {"seq": self.seq, "changed": ["r0", "r1"] if int(query["after"]) < self.seq else []}
+                return {"seq": self.seq, "changed": ["r0", "r1", "s2"] if int(query["after"]) < self.seq else []}
             case ["compare"]:
                 change = {"key": HOSTILE[0], "values": {"r0": HOSTILE[1], "r1": 2}}
                 return {"differences": [change], "groups": [{"name": HOSTILE[3], "runs": ["r0", "r1"]}]}
@@ -216,7 +216,9 @@ class Routes:
                 row = {"id": HOSTILE[0], "rollout": 0, "gold": HOSTILE[1], "vote": HOSTILE[2], "stop": HOSTILE[3]}
                 row |= {"prompt_seen": HOSTILE[4], "text": HOSTILE[5], "verdict": HOSTILE[0], "reward": 0.0}
                 rows = [row | {"num_tokens": 3}] * (1 if query.get("text") else 2)
-                return {"total": len(rows), "page": 0, "per_page": 20, "rows": rows, "verdicts": HOSTILE}
+                page = int(query.get("page", 0))
+                total = len(rows) if query.get("text") else 60
+                return {"total": total, "page": page, "per_page": 20, "rows": rows, "verdicts": HOSTILE}
             case ["studies", "s1"]:
                 parts = [["learn", 1.0, "#112233"], [HOSTILE[0], 0.5, HOSTILE[1]]]
                 rows = [{"label": HOSTILE[2], "whole": whole, "parts": parts} for whole in (2.0, 4.0)]
@@ -418,6 +420,16 @@ def test_results_are_compared_with_a_method_of_the_readers(browser):
         page.locator(".answer").nth(1).wait_for()
         assert page.locator(".answer pre").first.inner_text() == HOSTILE[5]
         visit.require_dead()
+        page.get_by_role("button", name="next").click()
+        page.get_by_text("60 answers, page 2 of 3").wait_for()
+        page.get_by_label("verdict").select_option(HOSTILE[0])
+        page.get_by_role("button", name="next").click()
+        page.get_by_text("60 answers, page 2 of 3").wait_for()
+        with page.expect_response(re.compile("page=1")):
+            visit.routes.grow(20)  # new answers
+        page.wait_for_timeout(300)
+        assert page.get_by_text("60 answers, page 2 of 3").is_visible()
+        assert page.get_by_label("verdict").input_value() == HOSTILE[0]
         page.get_by_label("text", exact=True).fill("x")
         page.locator(".answer").nth(1).wait_for(state="detached")
         page.get_by_label("folder").select_option("s1")
