@@ -14,7 +14,7 @@ LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid verifiers-env measure reference pictures lint format env cuda-env locks clean
+.PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid verifiers-env openenv-env measure reference pictures lint format env cuda-env locks clean
 
 quickstart: env
 	$(BIN)/hacpo-mega quickstart
@@ -71,11 +71,12 @@ $(PEERS_VENV)/.installed: launch/lock/peers.txt
 	$(PEERS_VENV)/bin/python launch/lock/check.py $<
 	touch $@
 
-# verifiers, whose tasksets are environments of a run (launch/verifiers/program.py), in an environment of its own.
-verifiers-env: build/verifiers-env/.installed
-build/verifiers-env/.installed: launch/lock/verifiers.txt
-	$(PYTHON) -m venv build/verifiers-env
-	build/verifiers-env/bin/python -m pip install --quiet --no-deps --requirement $<
+# Libraries whose environments play conversations of a run (launch/verifiers, launch/openenv), each in an environment of
+# its own.
+verifiers-env openenv-env: %-env: build/%-env/.installed
+build/%-env/.installed: launch/lock/%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
 	touch $@
 
 # What docs/measurements/throughput.md says was measured, on this machine, with nothing else to do: seconds, memory and bytes by
