@@ -346,7 +346,7 @@ def _turns(plan: ActorPlan) -> int:
 
 def _masks(plan: ActorPlan, stage: int) -> int:
     """Bytes that masks of layers with a window keep for backward, in the chunk where they keep the most."""
-    if plan.recompute == "full":
+    if plan.recompute == "full" or not plan.architecture.windows:
         return 0
     chunks = chunk_ranges(plan.architecture.num_layers, plan.layout, stage)
     return max(sum(_mask(plan, layer) for layer in chunk) for chunk in chunks)
@@ -390,7 +390,7 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     inside = 4 * layer.residual + max(experts, 3 * layer.ffn + (layer.residual if experts else 0)) + _turns(plan)
     if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
-    inside += max((_mask(plan, number) for number in range(a.num_layers)), default=0) * 5 // 4  # made of truth values
+    inside += max((_mask(plan, number) for number in range(len(a.windows))), default=0) * 5 // 4  # of truth values
     if layer.delta:
         inside = max(
             inside, 2 * layer.residual + tokens * a.delta_net.projected_rows // tp * plan.device.number + layer.delta

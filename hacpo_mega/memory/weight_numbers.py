@@ -22,7 +22,7 @@ def expert_weights(architecture: Architecture, layout: Layout, stage: int = 0) -
 
 @functools.cache  # advice asks again and again
 def _numbers(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
-    layers = chain(*chunk_ranges(architecture.num_layers, layout, stage))
+    layers = tuple(chain(*chunk_ranges(architecture.num_layers, layout, stage)))
     dense = experts = 0
     is_beside = True  # parameters outside layers are counted once
     for model, count in architecture.kinds(layers).items():  # one of a kind is counted, as if each stage had one

@@ -129,7 +129,7 @@ def agent_budget(
         beside = fullest_stage(budget.actor, smaller, most, budget.does)
         if not beside.engine_is_too_small:
             budget, line = beside, f"the engine, always awake, has {smaller.memory_share:g} of the device"
-    return replace(budget, offload_line=line)
+    return replace(budget, offload_line=line) if line else budget
 
 
 def _has_default_share(agent: AgentConfig, engine: EnginePlan) -> bool:

@@ -4,9 +4,10 @@ Not here: the folder's other files (folder.py, weight_files.py) and over how man
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ class Architecture:
             return self.head_dim**-0.5 * self.rope.score_factor
         return None if self.query_scalar is None else self.query_scalar**-0.5
 
-    @property
+    @cached_property
     def kinds_of_heads(self) -> tuple[Heads, ...]:
         """Key/value heads of layers with a window, or of all, and those of layers without one where they are others."""
         return (Heads(self.num_kv_heads, self.head_dim), *((self.full_heads,) if self.full_heads is not None else ()))
@@ -189,7 +190,7 @@ class Architecture:
         """Key/value heads of an attention layer."""
         return self.kinds_of_heads[-1 if self.window_of(layer) is None else 0]
 
-    @property
+    @cached_property
     def attention_heads(self) -> tuple[Heads, ...]:
         """Key/value heads of every layer with attention, in order."""
         return tuple(self.heads_in(layer) for layer in range(self.num_layers) if not self.has_delta_net_in(layer))
@@ -222,9 +223,19 @@ class Architecture:
         """True if this layer has experts."""
         return self.has_experts and layer >= self.dense_layers
 
-    def kinds(self, layers: Iterable[int]) -> dict["Architecture", int]:
+    def kinds(self, layers: range | tuple[int, ...]) -> Mapping["Architecture", int]:
         """Models of a single layer for every kind among `layers`, without experts and with, with attention and with a
         delta net, with key/value heads of either kind, and how many are such."""
+        if layers not in self._kinds:
+            self._kinds[layers] = self._kinds_among(layers)
+        return self._kinds[layers]
+
+    @cached_property
+    def _kinds(self) -> dict[range | tuple[int, ...], Mapping["Architecture", int]]:
+        """The results of `kinds`: a search for layouts asks for each of them thousands of times."""
+        return {}
+
+    def _kinds_among(self, layers: range | tuple[int, ...]) -> dict["Architecture", int]:
         own, all_windows = self.full_heads is not None, self.windows
         counts = Counter(
             (self.has_experts_in(layer), self.has_delta_net_in(layer), (self.window_of(layer),) if own else all_windows)

@@ -55,7 +55,7 @@ class Adapter:
 
 def last_layer(architecture: Architecture) -> Architecture:
     """The model of that layer alone, as which all are where there may be adapters."""
-    return next(iter(architecture.kinds([architecture.num_layers - 1])))
+    return next(iter(architecture.kinds(range(architecture.num_layers - 1, architecture.num_layers))))
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:

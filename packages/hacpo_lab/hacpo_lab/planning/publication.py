@@ -121,7 +121,7 @@ def _of_one_layer(thin: Architecture, tp: int, ep: int, engine_tp: int) -> list[
 @lru_cache(maxsize=256)
 def _beside_layers(architecture: Architecture, tp: int, engine_tp: int) -> list[tuple[str, _Counted]]:
     """The same of every parameter that is in no layer, by its name."""
-    thin = next(iter(architecture.kinds([0])))
+    thin = next(iter(architecture.kinds(range(1))))
     slots = [slot for slot in stage_slots(thin, (1,), 0) if not slot.parameter.startswith(LAYER)]
     return [(slot.parameter, _overlaps(thin, [slot], tp, 1, engine_tp)) for slot in slots]
 

@@ -1,11 +1,12 @@
 """The reasons why a configuration cannot run on a cluster, with the arithmetic, and the nearest thing that works."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count, islice
 
 from hacpo_lab.planning.cluster_file import Cluster
 from hacpo_lab.planning.configuration import Planned, Work
 from hacpo_lab.planning.plan import Plan, make_plan
-from hacpo_lab.planning.search import MOST_GIB, Way, Ways, find_ways, grown, lightest
+from hacpo_lab.planning.search import MOST_GIB, HeldByLayout, Way, Ways, find_ways, grown, lightest
 from hacpo_mega.config.checks.checks import batch_problems, named_models
 from hacpo_mega.config.checks.device_memory import memory_problems
 
@@ -56,9 +57,10 @@ def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways:
     if ways.best is not None:
         best = ways.best
         return f"Here fits: {' '.join(best.overrides())} ({best.num_devices} devices, {best.wall_s:.0f} s a step)"
+    held: HeldByLayout = {}
     for factor in GROWTH:
         larger = grown(cluster, factor)
-        if (best := tried(planned, work, larger, find_ways(planned, work, larger)).best) is not None:
+        if (best := tried(planned, work, larger, find_ways(planned, work, larger, held)).best) is not None:
             return f"No layout fits here, but with nodes = {larger.nodes}: {' '.join(best.overrides())}"
     largest = grown(cluster, GROWTH[-1])
     found = [lightest(planned, agent, largest) for agent in planned.config.agents]
@@ -73,8 +75,11 @@ def _nearest(planned: Planned, cluster: Cluster, work: Mapping[str, Work], ways:
 
 
 def _of_all(planned: Planned, cluster: Cluster, work: Mapping[str, Work], least: int) -> str:
-    """The memory of a device with which all agents fit side by side, from what the largest needs alone on."""
-    for gib in range(least, least + MOST_TRIES):
+    """The memory of a device with which all agents fit side by side, from what the largest needs alone on.
+
+    None of the cluster's own memory does.
+    """
+    for gib in islice(count(max(least, int(cluster.device.memory_gib) + 1)), MOST_TRIES):
         sized = cluster.model_copy(update={"device": cluster.device.model_copy(update={"memory_gib": float(gib)})})
         config = planned.config.model_copy(update={"device_memory_gib": float(gib)})
         changed = Planned(config, planned.models)

@@ -95,9 +95,18 @@ class Ways:
         return self.frontier[-1] if self.frontier else None
 
 
-def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> Ways:
-    """All agents of the configuration on at most the cluster's devices. Empty where no layout of some agent fits."""
-    search = _Search(planned, work, cluster)
+# Memory that an agent takes of a device, and its engine's share of the device where it is not the configuration's.
+Held = tuple[Budget, float | None]
+# By agent, layout and number of cells; None where a device cannot hold it. More nodes change none.
+HeldByLayout = dict[tuple[Any, ...], Held | None]
+
+
+def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster, held: HeldByLayout | None = None) -> Ways:
+    """All agents of the configuration on at most the cluster's devices. Empty where no layout of some agent fits.
+
+    `held` carries budgets from one search to the next, which has more nodes of the same devices.
+    """
+    search = _Search(planned, work, cluster, {} if held is None else held)
     found: list[Way] = []
     for lanes in _divisors(planned.config.prompts_per_update):
         if lanes <= cluster.num_devices:
@@ -107,10 +116,6 @@ def find_ways(planned: Planned, work: Mapping[str, Work], cluster: Cluster) -> W
         if not frontier or way.wall_s < frontier[-1].wall_s:
             frontier.append(way)
     return Ways(tuple(frontier))
-
-
-# Memory that an agent takes of a device, and its engine's share of the device where it is not the configuration's.
-Held = tuple[Budget, float | None]
 
 
 def held_by_a_device(config: Config, agent: AgentConfig, model: Architecture, on_cpu: bool) -> Held | None:
@@ -148,8 +153,8 @@ class _Search:
     planned: Planned
     work: Mapping[str, Work]
     cluster: Cluster
+    held: HeldByLayout
     layouts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    held: dict[tuple[Any, ...], "Held | None"] = field(default_factory=dict)
 
     def ways_of(self, lanes: int) -> list[Way]:
         """Every way with so many lanes that is not beaten by another one on as many devices."""
@@ -185,7 +190,7 @@ class _Search:
                     )
                     yield Choice(plan, stretches(plan.phases_s), share)
 
-    def _held(self, config: Config, agent: AgentConfig) -> "Held | None":
+    def _held(self, config: Config, agent: AgentConfig) -> Held | None:
         layout = (agent.tp, agent.cp, agent.ep, agent.pp, agent.engine_tp)
         key = (agent.name, *layout, config.lanes * agent.cells_per_lane)
         if key not in self.held:
@@ -270,23 +275,24 @@ class Lightest:
 def lightest(planned: Planned, agent: AgentConfig, cluster: Cluster) -> Lightest | None:
     """The lightest layout of a model on the cluster's devices; None where no memory up to MOST_GIB is enough in any."""
     config = planned.config.model_copy(update={"lanes": 1})
-    found = []
+    found: list[Lightest] = []
     for changes in _layouts(planned, agent, cluster):
         size = changes["tp"] * changes["cp"] * changes["pp"]
         block = block_cells(changes["ep"], changes["tp"], changes["cp"])
         most = cluster.num_devices // size
         if fitting := [n for n in _divisors(config.prompts_per_update) if n <= most and n % block == 0]:
             seated = agent.model_copy(update={**changes, "cells_per_lane": fitting[-1], "recompute": "full"})
-            needed = bisect_left(
-                range(1, MOST_GIB + 1),
-                True,
-                key=lambda gib, seated=seated: _holds(config, seated, planned.models[agent.name], gib, cluster.on_cpu),
-            )
-            if needed < MOST_GIB:
-                found.append(Lightest(seated, needed + 1, fitting[-1] * size))
+            bound = min((least.memory_gib for least in found), default=MOST_GIB)
+            if (needed := _least_gib(config, seated, planned.models[agent.name], bound, cluster.on_cpu)) is not None:
+                found.append(Lightest(seated, needed, fitting[-1] * size))
     return min(found, key=lambda least: (least.memory_gib, least.num_devices), default=None)
 
 
-def _holds(config: Config, agent: AgentConfig, model: Architecture, memory_gib: int, on_cpu: bool) -> bool:
-    sized = config.model_copy(update={"device_memory_gib": float(memory_gib)})
-    return held_by_a_device(sized, agent, model, on_cpu) is not None
+def _least_gib(config: Config, agent: AgentConfig, model: Architecture, most: int, on_cpu: bool) -> int | None:
+    """Whole GiB of a device that holds the agent; None if `most` are too few."""
+
+    def holds(gib: int) -> bool:
+        sized = config.model_copy(update={"device_memory_gib": float(gib)})
+        return held_by_a_device(sized, agent, model, on_cpu) is not None
+
+    return 1 + bisect_left(range(1, most), True, key=holds) if holds(most) else None
