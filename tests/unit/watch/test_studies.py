@@ -36,8 +36,11 @@ def printed(text: str, title: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(head, row)) for row in cells if row[0] != "(start)"}
 
 
-@pytest.mark.parametrize(("folder", "regime"), [("evidence", "skills"), ("evidence_gap", "gap")])
-def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "regime", "least"),
+    [("evidence", "skills", 80), ("evidence_gap", "gap", 80), ("evidence_conversations", "tools", 15)],
+)
+def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: str, least: int) -> None:
     """The experiment itself has written them beside its results."""
     (study,) = studies_in(ROOT / "docs" / folder)
     found, text = study.shown(), (ROOT / "docs" / folder / "README.md").read_text()
@@ -49,7 +52,7 @@ def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: st
             for name in NAMES & row.keys():
                 assert own[method][name] == row[name], (title, method, name)
                 compared += 1
-    assert compared > 80 and found["reference"] == "gspo_x2"
+    assert compared > least and found["reference"] == "gspo_x2"
 
 
 def test_seeds_are_a_mean_with_a_band() -> None:
