@@ -65,7 +65,8 @@ class OpenEnv(Responder):
         return None if self._is_done else [{"role": "user", "content": said}]
 
     def get_reward(self) -> float | None:
-        """The sum of the steps' rewards; None if no step had one."""
+        """The sum of the steps' rewards; None if no step had one. The session ends: a server has few."""
+        self._socket.close()
         return sum(self._rewards) if self._rewards else None
 
     def _ask(self, kind: str, data: dict[str, Any]) -> str:

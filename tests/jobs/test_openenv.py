@@ -133,6 +133,7 @@ def test_a_turn_is_the_text_of_the_action(monkeypatch, server):
     assert environment.respond([{"role": "assistant", "content": "1"}]) is None
     assert environment.get_reward() == 0.25
     assert (environment.reset(), environment.get_reward()) == ("1", None)
+    environment.reset()
     with pytest.raises(RuntimeError, match=r"the OpenEnv server answers step: .*EXECUTION_ERROR"):
         environment.respond([{"role": "assistant", "content": "!"}])
 
