@@ -6,11 +6,12 @@ A Rollout may be a Conversation: several own turns of the agent, and what an env
 A TokenSequence has the tokens that a model reads and how many of them count; a Sample adds what learning needs.
 """
 
+import json
 import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ class Turn:
     stop         reason why an own turn ended; None for others. The last turn of a conversation of several agents has
                  one, too, where another of them said it: this agent has not read it (num_tokens 0)
     name         of the tool that answered, or of another agent's role; empty for others
+    A turn of the role HISTORY stands behind what others said and begins a segment: its tokens are a prompt of their
+    own, and nothing before them is read. Its content is a History as JSON.
     """
 
     role: str
@@ -62,11 +65,44 @@ class Turn:
     def is_own(self) -> bool:
         return self.role == "assistant"
 
+    @property
+    def is_history(self) -> bool:
+        return self.role == HISTORY
+
+
+HISTORY = "history"
+
+
+class History(NamedTuple):
+    """Prompt of a segment, for agents that write it in tokens of their own.
+
+    messages  turns behind the task, as chat messages
+    task      text of the task where it is not that of the conversation's prompt
+    """
+
+    messages: list[dict[str, Any]]
+    task: str = ""
+
+    @classmethod
+    def of(cls, content: str) -> Self:
+        """The history of a turn's content. ValueError for any other text."""
+        try:
+            messages, task = json.loads(content)
+            if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
+                raise TypeError("a message without a role or a text")
+            return cls(list(messages), str(task))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"no history: {content[:80]!r}: {error}") from error
+
+    @property
+    def content(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
 
 # Events of a conversation, as its driver and its seats count them (conversations/player.py, seat.py).
 EVENTS = (
     *("calls", "call_errors", "unreadable_calls", "truncated"),
-    *("failed", "silent", "timeouts", "unencodable", "too_long", "untrained_segments"),
+    *("failed", "silent", "timeouts", "unencodable", "too_long", "segments", "untrained_segments"),
 )
 
 
@@ -116,6 +152,12 @@ class Conversation:
         for turn in self.turns:
             yield turn, slice(start, start + turn.num_tokens)
             start += turn.num_tokens
+
+    @property
+    def segment_starts(self) -> np.ndarray | None:
+        """Places of the tokens at which further segments begin, int32; None without one."""
+        starts = [place.start for turn, place in self.parts() if turn.is_history]
+        return np.array(starts, dtype=np.int32) if starts else None
 
     def trained_places(self, eos_in_loss: bool) -> np.ndarray:
         """Places of the trained tokens, int32: all of own turns, or all but their end tokens."""
@@ -197,6 +239,11 @@ class Rollout:
         """Places of a conversation's trained tokens, int32; None for one answer, whose leading tokens are trained."""
         return None if self.conversation is None else self.conversation.trained_places(eos_in_loss)
 
+    @property
+    def segment_starts(self) -> np.ndarray | None:
+        """Places at which further segments of a conversation begin, int32; None without one."""
+        return None if self.conversation is None else self.conversation.segment_starts
+
     def num_trained(self, eos_in_loss: bool) -> int:
         """Number of trained tokens."""
         if self.conversation is not None:
@@ -271,6 +318,7 @@ class TokenSequence:
     num_trained               number of answer tokens that count
     trained_places            their places in the answer, rising, int32 [num_trained]; None: the leading ones (all, or
                               all but the final EOS)
+    segment_starts            places in the answer at which a further segment begins, rising, int32; None: one segment
     routing                   experts of these tokens, as in Completion; None: the model's router decides
     """
 
@@ -278,6 +326,7 @@ class TokenSequence:
     answer_ids: np.ndarray
     num_trained: int
     trained_places: np.ndarray | None = field(default=None, kw_only=True)
+    segment_starts: np.ndarray | None = field(default=None, kw_only=True)
     routing: np.ndarray | None = field(default=None, kw_only=True)
 
     @property
@@ -298,6 +347,7 @@ class TokenSequence:
         assert self.trained_places is None or len(self.trained_places) == self.num_trained, self.trained_places
         num_read = len(self.prompt_ids) + len(self.answer_ids) - 1
         assert self.routing is None or len(self.routing) == num_read, (self.routing.shape, num_read)
+        assert self.routing is None or self.segment_starts is None, "a routing is of one segment"
         assert len(self.prompt_ids) >= 1, "an answer is predicted from at least one prompt token"
         assert 0 <= self.num_trained <= len(self.answer_ids), (self.num_trained, len(self.answer_ids))
 
@@ -419,7 +469,8 @@ class ReencodingCounts:
 class MicroBatch:
     """Sequences packed end to end (THD, no padding between them), as tensors on the CPU.
 
-    T tokens in S segments (sequences; prompts that several share; answers to these), B sequences, R trained rows.
+    T tokens in S segments (parts of sequences; prompts that several share; answers to these), B sequences, R trained
+    rows.
     tokens_T, positions_T        int64; a tail of padding tokens (its own segment, nothing trained) may round T up
     cu_seqlens                   int32 [S + 1]: starts of segments, and T
     prefixes_S2                  int32 [S, 2]: start and length of the tokens that each segment sees before its own

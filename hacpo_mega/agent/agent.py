@@ -204,6 +204,7 @@ class Agent:
             rollout.token_ids,
             rollout.num_trained(eos_in_loss),
             trained_places=rollout.trained_places(eos_in_loss),
+            segment_starts=rollout.segment_starts,
             routing=rollout.routing,
         )
 

@@ -95,7 +95,8 @@ def _conversation(
         if found.counts.get("failed"):
             reason = environment.last_error or "it says nothing that this agent can read"
             raise ValueError(f"conversation.environment: {environment.name} fails on the first prompt: {reason}")
-        history = f", which writes earlier turns otherwise ({rewrites})" if rewrites else ""
+        anew = ": a segment begins there" if config.conversation.as_rendered else ""
+        history = f", which writes earlier turns otherwise ({rewrites}){anew}" if rewrites else ""
         yield f"{name} reads turns by {formats[agent].kind}{history}; with the gold as each of its turns:"
         ids = [*by_agent[agent].encode_prompt(found.task or row.text, found.opening), *completion.token_ids.tolist()]
         yield from _lines(by_agent[agent].tokenizer.decode(ids, skip_special_tokens=False))

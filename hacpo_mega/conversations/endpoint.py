@@ -36,7 +36,8 @@ from hacpo_mega.conversations.foreign_conversation import (
     Terms,
     normal_message,
 )
-from hacpo_mega.conversations.turn_format import Message, TurnFormat
+from hacpo_mega.conversations.tool_calls import Message
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.rollout.vllm.server_types import Json, ServedTurn, error_answer, model_list
 from hacpo_mega.samples.tokenizers import TextCodec

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from hacpo_grading.texts.chat_messages import messages_problem, messages_text, tools_problem
-from hacpo_mega.conversations.turn_format import Message, ParsedTurn, TurnFormat
+from hacpo_mega.conversations.tool_calls import Message, ParsedTurn
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
-from hacpo_mega.records import Completion, Conversation, Stop, Turn
+from hacpo_mega.records import HISTORY, Completion, Conversation, History, Stop, Turn
 from hacpo_mega.rollout.engine_loop import TurnRequest
 from hacpo_mega.rollout.vllm.server_types import Json
 from hacpo_mega.samples.tokenizers import TextCodec
@@ -51,6 +52,7 @@ class Terms:
     max_total_tokens     tokens of a conversation after its prompt
     max_prompt_tokens    tokens of that prompt; None: as the engine has them
     temperature          of every turn; None: the program's own, 1 without one
+    trains_all           whether all segments are trained, or the one with the most own tokens
     """
 
     stop_ids: Sequence[int]
@@ -59,6 +61,7 @@ class Terms:
     max_total_tokens: int
     max_prompt_tokens: int | None = None
     temperature: float | None = None
+    trains_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,14 @@ class TurnPrompt:
     parent   the turn that they continue; None: they begin a segment
     others   messages behind the parent; of a segment's first turn none
     task     the messages that begin a segment, as a prompt's text; None for token ids, or a history of other turns
+    history  the prompt that begins a segment, for other agents; None for token ids, or where they cannot read it
     """
 
     ids: tuple[int, ...]
     parent: "AskedTurn | None" = None
     others: Sequence[Message] = ()
     task: str | None = None
+    history: History | None = None
 
 
 @dataclass(eq=False)
@@ -174,9 +179,10 @@ class ForeignConversation:
                 ended = parent.completion.stop is Stop.EOS
                 ids = (*parent.head, *turn_format.continuation(parent.head, others, ended=ended))
                 return TurnPrompt(ids, parent, _named(others, parent))
-        task = None if codec is None else task_of(messages, tools, codec.prompting.chat_template)
+        history = None if codec is None else history_of(messages, tools, codec.prompting.chat_template)
+        task = None if history is None or history.messages else history.task
         ids = turn_format.opening(messages) if codec is None or task is None else codec.encode_prompt(task)
-        return TurnPrompt(tuple(ids), task=task)
+        return TurnPrompt(tuple(ids), task=task, history=history)
 
     def note_answer(
         self, turn: AskedTurn, messages: Sequence[Message], parsed: ParsedTurn, tools: Sequence[Json]
@@ -196,7 +202,9 @@ class ForeignConversation:
         if len(self._by_prompt) - (turn is not None) >= terms.max_turns:
             raise Refusal(400, "turns", f"this conversation has had its {terms.max_turns} turns")
         num_ids, name = len(prompt.ids), f"{self.name}/{self._num_asked}"
-        longest = limits.max_model_len if prompt.task is None else terms.max_prompt_tokens or limits.max_model_len
+        # The prompt of the whole answer; those of further segments are counted in its length.
+        begins = prompt.task is not None and not (terms.trains_all and self._has_begun)
+        longest = terms.max_prompt_tokens or limits.max_model_len if begins else limits.max_model_len
         if prompt.parent is None and num_ids > longest:
             raise Refusal(400, "length", f"first prompt of {num_ids} tokens: its maximum context length is {longest}")
         longest = min(
@@ -215,6 +223,10 @@ class ForeignConversation:
         self._num_asked += 1
         turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, future)
         return turn
+
+    @property
+    def _has_begun(self) -> bool:
+        return any(turn.prompt.task is not None for turn in self._by_prompt.values())
 
     def prompt_of_ids(self, prompt_ids: tuple[int, ...]) -> TurnPrompt:
         """Tokens that a program has made itself; they continue the longest turn that they begin with."""
@@ -239,28 +251,31 @@ class ForeignConversation:
         return sorted(chains.values(), key=lambda chain: ended.index(chain[0]))
 
     def completion(self, codec: TextCodec, reward: float | None, counts: Mapping[str, int]) -> Completion:
-        """The conversation as an answer: of the segments whose prompt is a text, the one with the most own tokens.
+        """The conversation as an answer: its trained segments, one behind the other.
 
-        `counts` are the driver's; those of turns and segments are added. Without such a segment it has failed.
+        `counts` are the driver's; those of turns and segments are added. Without a segment whose prompt is a text it
+        has failed.
         """
-        segments = self.segments
-        found = max(
-            (segment for segment in segments if segment[0].prompt.task is not None),
-            key=lambda segment: sum(len(turn.completion.token_ids) for turn in segment),
-            default=[],
-        )
+        segments, trained = self.segments, self._trained_segments()
+        found = [turn for segment in trained for turn in segment]
         said = [turn.parsed for turn in found if turn.parsed is not None]
         counted = Counter(counts) + Counter(
             calls=sum(len(one.tool_calls) for one in said),
             unreadable_calls=sum(one.error is not None for one in said),
-            untrained_segments=len(segments) - bool(found),
+            segments=max(0, len(trained) - 1),
+            untrained_segments=len(segments) - len(trained),
         )
         if not found:
             empty = Conversation((Turn("assistant", "", 0, Stop.ABORT),), counts={**counted, "failed": 1})
             return Completion(np.zeros(0, np.int32), Stop.ABORT, np.zeros(0, np.float32), None, empty)
         turns, ids, logprobs = [], list[int](), list[np.ndarray]()
-        for turn, before in zip(found, [None, *found], strict=False):
-            between = turn.prompt.ids[len(before.head) :] if before is not None else ()
+        for n, turn in enumerate(found):
+            before, between = turn.prompt.parent, ()
+            if before is not None:
+                between = turn.prompt.ids[len(before.head) :]
+            elif n:
+                between = turn.prompt.ids
+                turns.append(Turn(HISTORY, turn.prompt.history.content, len(between)))
             sizes = (len(between), *[0] * len(turn.prompt.others))  # the first message has the tokens of all
             turns += [
                 Turn(one["role"], one["content"], size, name=one.get("name", ""))
@@ -276,6 +291,25 @@ class ForeignConversation:
         task = found[0].prompt.task or ""
         conversation = Conversation(tuple(turns), "", reward, dict(+counted), task)
         return Completion(np.array(ids, np.int32), stop, np.concatenate(logprobs), None, conversation)
+
+    def _trained_segments(self) -> list[list[AskedTurn]]:
+        """Segments that are trained, the first of them one whose prompt is a text that every agent can read.
+
+        All that others can read and that max_total_tokens has room for; or the one with the most own tokens.
+        """
+        segments = self.segments
+        begins = [segment for segment in segments if segment[0].prompt.task is not None]
+        if not self._terms.trains_all or not begins:
+            return [max(begins, key=_num_own)] if begins else []
+        first, room = begins[0], self._terms.max_total_tokens
+        room -= len(first[-1].head) - first[0].num_before
+        trained = [first]
+        for segment in segments:
+            num_tokens = len(segment[-1].head)
+            if segment is not first and segment[0].prompt.history is not None and num_tokens <= room:
+                trained.append(segment)
+                room -= num_tokens
+        return trained
 
     def _turn_seed(self, prompt_ids: tuple[int, ...]) -> int:
         content = self._seed.to_bytes(8, "little") + np.asarray(prompt_ids, "<i4").tobytes()
@@ -315,13 +349,31 @@ def _normal_call(call: Any) -> Json:
     }
 
 
-def task_of(messages: Sequence[Message], tools: Sequence[Json], in_template: bool) -> str | None:
-    """The messages that begin a conversation as a prompt's text, which every agent can read; None for other turns.
+def _num_own(segment: Sequence[AskedTurn]) -> int:
+    return sum(len(turn.completion.token_ids) for turn in segment)
+
+
+def history_of(messages: Sequence[Message], tools: Sequence[Json], in_template: bool) -> History | None:
+    """The messages that begin a segment as a task and the turns behind it; None where there is no such task.
+
+    ValueError as `task_of`.
+    """
+    calls = (n for n, m in enumerate(messages) if m.get("tool_calls") or m["role"] == "tool")
+    split = next(calls, len(messages))
+    behind = [{**message, "role": MERGED.get(message["role"], message["role"])} for message in messages[split:]]
+    try:
+        return History(behind, task_of(messages[:split], tools, in_template))
+    except ValueError:
+        if not behind:
+            raise
+        return None
+
+
+def task_of(messages: Sequence[Message], tools: Sequence[Json], in_template: bool) -> str:
+    """The messages that begin a conversation as a prompt's text, which every agent can read.
 
     ValueError where a model without a chat template is shown more than one message.
     """
-    if any(message.get("tool_calls") or message["role"] == "tool" for message in messages):
-        return None
     chat = [{"role": MERGED.get(m["role"], m["role"]), "content": m["content"]} for m in messages]
     if (problem := messages_problem(chat) or (tools_problem(list(tools)) if tools else None)) is not None:
         raise ValueError(problem)

@@ -22,7 +22,7 @@ from typing import Any
 from hacpo_mega.cluster.security.secret import AuthListener
 from hacpo_mega.conversations.environment_process import HEADER, MAX_FRAME_BYTES, frame_of
 from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken
-from hacpo_mega.conversations.turn_format import Message
+from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.records import Stop
 
 SeatKey = tuple[int, int, int]  # call of Player.play, prompt index, rollout index

@@ -19,20 +19,19 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
 from hacpo_mega.cluster.security.secret import AuthListener
-from hacpo_mega.config import Config
 from hacpo_mega.config.tables.schema import ConversationConfig
 from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
 from hacpo_mega.conversations.foreign_conversation import Terms
 from hacpo_mega.conversations.partners import Lines, Partners, SeatDoor, SeatKey
-from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken, Voice
-from hacpo_mega.conversations.turn_format import Message, TurnFormat
+from hacpo_mega.conversations.seat import AnySeat, Ending, PlayLimits, Seat, Spoken, Voice
+from hacpo_mega.conversations.tool_calls import Message
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.engine_loop import ServeTally, TurnLimits, TurnRequest, TurnSource
@@ -121,20 +120,6 @@ class TurnEngine(Protocol):
     def serve(self, source: TurnSource | None) -> ServeTally: ...
 
 
-@dataclass(frozen=True)
-class PlayLimits:
-    """Limits of a conversation: own turns, tokens of its prompt, and tokens after it."""
-
-    max_turns: int
-    max_prompt_tokens: int
-    max_total_tokens: int
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """Limits of a run's conversations."""
-        return cls(config.conversation.max_turns, config.rollout.max_prompt_tokens, config.longest_answer)
-
-
 class Player:
     """Plays one agent's conversations with an environment, any number at once.
 
@@ -208,7 +193,7 @@ class Player:
         """Limits and sampling of agent programs."""
         limits = self._limits
         sizes = limits.max_turns, how["max_tokens"], limits.max_total_tokens, limits.max_prompt_tokens
-        return Terms(engine.eos_ids, *sizes, how["temperature"])
+        return Terms(engine.eos_ids, *sizes, how["temperature"], limits.as_rendered)
 
     async def _run_programs(
         self,
@@ -269,7 +254,7 @@ class Player:
         def ask(request: TurnRequest) -> Awaitable[Completion]:
             return asyncio.wrap_future(turns.ask(request))
 
-        voice = Voice(self._codec, self.format, limits.max_prompt_tokens, limits.max_total_tokens, ask, how)
+        voice = Voice(self._codec, self.format, limits, ask, how)
         seats = [Seat(str(n), place[0], seed, voice) for n, (place, seed) in enumerate(zip(places, seeds, strict=True))]
         keys = [(self._num_plays, prompt.index, g) for prompt, g in places]
 
@@ -395,7 +380,7 @@ def played_by_roles(
             return _as_sampled(codec, text, request)
 
         read = turn_format(codec, environment, has_roles=True)
-        return Voice(codec, read, limits.max_prompt_tokens, limits.max_total_tokens, ask, how)
+        return Voice(codec, read, limits, ask, how)
 
     async def play() -> list[Completion]:
         seats = [Seat(role, prompt, 0, voice(codec)) for role, codec in codecs.items()]

@@ -12,14 +12,18 @@ import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
-from hacpo_mega.conversations.turn_format import Message, TurnFormat
-from hacpo_mega.records import Completion, Conversation, Prompt, Stop, Turn
+from hacpo_grading.texts.chat_messages import tools_of
+from hacpo_mega.config import Config
+from hacpo_mega.conversations.environment import of_one_user
+from hacpo_mega.conversations.tool_calls import Message
+from hacpo_mega.conversations.turn_format import TurnFormat
+from hacpo_mega.records import HISTORY, Completion, Conversation, History, Prompt, Stop, Turn
 from hacpo_mega.rollout.engine_loop import TurnRequest
-from hacpo_mega.samples.tokenizers import TextCodec
+from hacpo_mega.samples.tokenizers import TextCodec, opened
 
 Trouble = Literal["", "too_long", "unencodable", "full"]
 
@@ -80,6 +84,25 @@ class _Unreadable(Exception):
 
 
 @dataclass(frozen=True)
+class PlayLimits:
+    """Limits of a conversation: own turns, tokens of its prompt, and tokens after it.
+
+    as_rendered  whether a rewritten history begins a segment that is trained, too (`conversation.history`)
+    """
+
+    max_turns: int
+    max_prompt_tokens: int
+    max_total_tokens: int
+    as_rendered: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Limits of a run's conversations."""
+        talk = config.conversation
+        return cls(talk.max_turns, config.rollout.max_prompt_tokens, config.longest_answer, talk.as_rendered)
+
+
+@dataclass(frozen=True)
 class Voice:
     """Reading and speaking of an agent's seats: its tokenizer, its limits, its engine.
 
@@ -89,8 +112,7 @@ class Voice:
 
     codec: TextCodec
     format: TurnFormat
-    max_prompt: int
-    max_total: int
+    limits: PlayLimits
     ask: Callable[[TurnRequest], Awaitable[Completion]]
     how: Mapping[str, Any]
 
@@ -108,7 +130,9 @@ class Seat:
         self._head: list[int] = []  # ids of the prompt
         self._ids: list[int] = []  # ids after it
         self._logprobs: list[float] = []  # float32 nats, 0 for those that were not sampled
+        self._start: int | None = None  # of the last segment in `_ids`; None: it begins with the prompt
         self._turns: list[Turn] = []
+        self._said: list[Message] = []  # all turns behind the task
         self._opening = ""
         self._num_own = 0
         self._counts: Counter[str] = Counter()
@@ -145,29 +169,48 @@ class Seat:
             head = list(self._voice.codec.encode_prompt(self.prompt.text, opening))
         except ValueError as error:  # a character without a token, or a control token
             raise _Unreadable from error
-        if len(head) > self._voice.max_prompt:
+        if len(head) > self._voice.limits.max_prompt_tokens:
             return "too_long"
         self._head, self._opening = head, opening
         return ""
 
+    @property
+    def _before(self) -> list[int]:
+        """Tokens that the agent reads before its next one."""
+        return [*self._head, *self._ids] if self._start is None else self._ids[self._start :]
+
     def _continue(self, others: Sequence[Message]) -> Trouble:
         """Adds others' turns, if the limit of the conversation leaves room for them and one own token."""
+        said = of_one_user([*self._said, *others])
         try:
-            ids = self._voice.format.continuation([*self._head, *self._ids], others, ended=True)
+            ids = self._voice.format.continuation(self._before, others, ended=True)
+            anew = self._written_anew(ids, said) if self._voice.limits.as_rendered else None
         except ValueError as error:  # a character without a token
             raise _Unreadable from error
-        if len(self._ids) + len(ids) >= self._voice.max_total:
+        new = ids if anew is None else anew
+        if len(self._ids) + len(new) >= self._voice.limits.max_total_tokens:
             return "full"
-        self._ids += ids
-        self._logprobs += [0.0] * len(ids)
         for n, message in enumerate(others):  # the first message has the tokens of all
-            size, name = (0 if n else len(ids)), message.get("name", "")
+            size, name = (0 if n or anew is not None else len(ids)), message.get("name", "")
             self._turns.append(Turn(message["role"], message["content"], size, name=name))
+        if anew is not None:
+            self._start = len(self._ids)
+            self._counts["segments"] += 1
+            self._turns.append(Turn(HISTORY, History(said).content, len(anew)))
+        self._ids += new
+        self._logprobs += [0.0] * len(new)
+        self._said = said
         return ""
 
+    def _written_anew(self, continuation: Sequence[int], said: list[Message]) -> list[int] | None:
+        """The whole history as the template writes it; None where that is what the agent reads anyway."""
+        codec, task = self._voice.codec, opened(self.prompt.text, self._opening)
+        messages = [*codec.prompting.messages(task), *said]
+        return self._voice.format.rewritten([*self._before, *continuation], messages, tools_of(task))
+
     async def _own_turn(self) -> Spoken:
-        voice, before = self._voice, [*self._head, *self._ids]
-        room = min(voice.how["max_tokens"], voice.max_total - len(self._ids))
+        voice, before = self._voice, self._before
+        room = min(voice.how["max_tokens"], voice.limits.max_total_tokens - len(self._ids))
         seed, how = turn_seed(self.seed, self._num_own), (voice.how["temperature"], voice.how["return_logprobs"])
         completion = await voice.ask(TurnRequest(f"{self._key}.{self._num_own}", before, seed, room, *how))
         self._num_own += 1
@@ -179,6 +222,7 @@ class Seat:
         if not ended:
             return Spoken(text, stop=completion.stop)
         parsed = voice.format.parse(ids, before)
+        self._said.append(parsed.message)
         self._counts["unreadable_calls"] += parsed.error is not None
         self._counts["calls"] += len(parsed.tool_calls)
         return Spoken(text, parsed.content, parsed.tool_calls, completion.stop)

@@ -12,30 +12,28 @@ only new tokens are made, so that head + continuation begins with head in every 
 
 A template is tried before it is used (`TurnFormat.of`): it must show tools and every message, and end with the same
 tokens behind a short and a long conversation. One that writes earlier own turns otherwise is accepted: sampled tokens
-stay, and `rewritten` gives the prompt of a new segment to whoever wants the template's own history.
+stay, and `rewritten` gives the prompt of a new segment where a run wants the template's own history.
 Texts of others are ordinary text: a control token that they spell steers nothing (samples/ordinary_text.py).
 
-Not here: who speaks next, and encoding of answers that cross agents (samples/tokenizers.py).
+Not here: who speaks next, the form of tool calls (tool_calls.py), answers that cross agents (samples/tokenizers.py).
 """
 
 import abc
 import json
-import re
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any
 
 from renderers import Renderer, RendererConfig, create_renderer
 
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
+from hacpo_grading.texts.chat_messages import tools_of
 from hacpo_mega.conversations.environment import of_one_user
+from hacpo_mega.conversations.tool_calls import CALLED, CallSyntax, Message, ParsedTurn, call_message
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
-from hacpo_mega.samples.tokenizers import TextCodec
-
-Message = dict[str, Any]
+from hacpo_mega.samples.tokenizers import TextCodec, opened
 
 # In a plain format: the first sign of a tool call, and separators that may stand behind a text of others. The format
 # uses the first separator that the vocabulary writes as one token. The quickstart's prompts end with "=", too.
@@ -43,36 +41,6 @@ CALL_MARK, SEPARATORS = "?", ("\n", "=", ";", " ")
 # Kinds of renderers without a template of their own, and one that loads its vocabulary from the network.
 NO_FAMILY = ("auto", "default", "custom", "gpt-oss")
 THOUGHT = f"{OPENS}\nPlus eight.\n{CLOSES}\n\n"
-CALLED = "look_up"
-
-
-@dataclass(frozen=True)
-class ParsedTurn:
-    """An own turn as it was meant: words, thinking, and (name, arguments) of each tool call.
-
-    error  the reason why something that begins as a tool call is none; the turn then has no call at all
-    """
-
-    content: str
-    reasoning: str = ""
-    tool_calls: tuple[tuple[str, dict[str, Any]], ...] = ()
-    error: str | None = None
-
-    @property
-    def message(self) -> Message:
-        """The turn as a chat message. Ids of calls are call00000, call00001, ...: nine signs, as Mistral demands."""
-        calls = [_call(n, name, arguments) for n, (name, arguments) in enumerate(self.tool_calls)]
-        thinking = {"reasoning_content": self.reasoning} if self.reasoning else {}
-        return {
-            "role": "assistant",
-            "content": self.content,
-            **thinking,
-            **({"tool_calls": calls} if calls else {}),
-        }
-
-
-def _call(number: int, name: str, arguments: object) -> dict[str, Any]:
-    return {"id": f"call{number:05d}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class TurnFormat(abc.ABC):
@@ -87,6 +55,7 @@ class TurnFormat(abc.ABC):
     """
 
     kind: str
+    _codec: TextCodec
     stop_ids: tuple[int, ...]
     rewrites: str | None = None
     around_heard: tuple[str, str] = ("\n\n", "")
@@ -102,8 +71,18 @@ class TurnFormat(abc.ABC):
         return TemplateFormat(codec, tools, plays_user) if codec.prompting.chat_template else PlainFormat(codec, tools)
 
     @abc.abstractmethod
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the first prompt: messages as of `Prompting.messages`, the tools shown, the agent's turn opened."""
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Ids of a prompt: messages as of `Prompting.messages`, tools of the environment and the task shown, the
+        agent's turn opened."""
+
+    def segment(self, task: str, opening: str, messages: Sequence[Message]) -> list[int]:
+        """Ids of the prompt that begins a segment: a task's text with an opening, and `messages` behind it.
+
+        ValueError for what has no token, and where the template refuses these messages.
+        """
+        if not messages:
+            return list(self._codec.encode_prompt(task, opening))
+        return self.opening([*self._codec.prompting.messages(opened(task, opening)), *messages], tools_of(task))
 
     def heard(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
@@ -123,12 +102,14 @@ class TurnFormat(abc.ABC):
     def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> ParsedTurn:
         """Meaning of an own turn's ids; `head` is what stood before them, which may have opened the thinking."""
 
-    @abc.abstractmethod
-    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+    def rewritten(
+        self, head: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | None:
         """Prompt of a new segment where the template writes all `messages` otherwise than `head` has them; else None.
 
         `head` ends with an opened own turn. Texts are compared, so other tokens of the same text are no rewriting.
         """
+        return None
 
 
 class PlainFormat(TurnFormat):
@@ -157,7 +138,7 @@ class PlainFormat(TurnFormat):
                 "chat template calls its tool; add it"
             )
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         first, *rest = messages
         ids = list(self._codec.encode_rendered(first["content"]))
         for message in rest:
@@ -192,9 +173,6 @@ class PlainFormat(TurnFormat):
                 return ParsedTurn(text, error=f"{given[:40]!r} is no {kind}, which {argument} of {name} is")
         return ParsedTurn("", tool_calls=((name, {argument: given}),))
 
-    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        return None
-
 
 def _only_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """(name, argument, type of the argument) of the one tool that a plain format can call. ValueError for others."""
@@ -228,12 +206,12 @@ class TemplateFormat(TurnFormat):
         self._ends = codec.tokenizer.convert_ids_to_tokens(list(self.stop_ids))
         self._opener, self._blanks = self._find_opener()
         self._check_tools()
-        self._calls = _CallSyntax.of(self._own_call_text(), self._name) if tools and self._renderer is None else None
+        self._calls = CallSyntax.of(self._own_call_text(), self._name) if tools and self._renderer is None else None
         self._check(plays_user)
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         self.num_control += self._num_control(messages)
-        return self._encode(self._rendered(self._plain_messages(messages), opens=True))
+        return self._encode(self._rendered(self._plain_messages(messages), tools, opens=True))
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
         num_control, others = self._num_control(others), self._plain_messages(of_one_user(others))
@@ -265,8 +243,10 @@ class TemplateFormat(TurnFormat):
             return ParsedTurn(said, reasoning, error=str(error))
         return ParsedTurn(self._ordinary.without_control(content), reasoning, tuple(calls))
 
-    def rewritten(self, head: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        ids = self._encode(self._rendered(self._plain_messages(messages), opens=True))
+    def rewritten(
+        self, head: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | None:
+        ids = self._encode(self._rendered(self._plain_messages(messages), tools, opens=True))
         return None if self._shown(ids) == self._shown(head) else ids
 
     def _shown(self, ids: Sequence[int]) -> str:
@@ -288,8 +268,9 @@ class TemplateFormat(TurnFormat):
             made.append(message)
         return made
 
-    def _rendered(self, messages: Sequence[Message], *, opens: bool) -> str:
-        given = {**self._codec.prompting.template_kwargs, **({"tools": self._tools} if self._tools else {})}
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opens: bool) -> str:
+        shown = [*tools, *self._tools]
+        given = {**self._codec.prompting.template_kwargs, **({"tools": shown} if shown else {})}
         return self._codec.rendered_chat(list(messages), given, opens_answer=opens)
 
     def _encode(self, text: str) -> list[int]:
@@ -329,7 +310,7 @@ class TemplateFormat(TurnFormat):
             return [{"role": "assistant", "content": ANSWER}]
         forms: list[Message] = []
         for given in ({"text": ANSWER}, json.dumps({"text": ANSWER})):
-            calls = [{**_call(n, m["name"], given), "id": m["tool_call_id"]} for n, m in enumerate(answers)]
+            calls = [{**call_message(n, m["name"], given), "id": m["tool_call_id"]} for n, m in enumerate(answers)]
             forms.append({"role": "assistant", "content": "", "tool_calls": calls})
         return [*forms, {"role": "assistant", "content": ANSWER}]
 
@@ -380,7 +361,11 @@ class TemplateFormat(TurnFormat):
         """
         own, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": NEXT}
         thinking = {**own, "content": THOUGHT + ANSWER}
-        call = {"role": "assistant", "content": "", "tool_calls": [_call(0, CALLED, {"text": "a 'b' ä", "n": 1})]}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [call_message(0, CALLED, {"text": "a 'b' ä", "n": 1})],
+        }
         said = {**call, "content": ANSWER}
         answer = {"role": "tool", "name": CALLED, "tool_call_id": "call00000", "content": " [1,\n2]\n"}
         chats = [
@@ -469,7 +454,7 @@ class TemplateFormat(TurnFormat):
         bridged = self._bridged([*head, *own], others)
         if bridged is not None and bridged != ids[1:]:
             self._renderer, self.kind = None, "template"
-            self._calls = _CallSyntax.of(self._own_call_text(), self._name) if self._tools else None
+            self._calls = CallSyntax.of(self._own_call_text(), self._name) if self._tools else None
         full = [*head, *own, *ids[1:]]
         again = self.rewritten(full, [*self._before, self.parse(own, head).message, *others])
         if again is not None and self.rewrites is None:
@@ -493,56 +478,3 @@ def _last(head: Sequence[int], opener: Sequence[int]) -> int | None:
         if opener and head[start] == opener[0] and list(head[start : start + len(opener)]) == list(opener):
             return start + len(opener)
     return None
-
-
-@dataclass(frozen=True)
-class _CallSyntax:
-    """Form of tool calls that are JSON: `marker`, an object or a list of them with these two keys, `end`."""
-
-    marker: str
-    end: str
-    name: str
-    arguments: str
-
-    @classmethod
-    def of(cls, text: str, template: str) -> Self:
-        """Reads the form from a template's own rendering of a call. ValueError for another than JSON."""
-        for at in (place.start() for place in re.finditer(r"[\[{]", text)):
-            try:
-                found, end = json.JSONDecoder().raw_decode(text, at)
-            except ValueError:
-                continue
-            first = found[0] if isinstance(found, list) and found else found
-            if not isinstance(first, dict):
-                continue
-            keys = [key for key, value in first.items() if value in ({"text": ANSWER}, json.dumps({"text": ANSWER}))]
-            names = [key for key, value in first.items() if value == CALLED]
-            if keys and names:
-                marker = text[:at].rpartition(CLOSES)[2].strip()
-                return cls(marker, text[end:].strip(), names[0], keys[0])
-        raise ValueError(f"{template} writes tool calls in a form that is neither a renderer's nor JSON: {text[:80]!r}")
-
-    def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-        """Words before the first call, and the calls. ValueError for a call that cannot be read."""
-        if not self.marker and not text.lstrip().startswith(("{", "[")):
-            return text, []
-        content, *parts = text.split(self.marker) if self.marker else ("", text)
-        if not parts:
-            return text, []
-        calls = [call for part in parts for call in self._calls_of(part.strip())]
-        return content.rstrip(), calls
-
-    def _calls_of(self, text: str) -> list[tuple[str, dict[str, Any]]]:
-        try:
-            found, end = json.JSONDecoder().raw_decode(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"tool call: no JSON: {text[:80]!r}") from error
-        if not text[end:].strip().startswith(self.end):
-            raise ValueError(f"tool call: no {self.end!r} behind it: {text[:80]!r}")
-        calls = []
-        for one in found if isinstance(found, list) else [found]:
-            name, given = (one.get(self.name), one.get(self.arguments)) if isinstance(one, dict) else (None, None)
-            if not isinstance(name, str) or not isinstance(given, dict):
-                raise ValueError(f"tool call: needs {self.name!r} and an object {self.arguments!r}: {text[:80]!r}")
-            calls.append((name, given))
-        return calls

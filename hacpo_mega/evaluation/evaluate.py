@@ -160,7 +160,8 @@ class _Run:
         self._stack.callback(self.engine.close)
         environment = environment_of(settings.conversation)
         if environment is not None and self.place.is_leader:
-            limits = PlayLimits(settings.conversation.max_turns, settings.max_prompt_tokens, settings.longest_answer)
+            talk = settings.conversation
+            limits = PlayLimits(talk.max_turns, settings.max_prompt_tokens, settings.longest_answer, talk.as_rendered)
             self.player = Player(environment, codec_of(settings), limits)  # with a tokenizer of its own thread
             self._stack.callback(self.player.close)
 

@@ -15,10 +15,10 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from hacpo_mega.records import (
     Conversation,
     DroppedAnswer,
     DropReason,
+    History,
     Pool,
     Prompt,
     ReencodingCounts,
@@ -47,6 +48,13 @@ REPLACEMENT = "\ufffd"
 AnswerKey = tuple[int, int]  # prompt index, rollout index: an answer of one agent
 
 
+class TurnWriter(Protocol):
+    """An agent's tokens of turns that it did not say (conversations/turn_format.py). ValueError for what has none."""
+
+    def continuation(self, head: Sequence[int], others: Sequence[dict[str, Any]], *, ended: bool) -> list[int]: ...
+    def segment(self, task: str, opening: str, messages: Sequence[dict[str, Any]]) -> list[int]: ...
+
+
 @dataclass(frozen=True)
 class ReencodingRules:
     """Rules by which a learner re-encodes the answers of a pool.
@@ -58,8 +66,7 @@ class ReencodingRules:
     ratio_length        divisor of the learner's log-prob sum: its own token count, or the source's
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
     max_prompt_tokens   so is one whose prompt an environment or a program has made longer than this
-    continuation        the learner's tokens of what others say in a conversation (conversations/turn_format.py); None
-                        without conversations
+    turns               writes others' turns in the learner's tokens; None without conversations
     """
 
     sources: tuple[TextCodec, ...]
@@ -69,12 +76,10 @@ class ReencodingRules:
     ratio_length: Literal["own", "source"]
     max_answer_tokens: int
     max_prompt_tokens: int
-    continuation: Callable[..., list[int]] | None = None
+    turns: TurnWriter | None = None
 
     @classmethod
-    def of(
-        cls, config: Config, sources: tuple[TextCodec, ...], continuation: Callable[..., list[int]] | None = None
-    ) -> Self:
+    def of(cls, config: Config, sources: tuple[TextCodec, ...], turns: TurnWriter | None = None) -> Self:
         """Rules from a configuration. ValueError if its method needs one tokenizer, and there are several."""
         algorithm, rollout = config.algorithm, config.rollout
         if algorithm.needs_one_tokenizer and len({source.fingerprint for source in sources}) > 1:
@@ -87,16 +92,20 @@ class ReencodingRules:
             ratio_length=algorithm.ratio_length,
             max_answer_tokens=config.longest_rollout,
             max_prompt_tokens=rollout.max_prompt_tokens,
-            continuation=continuation,
+            turns=turns,
         )
 
 
 class ReadAnswer(NamedTuple):
-    """An answer in the learner's tokens, int32, and the places of the trained ones; None: the leading `num_trained`."""
+    """An answer in the learner's tokens, int32, and the places of the trained ones; None: the leading `num_trained`.
+
+    starts  as TokenSequence.segment_starts
+    """
 
     ids: np.ndarray
     num_trained: int
     places: np.ndarray | None = None
+    starts: np.ndarray | None = None
 
 
 def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]) -> dict[AnswerKey, Score]:
@@ -148,7 +157,8 @@ def learner_view(
                 answer = _reason_not_wanted(trajectory, trains[p][j][g], tallies[j])
                 if answer is None:
                     prompt_ids = _prompt_ids(prompt, trajectory, codec)
-                    answer = _answer(trajectory, is_self, prompt_ids, codec, rules, readings, tallies[j])
+                    asked = trajectory.rollout.asked(prompt)
+                    answer = _answer(trajectory, is_self, asked, prompt_ids, codec, rules, readings, tallies[j])
                 if isinstance(answer, str):
                     dropped[j].append(DroppedAnswer(*key, answer))
                     continue
@@ -218,6 +228,7 @@ def _are_twins(source: TextCodec, codec: TextCodec) -> bool:
 def _answer(
     trajectory: Trajectory,
     is_self: bool,
+    asked: tuple[str, str],
     prompt_ids: np.ndarray | None,
     codec: TextCodec,
     rules: ReencodingRules,
@@ -245,9 +256,10 @@ def _answer(
     answer: ReadAnswer | DropReason
     if is_self:
         places = rollout.trained_places(rules.eos_in_loss)
-        answer = ReadAnswer(rollout.token_ids, rollout.num_trained(rules.eos_in_loss), places)
+        num_trained = rollout.num_trained(rules.eos_in_loss)
+        answer = ReadAnswer(rollout.token_ids, num_trained, places, rollout.segment_starts)
     else:  # also with the learner's tokenizer: its model may have no row for an id without a token
-        answer = _reread(trajectory, prompt_ids, codec, rules, readings, tally) if is_shown else "undecodable"
+        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, tally) if is_shown else "undecodable"
     if not isinstance(answer, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
@@ -265,6 +277,7 @@ def _sampled(stop: Stop, ids: np.ndarray) -> np.ndarray:
 
 def _reread(
     trajectory: Trajectory,
+    asked: tuple[str, str],
     prompt_ids: np.ndarray,
     codec: TextCodec,
     rules: ReencodingRules,
@@ -278,11 +291,11 @@ def _reread(
     if reasons := [found for found in own if isinstance(found, str)]:
         return reasons[0]
     if rollout.conversation is None:
-        ids, places = own[0], None
+        ids, places, starts = own[0], None, None
         num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
     else:
         try:
-            ids, places = _conversation(rollout.conversation, own, prompt_ids, rules)
+            ids, places, starts = _conversation(rollout.conversation, own, asked, prompt_ids, rules)
         except ValueError:  # the learner has no token for what another said
             tally["num_unencodable"] += 1
             return "unencodable"
@@ -294,29 +307,44 @@ def _reread(
         return "too_long"
     tally["num_reencoded"] += not is_twin
     tally["token_ratio_sum"] += 0.0 if is_twin else len(ids) / max(1, len(rollout.token_ids))
-    return ReadAnswer(ids, num_trained, places)
+    return ReadAnswer(ids, num_trained, places, starts)
 
 
 def _conversation(
-    conversation: Conversation, own: Sequence[np.ndarray], prompt_ids: np.ndarray, rules: ReencodingRules
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens after the prompt, int32, and the places of the trained ones. ValueError for what has no token."""
+    conversation: Conversation,
+    own: Sequence[np.ndarray],
+    asked: tuple[str, str],
+    prompt_ids: np.ndarray,
+    rules: ReencodingRules,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Tokens after the prompt, places of the trained ones, and starts of segments, all int32.
+
+    ValueError for a text that has no token.
+    """
     ids: list[int] = []
-    turns, rest = [], iter(own)
-    read = (turn for turn in conversation.turns if turn.is_own or turn.stop is None)
-    for is_own, group in itertools.groupby(read, key=operator.attrgetter("is_own")):
+    prompt = prompt_ids.tolist()
+    start = 0  # of the segment, whose prompt is `prompt`, or the tokens that stand there
+    turns, rest = list[Turn](), iter(own)
+    heard = (turn for turn in conversation.turns if turn.is_own or turn.stop is None)
+    for is_own, group in itertools.groupby(heard, key=operator.attrgetter("is_own")):
         for turn in group if is_own else ():
             found = next(rest).tolist()
             ids += found
             turns.append(replace(turn, num_tokens=len(found)))
         if not is_own:
-            said = rules.continuation(
-                [*prompt_ids.tolist(), *ids], [turn.message for turn in group], ended=turns[-1].stop is Stop.EOS
-            )
-            ids += said
-            turns.append(Turn("user", "", len(said)))
-    places = Conversation(tuple(turns)).trained_places(rules.eos_in_loss)
-    return np.array(ids, dtype=np.int32), places
+            said = list(group)
+            if said[-1].is_history:
+                history = History.of(said[-1].content)
+                task = (history.task, "") if history.task else asked
+                new = rules.turns.segment(*task, history.messages)
+                prompt, start = [], len(ids)
+            else:
+                ended = turns[-1].stop is Stop.EOS
+                new = rules.turns.continuation([*prompt, *ids[start:]], [turn.message for turn in said], ended=ended)
+            ids += new
+            turns.append(Turn(said[-1].role, "", len(new)))
+    read = Conversation(tuple(turns))
+    return np.array(ids, dtype=np.int32), read.trained_places(rules.eos_in_loss), read.segment_starts
 
 
 def _in_own_tokens(
@@ -391,6 +419,7 @@ def _sample(
         answer_ids=answer.ids,
         num_trained=num_trained,
         trained_places=answer.places,
+        segment_starts=answer.starts,
         advantage=advantage,
         source_logprob=trajectory.mean_logprob if is_scored else None,
         length=float(max(1, length)),  # an answer without a trained token has mean 0 / 1

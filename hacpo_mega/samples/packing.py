@@ -216,7 +216,8 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     """Lays groups of sequences, each of one prompt, end to end (see records.MicroBatch); every one has a trained token.
 
     Segments: first the prompts of groups of several, the longest first; then the sequences of groups of one; then the
-    answers of the others, the longest first: neighbours attend together (attention.py). The row of answer token i reads
+    answers of the others, the longest first: neighbours attend together (attention.py). A sequence of several segments
+    is laid likewise; its further ones attend to nothing before them. The row of answer token i reads
     position len(prompt) - 1 + i and predicts it. A tail of padding, a segment of its own, rounds T up to `multiple`;
     nothing of it is trained and no sequence attends to it.
     """
@@ -251,11 +252,13 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
     answers = [sequence.answer_ids[: sequence.num_needed - 1] for sequence in sequences]
     texts = [part for s, answer in zip(alone, answers) for part in (s.prompt_ids, answer)] + answers[len(alone) :]
     tokens_T = np.concatenate([*prompts, *texts, np.full(padding, PADDING_TOKEN)]).astype(np.int64)
+    firsts = [len(s.prompt_ids) for s in alone] + [0] * len(places)
+    lengths, seen = _cut_segments(lengths, seen, len(prompts), zip(sequences, firsts))
     is_segment = lengths > 0
     return MicroBatch(
         tokens_T=torch.from_numpy(tokens_T),
         positions_T=torch.from_numpy(_counting(lengths) + np.repeat(seen[:, 1], lengths)),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends[is_segment]]).astype(np.int32)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)[is_segment]]).astype(np.int32)),
         prefixes_S2=torch.from_numpy(seen[is_segment].astype(np.int32)),
         rows_R=torch.from_numpy(rows_R),
         targets_R=torch.from_numpy(np.concatenate([s.target_ids for s in sequences]).astype(np.int64)),
@@ -264,6 +267,26 @@ def microbatch(groups: Sequence[Sequence[TokenSequence]], multiple: int = 1) -> 
         num_tokens=len(tokens_T) - int(padding),
         routing_TLK=packed_routing([group[0] for group in shared], alone, sequences[len(alone) :], int(padding)),
     )
+
+
+def _cut_segments(
+    lengths: np.ndarray, seen: np.ndarray, first: int, sequences: Iterable[tuple[TokenSequence, int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths [S] and prefixes [S, 2] with the sequences, which stand from `first` on, cut where segments begin.
+
+    Each comes with the number of its tokens before the answer.
+    """
+    cuts = [
+        (place, before + int(start))
+        for place, (sequence, before) in enumerate(sequences, start=first)
+        for start in (() if sequence.segment_starts is None else sequence.segment_starts)
+        if before + start < lengths[place]  # else nothing is trained behind it
+    ]
+    for place, start in reversed(cuts):
+        lengths = np.insert(lengths, place + 1, lengths[place] - start)
+        lengths[place] = start
+        seen = np.insert(seen, place + 1, 0, axis=0)
+    return lengths, seen
 
 
 def empty_microbatch(multiple: int) -> MicroBatch:

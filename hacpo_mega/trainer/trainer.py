@@ -223,9 +223,7 @@ class Trainer:
         self.observers = Observers(chosen)
         skills = data.prompts.skills if reads_skills(config.algorithm) else ()
         self.capability = CapabilityTracker(len(config.agents), config.algorithm, skills)
-        turns = rollout.turn_format
-        continuation = None if turns is None else turns.continuation
-        self.reencoding_rules = ReencodingRules.of(config, data.codecs, continuation)
+        self.reencoding_rules = ReencodingRules.of(config, data.codecs, rollout.turn_format)
         self.trace = StepTrace(config.traced_steps, place, config.run_dir, console.say, folder.misplaced)
         self.disk = JointDisk(place, config, folder, console.say)
 

@@ -1,6 +1,7 @@
 """Runs with an environment: two agents of other tokenizers, one of them on two ranks, share their conversations."""
 
 import inspect
+import itertools
 import json
 import tomllib
 from collections import Counter
@@ -112,15 +113,20 @@ def require_hugging_faces_logprobs(run: Path, folder: Path) -> None:
         opening = answer.get("opening", "")
         opened = [*prompt["prompt_token_ids"][name], *(CHARACTERS.index(sign) + 2 for sign in opening)]
         tokens = [*opened, *answer["token_ids"]]
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0] / TEMPERATURE
-        expected = logits.log_softmax(-1)[np.arange(len(tokens) - 1), tokens[1:]].numpy()[len(opened) - 1 :]
         places = answer["trained_places"]
-        start, own = 0, []
+        start, own, begins = 0, [], [-len(opened)]
         for turn in answer["turns"]:
             ended = turn.get("stop") == "eos"
             own += range(start, start + turn["num_tokens"] - ended) if turn["role"] == "assistant" else ()
+            begins += [start] if turn["role"] == "history" else []
             start += turn["num_tokens"]
+        expected = np.full(start, np.nan)
+        for begin, end in itertools.pairwise([*begins, start]):
+            segment = tokens[begin + len(opened) : end + len(opened)]
+            with torch.no_grad():
+                logits = model(torch.tensor([segment])).logits[0] / TEMPERATURE
+            logprobs = logits.log_softmax(-1)[np.arange(len(segment) - 1), segment[1:]].numpy()
+            expected[max(0, begin) : end][-len(logprobs) :] = logprobs[-(end - max(0, begin)) :]
         assert places == own
         assert np.abs(expected[places] - np.array(answer["token_logprob"])).max(initial=0) < 2e-5
         compared += 1
@@ -297,7 +303,8 @@ def programs_file(config_file) -> Path:
     file = config_file.parent / "programs/programs.toml"
     file.parent.mkdir()
     program = f"{ENVIRONMENTS.with_name('openai_program.py')}:Shopper"
-    table = {"conversation": conversing("") | {"environment": program}, "run_dir": str(file.parent / "run")}
+    talk = conversing("", history="as_rendered") | {"environment": program}
+    table = {"conversation": talk, "run_dir": str(file.parent / "run")}
     file.write_text(tomli_w.dumps(tomllib.loads(config_file.read_text()) | table))
     return file
 
@@ -305,16 +312,25 @@ def programs_file(config_file) -> Path:
 def test_an_agent_program_written_with_openai_is_trained(config_file, programs_file):
     train(programs_file)
     run = programs_file.parent / "run"
-    for _, answer in answers_of(run, 1):
-        assert [turn["role"] for turn in answer["turns"]] == ["assistant", "user", "assistant"]
-        first, said, last = answer["turns"]
-        assert said["content"] == str(len(first["content"])) and answer["text"] == last["content"]
-        text = first["content"] + last["content"]
-        assert answer["reward"] == pytest.approx(sum(map(text.count, "01234")) / max(1, len(text)))
+    num_segments = Counter()
+    for prompt, answer in answers_of(run, 1):
+        first, said, second, *further = answer["turns"]
+        assert [turn["role"] for turn in (first, said, second)] == ["assistant", "user", "assistant"]
+        assert said["content"] == str(len(first["content"])) and answer["text"] == answer["turns"][-1]["content"]
+        text = first["content"] + second["content"]
+        num_segments[1 + len(further) // 2] += 1
+        if further:
+            history, last = further
+            assert json.loads(history["content"]) == [[], f"{len(text)}{prompt['prompt']}"]
+            assert (history["role"], last["role"]) == ("history", "assistant")
+            text += last["content"]
+            assert answer["reward"] == pytest.approx(sum(map(text.count, "01234")) / max(1, len(text)))
+    assert num_segments.keys() == {1, 2}, "some further segments have no room"
     require_engine_and_actor_agree(run)
     metrics = read_metrics(run / "metrics.jsonl")
     for name in ("wide", "small"):
-        assert all(metrics[step].values[f"agent/{name}/conversation/failed_mean"] == 0 for step in (1, 2))
+        talk = {key.rpartition("/")[2]: v for key, v in metrics[1].values.items() if f"{name}/conversation/" in key}
+        assert talk["failed_mean"] == 0 and talk["segments_mean"] + talk["untrained_segments_mean"] == 1
         require_hugging_faces_logprobs(run, config_file.parent / name)
 
 

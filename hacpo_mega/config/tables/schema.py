@@ -192,9 +192,16 @@ class ConversationConfig(Section):
     max_total_tokens: Count | None = None
     """Most tokens of a conversation after its prompt, those of the environment included; not given: max_turns times
     rollout.max_answer_tokens."""
+    history: Literal["as_sampled", "as_rendered"] = "as_sampled"
+    """Earlier turns that a template or a program writes anew: "as_sampled" goes on from the sampled tokens, and trains
+    one history of a program; "as_rendered" begins a segment there, and trains all segments."""
     turn_timeout_s: Annotated[float, Field(strict=True, ge=0.01, le=86400.0)] = 60.0
     """Seconds that the environment may take over one turn. A slower one fails its conversation. An agent program may
     take as long between two turns."""
+
+    @property
+    def as_rendered(self) -> bool:
+        return self.history == "as_rendered"
 
     def longest(self, max_answer_tokens: int) -> int:
         """Tokens of the longest answer or conversation, where one answer or turn has at most so many."""

@@ -15,7 +15,7 @@ from written_engine import SIGNS, Written
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.player import Player, PlayLimits, played_once
 from hacpo_mega.conversations.seat import turn_seed
-from hacpo_mega.records import Completion, Prompt, Stop
+from hacpo_mega.records import Completion, History, Prompt, Stop
 from hacpo_mega.rollout.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
@@ -40,7 +40,8 @@ def play(codec):
 
     def played(environment, script, texts=("12*3=",), error=None, rows=None, **limits):
         sizes = {"max_turns": 4, "total": 40, "prompt": 8} | limits
-        player = Player(environment, codec, PlayLimits(sizes["max_turns"], sizes["prompt"], sizes["total"]))
+        of_run = PlayLimits(sizes["max_turns"], sizes["prompt"], sizes["total"], sizes.get("as_rendered", False))
+        player = Player(environment, codec, of_run)
         players.append(player)
         engine = Written(codec, script)
         engine.error = error
@@ -228,6 +229,28 @@ def test_a_program_that_rewrites_its_history_trains_one_segment(play, codec, ask
     assert [codec.decode_answer(request.prompt_ids) for request in engine.asked] == ["12*3=", "12*312*3"]
     assert (turns_of(found), found.conversation.task) == ([("assistant", "12*312*3")], "12*3=")
     assert found.conversation.counts["untrained_segments"] == 1 and found.conversation.reward == 0.5
+
+
+def test_all_histories_of_a_program_are_trained_as_segments(play, codec, asks):
+    """Its second prompt is longer than that of an answer may be, and counts in the conversation's length."""
+    for total, others in ((19, 0), (18, 1)):  # 9 tokens, 8 of a further prompt, and 2
+        (found,), _ = play(
+            asks,
+            lambda read: (read[:-1] * 2 if len(read) < 6 else "1", Stop.EOS),
+            rows=[{"fate": "rewrite"}],
+            **{"as_rendered": True, "prompt": 5, "total": total},
+        )
+        talk = found.conversation
+        if others:
+            assert turns_of(found) == [("assistant", "12*312*3")] and talk.segment_starts is None
+            assert talk.counts["untrained_segments"] == 1 and talk.task == "12*3="
+            continue
+        task = "12*312*3"
+        assert turns_of(found) == [("assistant", task), ("history", History([], task).content), ("assistant", "1")]
+        first, prompt, last = codec.encode_answer(task, True), codec.encode_prompt(task), codec.encode_answer("1", True)
+        assert found.token_ids.tolist() == [*first, *prompt, *last]
+        assert talk.segment_starts.tolist() == [len(first)] and (talk.counts["segments"], talk.reward) == (1, 0.5)
+        assert (found.logprobs == 0).tolist() == [*[False] * len(first), *[True] * len(prompt), *[False] * len(last)]
 
 
 @pytest.mark.parametrize("limits, message", [({"prompt": 3}, 0), ({"total": 4}, 1)])

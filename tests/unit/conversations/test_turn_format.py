@@ -1,5 +1,6 @@
 """Turn formats: tokens of whole conversations against turns written by hand and Hugging Face's own rendering."""
 
+import asyncio
 import random
 
 import numpy as np
@@ -10,9 +11,11 @@ from turn_cases import CALL, CASES, CHATML, CONTROL, TOOLS, WORDS, ByHand, TurnC
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Terms
-from hacpo_mega.conversations.turn_format import ParsedTurn, TurnFormat
+from hacpo_mega.conversations.seat import Ending, PlayLimits, Seat, Voice
+from hacpo_mega.conversations.tool_calls import ParsedTurn
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
-from hacpo_mega.records import Completion, Stop
+from hacpo_mega.records import Completion, History, Prompt, Stop
 from hacpo_mega.rollout.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
@@ -115,6 +118,62 @@ def test_history_that_a_template_rewrites_begins_a_segment(by_hand):
     plain = [*head, *by_hand.ids("42⟦<|im_end|>⟧")]
     messages[1] = {"role": "assistant", "content": "42"}
     assert turns.rewritten([*plain, *turns.continuation(plain, messages[2:], ended=True)], messages) is None
+
+
+@pytest.mark.parametrize("name", ["drops thinking", "chatml"])
+def test_a_seat_reads_the_templates_own_history(by_hand, name):
+    """The segment is Hugging Face's rendering, which another agent's format writes from the record alone."""
+    codec = by_hand.codec(CASES[name])
+    turns = TurnFormat.of(codec, plays_user=True)
+    words = (
+        "⟦<think>⟧\nSo 42.\n⟦</think>⟧\n\n42⟦<|im_end|>⟧",
+        "⟦<think>⟧\n⟦</think>⟧\n\n48⟦<|im_end|>⟧",
+        "7⟦<|im_end|>⟧",
+    )
+    words = [text if name != "chatml" else text.rpartition("\n")[2] for text in words]
+    sampled, asked = [by_hand.ids(text) for text in words], []
+
+    async def ask(request):
+        ids = np.array(sampled[len(asked)], dtype=np.int32)
+        asked.append(list(request.prompt_ids))
+        return Completion(ids, Stop.EOS, np.full(len(ids), -1, np.float32))
+
+    said = [{"role": "user", "content": text} for text in ("And 6*8?", "And 7?")]
+
+    async def play(as_rendered):
+        asked.clear()
+        how = {"max_tokens": 50, "temperature": 1.0, "return_logprobs": True}
+        voice = Voice(codec, turns, PlayLimits(3, 500, 5000, as_rendered), ask, how)
+        seat = Seat("0", Prompt(0, "0", "What is 6*7?", "42"), 0, voice)
+        for heard in ([], said[:1], said[1:]):
+            assert not (await seat.speak(heard, "")).trouble
+        await seat.end(Ending(Stop.EOS, 1.0))
+        return await seat.completion
+
+    plain, found = asyncio.run(play(False)), asyncio.run(play(True))
+    assert plain.conversation.segment_starts is None
+    if name == "chatml":
+        assert found.token_ids.tolist() == plain.token_ids.tolist() and "segments" not in found.conversation.counts
+        return
+    messages = [
+        QUESTION,
+        {"role": "assistant", "content": "42"},
+        said[0],
+        {"role": "assistant", "content": "48"},
+        said[1],
+    ]
+    written = [
+        list(codec.tokenizer.apply_chat_template(part, add_generation_prompt=True, return_dict=False))
+        for part in (messages[:3], messages)
+    ]
+    assert asked == [turns.opening([QUESTION]), *written] and found.conversation.counts["segments"] == 2
+    assert found.token_ids.tolist() == [*sampled[0], *written[0], *sampled[1], *written[1], *sampled[2]]
+    starts = [len(sampled[0]), len(sampled[0]) + len(written[0]) + len(sampled[1])]
+    assert found.conversation.segment_starts.tolist() == starts
+    trained = np.flatnonzero(found.logprobs)
+    assert found.conversation.trained_places(True).tolist() == trained.tolist()
+    histories = [History.of(turn.content) for turn in found.conversation.turns if turn.is_history]
+    assert [turns.segment("What is 6*7?", "", history.messages) for history in histories] == written
 
 
 def test_a_close_in_the_middle_or_open_thinking_keeps_what_was_sampled(by_hand):

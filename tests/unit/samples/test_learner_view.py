@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,18 @@ from view_cases import (
     view_by_source,
 )
 
-from hacpo_mega.records import Conversation, Pool, ReencodingCounts, Rollout, Stop, Trajectory, Turn, Verdict
+from hacpo_mega.records import (
+    HISTORY,
+    Conversation,
+    History,
+    Pool,
+    ReencodingCounts,
+    Rollout,
+    Stop,
+    Trajectory,
+    Turn,
+    Verdict,
+)
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
@@ -283,7 +295,7 @@ def test_a_conversation_is_read_in_the_learners_own_tokens(codecs, eos_in_loss):
         [played(codecs[0], 0, ["12+3", "15", "15=15"], eos_in_loss)],
         [trajectory(codecs[1], 1, 0, "7", eos_in_loss=eos_in_loss)],
     )
-    rules = rules_of(codecs, eos_in_loss=eos_in_loss, continuation=continuation)
+    rules = rules_of(codecs, eos_in_loss=eos_in_loss, turns=SimpleNamespace(continuation=continuation))
     samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], rules)
     (sample,) = [sample for sample in samples if sample.source == 0]
     first, said, last = (codecs[1].encode_answer(*turn) for turn in (("12+3", True), (";15;", False), ("15=15", True)))
@@ -309,6 +321,49 @@ def test_an_own_conversation_keeps_what_was_sampled_and_what_was_read(codecs):
     assert own.target_ids.tolist() == [*codecs[0].encode_answer("12+3", True), *codecs[0].encode_answer("15", True)]
 
 
+def test_a_segment_is_read_behind_its_history_alone(codecs):
+    """The learner writes the history itself: behind the answer's own task, or a task that the history names."""
+    heads = []
+
+    def continuation(head, others, *, ended):
+        heads.append(list(head))
+        return [3]
+
+    source = played(codecs[0], 0, ["12", "5", "3+1", "7", "4"])
+    said = History([{"role": "assistant", "content": "12"}, {"role": "tool", "content": "5"}]), History([], "s12=")
+    turns = list(source.rollout.conversation.turns)
+    turns[1] = replace(turns[1], num_tokens=0)
+    turns.insert(2, Turn(HISTORY, said[0].content, 1))
+    turns[4] = Turn(HISTORY, said[1].content, 1)
+    talk = Conversation((*turns, Turn("tool", "8", 1), Turn("assistant", "9", 2, Stop.EOS)), opening="7")
+    ids = np.arange(2, 2 + talk.num_tokens, dtype=np.int32)
+    for turn, place in talk.parts():
+        ids[place] = codecs[0].encode_answer(turn.content, True) if turn.is_own else 2
+    source = replace(source, rollout=replace(source.rollout, token_ids=ids, conversation=talk), num_scored=11)
+    assert conversation_of(conversation_text(talk)) == talk and talk.segment_starts.tolist() == [3, 8]
+    pool = one_prompt([source], [trajectory(codecs[1], 1, 0, "7")])
+    written = []
+
+    def segment(task, opening, messages):
+        written.append((task, opening, messages))
+        return [4, 4] if messages else [6]
+
+    rules = rules_of(codecs, turns=SimpleNamespace(continuation=continuation, segment=segment))
+    samples, _ = view_by_source(pool, constant(pool), 1, codecs[1], rules)
+    (sample,) = [sample for sample in samples if sample.source == 0]
+    own = [list(codecs[1].encode_answer(text, True)) for text in ("12", "3+1", "4", "9")]
+    assert sample.answer_ids.tolist() == [*own[0], 4, 4, *own[1], 6, *own[2], 3, *own[3]]
+    starts = [len(own[0]), len(own[0]) + 2 + len(own[1])]
+    assert sample.segment_starts.tolist() == starts
+    assert written == [(PROMPTS[0].text, "7", said[0].messages), ("s12=", "", [])]
+    assert heads == [[6, *own[2]]]
+    is_own = [True] * len(own[0]) + [False] * 2 + [True] * len(own[1]) + [False] + [True] * len(own[2])
+    is_own += [False] + [True] * len(own[3])
+    assert sample.trained_places.tolist() == np.flatnonzero(is_own).tolist()
+    own_samples, _ = view_by_source(pool, constant(pool), 0, codecs[0], rules_of(codecs))
+    assert own_samples[0].segment_starts.tolist() == [3, 8]
+
+
 def test_a_prompt_that_a_program_has_written_is_the_one_of_its_answer(codecs):
     """Both agents read the program's text in place of the row's; one that cannot, or has no room, drops the answer."""
     for task, longest, outcome in (
@@ -321,7 +376,8 @@ def test_a_prompt_that_a_program_has_written_is_the_one_of_its_answer(codecs):
         source = replace(source, rollout=replace(source.rollout, conversation=talk))
         assert conversation_of(conversation_text(talk)) == talk
         pool = one_prompt([source], [trajectory(codecs[1], 1, 0, "7")])
-        rules = rules_of(codecs, continuation=lambda *_, **__: [3, 4], max_prompt_tokens=longest)
+        turns = SimpleNamespace(continuation=lambda *_, **__: [3, 4])
+        rules = rules_of(codecs, turns=turns, max_prompt_tokens=longest)
         samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], rules)
         assert getattr(counts, outcome) == 1
         prompts = [sample.prompt_ids.tolist() for sample in samples if sample.source == 0]

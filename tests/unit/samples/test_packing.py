@@ -107,13 +107,50 @@ def test_layout_of_a_conversation_by_hand():
     assert (batch.rows_R.tolist(), batch.targets_R.tolist()) == ([3, 4, 1, 5, 1, 6], [7, 8] * 3)
 
 
+def test_layout_of_a_conversation_of_two_segments_by_hand():
+    """5 6 is answered 7 8; then 9 1 is a prompt of its own, which 2 3 follows. A shared prompt changes nothing."""
+    played = TokenSequence(
+        *(np.int32([5, 6]), np.int32([7, 8, 9, 1, 2, 3]), 4),
+        **{"trained_places": np.int32([0, 1, 4, 5]), "segment_starts": np.int32([2])},
+    )
+    batch = microbatch([[played]], multiple=8)
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2, 0]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert (batch.cu_seqlens.tolist(), batch.prefixes_S2.any().item()) == ([0, 4, 7, 8], False)
+    assert (batch.rows_R.tolist(), batch.targets_R.tolist()) == ([1, 2, 5, 6], [7, 8, 2, 3])
+    batch = microbatch([[played, played]])
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2, 7, 8, 9, 1, 2]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 2, 3, 0, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 7, 9, 12]
+    assert batch.prefixes_S2.tolist() == [[0, 0], [0, 2], [0, 0], [0, 2], [0, 0]]
+    assert (batch.rows_R.tolist(), batch.row_cu_seqlens_B.tolist()) == ([1, 2, 5, 6, 1, 7, 10, 11], [0, 4, 8])
+    cut = dataclasses.replace(played, num_trained=2, trained_places=np.int32([0, 1]))  # the first alone is
+    assert microbatch([[cut]]).cu_seqlens.tolist() == [0, 3]
+
+
+def as_segments(sample: Sample) -> Sample:
+    """A conversation in which a random part of what others said begins a segment."""
+    played = as_conversation(sample)
+    others = np.setdiff1d(np.arange(1, len(sample.answer_ids)), played.trained_places)
+    starts = others[np.random.default_rng([*identity(sample), 8]).random(len(others)) < 0.5]
+    return dataclasses.replace(played, segment_starts=starts.astype(np.int32))
+
+
+def tokens_before(sample: Sample, number: int) -> list[int]:
+    """Tokens that predict a token of the answer: of its segment alone."""
+    before = [] if sample.segment_starts is None else [start for start in sample.segment_starts if start <= number]
+    if before:
+        return sample.answer_ids[before[-1] : number].tolist()
+    return [*sample.prompt_ids.tolist(), *sample.answer_ids[:number].tolist()]
+
+
 @pytest.mark.parametrize("packing", [pack, pack_update])
 @pytest.mark.parametrize("max_tokens, multiple", [(28, 1), (40, 4), (400, 8), (10_000, 1)])
-@pytest.mark.parametrize("are_conversations", [False, True])
-def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple, packing, are_conversations):
+@pytest.mark.parametrize("kind", [None, as_conversation, as_segments])
+def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, multiple, packing, kind):
     samples = random_samples(num_prompts=6, seed=1)
-    if are_conversations:
-        samples = [played for played in map(as_conversation, samples) if played.num_trained]
+    if kind is not None:
+        samples = [played for played in map(kind, samples) if played.num_trained]
     prompts = {sample.prompt_index: sample.prompt_ids for sample in samples}
     samples = [dataclasses.replace(sample, prompt_ids=prompts[sample.prompt_index]) for sample in samples]
     batches = packing(samples, max_tokens, multiple=multiple, shares_prompts=True)
@@ -124,7 +161,6 @@ def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, m
         assert batch.num_tokens <= len(batch.tokens_T) <= max_tokens and len(batch.tokens_T) % multiple == 0
         starts = batch.cu_seqlens.tolist()
         for place, sample in enumerate(batch.sequences):
-            text = np.concatenate([sample.prompt_ids, sample.answer_ids])
             rows = range(batch.row_cu_seqlens_B[place], batch.row_cu_seqlens_B[place + 1])
             trained = range(sample.num_trained) if sample.trained_places is None else sample.trained_places.tolist()
             for number, row in zip(trained, rows, strict=True):
@@ -132,9 +168,9 @@ def test_every_row_of_shared_prompts_sees_the_prefix_of_its_target(max_tokens, m
                 segment = np.searchsorted(starts, position, side="right") - 1
                 first, length = batch.prefixes_S2[segment].tolist()
                 seen = [*range(first, first + length), *range(starts[segment], position + 1)]
-                assert batch.tokens_T[seen].tolist() == text[: len(sample.prompt_ids) + number].tolist()
+                assert batch.tokens_T[seen].tolist() == tokens_before(sample, number)
                 assert batch.positions_T[seen].tolist() == list(range(len(seen)))
-                assert batch.targets_R[row] == text[len(seen)]
+                assert batch.targets_R[row] == sample.answer_ids[number]
 
 
 def test_the_objective_gets_the_numbers_of_the_samples_in_packed_order():
