@@ -266,15 +266,61 @@ def fuzzed(by_hand, name: str, number: int, seed: int) -> None:
         assert all(record[: len(prompt)] == prompt and is_own[len(prompt) - 1] is False for prompt in seen)
 
 
+async def fuzzed_as_rendered(by_hand, name: str, number: int, seed: int) -> int:
+    """Plays conversations whose segments are the template's own histories; returns how many began.
+
+    The engine's prompt is the record since its segment's start, and a history is written again from the record.
+    """
+    case, draw = CASES[name], random.Random(seed)
+    turns, codec = format_of(by_hand, case), by_hand.codec(case)
+    size, eos = len(codec.tokenizer), by_hand.ids(f"⟦{case.eos}⟧")[0]
+    calls, num_segments = [by_hand.ids(text) for text in (case.call or "42", "⟦<think>⟧\nSo.\n⟦</think>⟧\n\n4")], 0
+
+    async def ask(request):
+        words = [i for i in (draw.randrange(size) for _ in range(draw.randint(0, 9))) if i not in turns.stop_ids]
+        ids = np.array([*draw.choice([words, *calls]), eos], dtype=np.int32)
+        asked.append((list(request.prompt_ids), len(ids)))
+        return Completion(ids, Stop.EOS, np.full(len(ids), -1, np.float32))
+
+    how = {"max_tokens": 99, "temperature": 1.0, "return_logprobs": True}
+    voice = Voice(codec, turns, PlayLimits(4, 5000, 50_000, as_rendered=True), ask, how)
+    for _ in range(number):
+        asked, heard = [], []
+        seat = Seat("0", Prompt(0, "0", QUESTION["content"], "42"), 0, voice)
+        for _ in range(draw.randint(1, 4)):
+            if (await seat.speak(heard, "")).trouble:  # a template refuses what the agent has said
+                break
+            heard = draw.choice(others_of(case, draw.choice([*CONTROL, "42", "ä", "東\n"])))
+        await seat.end(Ending(Stop.EOS, 1.0))
+        found = await seat.completion
+        tokens, before = found.token_ids.tolist(), list(codec.encode_prompt(QUESTION["content"]))
+        requests, places = iter(asked), []
+        for turn, place in found.conversation.parts():
+            if turn.is_history:
+                before = turns.segment(QUESTION["content"], "", History.of(turn.content).messages)
+                assert before == tokens[place]
+                num_segments += 1
+                continue
+            if turn.is_own:
+                assert next(requests) == (before, turn.num_tokens)
+                places += range(place.start, place.stop)
+            before = [*before, *tokens[place]]
+        assert found.conversation.trained_places(True).tolist() == places
+    return num_segments
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_prefix_and_turn_are_what_the_engine_saw(by_hand, name):
     fuzzed(by_hand, name, 13, seed=1)
+    num_segments = asyncio.run(fuzzed_as_rendered(by_hand, name, 13, seed=3))
+    assert num_segments or not CASES[name].rewrites
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_prefix_and_turn_are_what_the_engine_saw_2000_times(by_hand, name):
     fuzzed(by_hand, name, 250, seed=2)
+    asyncio.run(fuzzed_as_rendered(by_hand, name, 250, seed=4))
 
 
 def test_the_plain_format_of_a_vocabulary_without_chat(tmp_path):
