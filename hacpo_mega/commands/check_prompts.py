@@ -10,11 +10,14 @@ from contextlib import closing
 from dataclasses import replace
 from urllib.parse import urlsplit
 
+import torch
+
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Asked
 from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
+from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import RewardPartConfig
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.player import (
@@ -31,12 +34,16 @@ from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, trainin
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
+from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.visible import one_line
+from hacpo_mega.models.sharding.publish_plan import engine_layer_shapes
 from hacpo_mega.records import Completion, Prompt
+from hacpo_mega.rollout.engine_loop import odd_row_counts_of, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line
 REACHED_S = 3.0
+MOST_MEASURED = 1 << 22  # numbers of a layer: a larger model does not run on a CPU
 SHOWN_TURNS = 2  # own ones, of the conversation that is shown
 
 
@@ -101,6 +108,17 @@ def _conversation(
         ids = [*by_agent[agent].encode_prompt(found.task or row.text, found.opening), *completion.token_ids.tolist()]
         yield from _lines(by_agent[agent].tokenizer.decode(ids, skip_special_tokens=False))
         yield f"  reward {'of the judge' if found.reward is None else found.reward}"
+    for agent in config.agents:
+        yield f"{agent.name} on the CPU: {order_of_arrival(_odd_row_counts(agent))}"
+
+
+def _odd_row_counts(agent: AgentConfig) -> set[int] | None:
+    """Measured on this processor, as the engine will; None with experts, and for a model that is too large for it."""
+    architecture = Architecture.from_folder(agent.model)
+    shapes = engine_layer_shapes(architecture, tp=agent.engine_tensor_parallel)
+    largest = max(outputs * inputs for outputs, inputs in shapes)
+    is_known = not architecture.has_experts and largest <= MOST_MEASURED
+    return odd_row_counts_of(shapes, getattr(torch, agent.dtype or "float32")) if is_known else None
 
 
 def _turn_format(agent: str, codec: TextCodec, environment: EnvironmentClass, config: Config) -> TurnFormat:

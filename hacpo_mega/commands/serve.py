@@ -21,7 +21,7 @@ from hacpo_mega.evaluation.evaluate import engine_of
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
-from hacpo_mega.rollout.engine_loop import ServeTally
+from hacpo_mega.rollout.engine_loop import ServeTally, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 WAIT_S = 86_400.0  # ranks of an engine that nobody asks anything
@@ -67,17 +67,9 @@ def serve(
         stack.callback(endpoint.stop)
         say(f"address {address}/v1 (one conversation: {address}/conversations/NAME/v1, or the header X-Session-ID)")
         say(f"key     in the file {file}")
-        say(f"model   {name}: {most} tokens, turns by {kind}; {_bits(engine.odd_row_counts)}")
+        say(f"model   {name}: {most} tokens, turns by {kind}; {order_of_arrival(engine.odd_row_counts)}")
         tally = engine.serve(turns)
         say(_summary(tally, endpoint))
-
-
-def _bits(odd_rows: set[int] | None) -> str:
-    if odd_rows is None:
-        return "the order of arrival may change rounding"
-    if odd_rows <= {1}:
-        return "the order of arrival changes no bit"
-    return f"the order of arrival may change rounding (steps of {', '.join(map(str, sorted(odd_rows)))} rows differ)"
 
 
 def _summary(tally: ServeTally, endpoint: Endpoint) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
@@ -338,11 +339,33 @@ def odd_row_counts(model: torch.nn.Module) -> set[int] | None:
         else:
             continue
         layers.setdefault((type(layer), width, getattr(layer, "output_size_per_partition", 0)), (layer, width))
-    dtype, generator = next(model.parameters()).dtype, torch.Generator().manual_seed(0)
+    dtype = next(model.parameters()).dtype
+    products = ((partial(layer.quant_method.apply, layer), width) for layer, width in layers.values())
+    return set().union(*(_odd_rows(product, width, dtype) for product, width in products))
+
+
+def odd_row_counts_of(shapes: Collection[tuple[int, int]], dtype: torch.dtype) -> set[int]:
+    """The same for layers of these shapes, [outputs, inputs] of a rank, before there is a model."""
     odd: set[int] = set()
-    with torch.inference_mode():
-        for layer, width in layers.values():
-            rows_RD = torch.randn(NUM_ROWS[-1], width, generator=generator).to(dtype)
-            most_RO = layer.quant_method.apply(layer, rows_RD)
-            odd |= {n for n in NUM_ROWS if not torch.equal(layer.quant_method.apply(layer, rows_RD[:n]), most_RO[:n])}
+    for shape in shapes:
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.randn(shape, dtype=dtype), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        odd |= _odd_rows(lambda rows_RD, of=layer: of.cpu_linear(rows_RD, of.weight, None), shape[1], dtype)
     return odd
+
+
+def _odd_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> set[int]:
+    rows_RD = torch.randn(NUM_ROWS[-1], width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        most_RO = product(rows_RD)
+        return {n for n in NUM_ROWS if not torch.equal(product(rows_RD[:n]), most_RO[:n])}
+
+
+def order_of_arrival(odd_rows: set[int] | None) -> str:
+    """A sentence on bits that the order in which turns arrive may change (`odd_row_counts`)."""
+    if odd_rows is None:
+        return "the order of arrival may change rounding"
+    if odd_rows <= {1}:
+        return "the order of arrival changes no bit"
+    return f"the order of arrival may change rounding (steps of {', '.join(map(str, sorted(odd_rows)))} rows differ)"

@@ -297,6 +297,14 @@ def test_a_conversation_that_cannot_be_held_is_refused(config_file):
         assert done.returncode == 2 and told in done.stderr, (override, done.stderr)
 
 
+def test_a_conversation_is_shown_with_what_holds_of_its_bits(config_file):
+    done = run_here("check", "--data", config_file, "conversation.history=as_rendered")
+    assert done.returncode == 0 and ":Chatter: no tools" in done.stdout, done.stderr
+    for name in ("wide", "small"):
+        assert f"{name} reads turns by plain; with the gold as each of its turns:" in done.stdout
+        assert f"{name} on the CPU: the order of arrival " in done.stdout
+
+
 @pytest.fixture(scope="module")
 def programs_file(config_file) -> Path:
     """A program written with the package `openai` converses with each agent, and sets nothing up."""

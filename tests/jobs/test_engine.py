@@ -14,7 +14,10 @@ from job import run_script
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.sharding.publish_plan import engine_layer_shapes
 from hacpo_mega.records import Stop
+from hacpo_mega.rollout.engine_loop import odd_row_counts_of
 
 AGENTS = ["qwen3", pytest.param("llama", marks=pytest.mark.nightly)]
 RANKS = [("qwen3", 0), ("qwen3", 1), *(pytest.param("llama", rank, marks=pytest.mark.nightly) for rank in (0, 1))]
@@ -173,6 +176,14 @@ def test_turns_that_join_and_leave_get_the_answers_of_one_call(saw, agent, rank)
             assert logprobs.tobytes() == same[2].tobytes()
     tally = served["dribbling"]["tally"]
     assert (tally.num_turns, tally.num_steps > 40) == (10, True), "ranks count alike"
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_odd_rows_are_known_without_an_engine(saw, models, agent):
+    """`check` measures layers of the same shapes as the engine's, of which each rank has half."""
+    shapes = engine_layer_shapes(Architecture.from_folder(models / agent), tp=2)
+    assert (64, 32) in shapes  # of the attention's output: both heads, and the part of a rank
+    assert odd_row_counts_of(shapes, torch.float32) == saw[agent, 0]["served"]["odd rows"]
 
 
 @pytest.mark.parametrize("agent", AGENTS)

@@ -27,6 +27,7 @@ from hacpo_mega.models.sharding.segments import (
     padded_vocab_size,
     rectangles,
     shard_shape,
+    stage_slots,
 )
 from hacpo_mega.models.sharding.shards import Shard, runs, stack_name, stacked
 
@@ -239,6 +240,16 @@ def engine_shards(slots: Iterable[Slot], architecture: Architecture, *, tp: int,
             sizes = tuple(stop - start if dim == slot.dim else size for dim, size in enumerate(source.shape))
             yield Shard(source.name, offsets, sizes)
             above += rows * (len(sources) == 1)
+
+
+def engine_layer_shapes(architecture: Architecture, *, tp: int) -> set[tuple[int, int]]:
+    """Outputs and inputs of the linear layers that a rank of such an engine has, its head among them."""
+    shapes = set()
+    for slot in stage_slots(architecture, (architecture.num_layers,), 0):
+        sizes = [shard.sizes for shard in engine_shards([slot], architecture, tp=tp, rank=0)]
+        if slot.cut is not Cut.EXPERTS and all(len(size) == 2 for size in sizes):
+            shapes.add((sum(rows for rows, _ in sizes), sizes[0][1]))
+    return shapes
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
