@@ -171,7 +171,10 @@ class Trainer:
 
         A run that `run_dir` holds resumes from its last checkpoint, unless the options of `how` say otherwise.
         `sampler`, `judge` and `observers` are for benchmarks: generation requests, judge, further observers.
+        TypeError for anything but a Config, such as the path of one.
         """
+        if not isinstance(config, Config):
+            raise TypeError(f"Trainer needs a Config, found {config!r}; hacpo_mega.load_config(PATH) makes one")
         # An error while building ends the job as one in a step does: with the name of this rank and its phase.
         with ExitStack() as stack:
             parts = StartParts()

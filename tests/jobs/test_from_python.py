@@ -157,6 +157,8 @@ def test_a_rank_under_torchrun_needs_no_variable(config_file, tmp_path):
     script.write_text(
         "import sys\nfrom hacpo_mega import Trainer, load_config\n"
         "with Trainer(load_config(sys.argv[1], ['num_steps=1'])) as trainer:\n    assert trainer.fit()\n"
+        "try:\n    Trainer(sys.argv[1])\nexcept TypeError as error:\n    assert 'load_config(PATH)' in str(error)\n"
+        "else:\n    sys.exit('a path is no configuration')\n"
     )
     plain = os.environ.get("PLAIN_PYTHON", sys.executable)
     command = [plain, "-m", "torch.distributed.run", "--standalone", str(script), str(config_file)]
