@@ -77,9 +77,13 @@ def open_streams() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Restores the environment after each test: vLLM sets LOCAL_WORLD_SIZE and LD_PRELOAD where it checks a config."""
-    environment = dict(os.environ)
+    """Restores the environment after each test: vLLM sets LOCAL_WORLD_SIZE and LD_PRELOAD where it checks a config.
+
+    A test that lowers the priority of its process fails: nobody can raise it again, and later tests would starve.
+    """
+    environment, priority = dict(os.environ), os.getpriority(os.PRIO_PROCESS, 0)
     yield
+    assert os.getpriority(os.PRIO_PROCESS, 0) == priority
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)

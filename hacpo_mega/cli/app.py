@@ -261,6 +261,7 @@ def watch(
     """Show runs, as they go on or long ago, and results on a local page: curves, every answer, the job, comparison."""
     from hacpo_mega.watch import watch as follow
 
+    os.nice(10)  # a run on the same cores goes first
     follow(folders, port, say)
 
 

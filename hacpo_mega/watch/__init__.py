@@ -1,6 +1,5 @@
 """`hacpo-mega watch RUN ...`: a page on the loopback interface that follows runs from their folders alone."""
 
-import os
 import secrets
 import socket
 import threading
@@ -24,7 +23,6 @@ def watch(folders: Sequence[Path], port: int, say: Callable[[str], None]) -> Non
 
     ValueError, one line, for a folder that holds no run, and for a port that cannot be had.
     """
-    os.nice(10)  # a run on the same cores goes first
     runs = Runs(folders, say)
     token = secrets.token_urlsafe(24)
     with listen(port) as listener, Judges() as judges:
