@@ -146,14 +146,13 @@ def _wrong_final(final: Mapping[str, Any], agents: set[str]) -> str | None:
 
 
 def _by_rate(runs: Runs) -> Runs:
-    """The runs, where a method that was reported at several learning rates is one method for each."""
-    rates: dict[str, set[float]] = {}
+    """The runs, where a method that a regime reports at several learning rates is one method for each."""
+    rates: dict[tuple[str, str], set[float]] = {}
     for run in runs:
-        rates.setdefault(run["method"], set()).add(run["learning_rate"])
-    return [
-        run | ({"method": f"{run['method']} at {run['learning_rate']:g}"} if len(rates[run["method"]]) > 1 else {})
-        for run in runs
-    ]
+        rates.setdefault((run["regime"], run["method"]), set()).add(run["learning_rate"])
+    several = {key for key, found in rates.items() if len(found) > 1}
+    named = (f"{run['method']} at {run['learning_rate']:g}" for run in runs)
+    return [run | ({"method": n} if (run["regime"], run["method"]) in several else {}) for n, run in zip(named, runs)]
 
 
 def _unlike(regime: str, by_method: Mapping[str, Runs]) -> Iterator[str]:

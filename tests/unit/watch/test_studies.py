@@ -38,7 +38,12 @@ def printed(text: str, title: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize(
     ("folder", "regime", "least"),
-    [("evidence", "skills", 80), ("evidence_gap", "gap", 80), ("evidence_conversations", "tools", 15)],
+    [
+        ("evidence", "skills", 80),
+        ("evidence_gap", "gap", 80),
+        ("evidence_conversations", "tools", 15),
+        ("evidence_conversations", "relay", 15),
+    ],
 )
 def test_an_experiment_has_the_numbers_of_its_own_tables(folder: str, regime: str, least: int) -> None:
     """The experiment itself has written them beside its results."""
