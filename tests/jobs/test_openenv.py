@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from job import start_command
 from repository import ROOT
-from run_cases import CHARACTERS, agent_table, train
+from run_cases import CHARACTERS, agent_table
 
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
@@ -112,7 +113,8 @@ def test_a_run_is_rewarded_by_the_server(tmp_path, monkeypatch, server):
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},
     }
     Path("run.toml").write_text(tomli_w.dumps(table))
-    train(tmp_path / "run.toml")
+    command = start_command("train", tmp_path / "run.toml")  # with the server's address, which a forked rank has not
+    assert command.wait(600) == 0, command.communicate()
     answers = [(prompt, answer) for prompt in read_rollouts(tmp_path / "run", 1) for answer in prompt["answers"]]
     assert len(answers) == 16 and len({answer["reward"] for _, answer in answers}) > 2
     for prompt, answer in answers:
