@@ -5,8 +5,6 @@ import os
 import sys
 from contextlib import suppress
 
-from hacpo_mega.cli import app
-
 
 def main() -> None:
     """Runs the command line in a process of its own, which ends without taking its libraries down.
@@ -14,6 +12,8 @@ def main() -> None:
     Taking them down takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are
     joined and exit handlers run as always: this is the last of them.
     """
+    from hacpo_mega.cli import app  # it loads the commands of other packages, which import parts of this one
+
     status, process = 1, os.getpid()
 
     def end() -> None:

@@ -11,6 +11,7 @@ environment.py sets these variables before torch and vllm are imported:
     VLLM_ENABLE_V1_MULTIPROCESSING=0   the engine must live in this process; without it the constructor refuses
     VLLM_LOGGING_LEVEL                 ERROR on the CPU, where vLLM warns of all that is not CUDA; WARNING on CUDA
     VLLM_ALLREDUCE_USE_FLASHINFER=0    CUDA only: else the all-reduce kernel of an engine depends on PATH
+    VLLM_USE_FLASHINFER_SAMPLER=0      CUDA only: it takes no request with a seed
     TORCHDYNAMO_DISABLE=1              CPU only: vLLM would compile a tiny function for 18 s at the first log-probs
     OMP_NUM_THREADS                    CPU only: cores per rank. In one process vLLM binds no threads to cores by itself
 """

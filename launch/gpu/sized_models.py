@@ -2,8 +2,9 @@
 
     python launch/gpu/sized_models.py Qwen/Qwen3-1.7B-Base runs/models/qwen-1b7
 
-The tokenizer has as many tokens as the model's vocabulary: every string of one, two and some of three printable
-characters, so that any sampled answer is text, and text of one agent has other tokens than the same text of another.
+The tokenizer has as many tokens as the model's vocabulary: strings of one, two and some of three printable characters
+and nothing else, so that any sampled answer is text, and text of one agent has other tokens than the same text of
+another.
 """
 
 import argparse
@@ -18,21 +19,21 @@ from hacpo_mega.models.public import public_architecture
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = [chr(code) for code in range(33, 127)]
+# Pairs whose order is an agent's own, of those that are part of a token of three: few others are merged in its place.
+SHUFFLED = 1000
 
 
 def make_tokenizer(folder: Path, size: int, seed: int) -> None:
-    """Byte-pair merges of printable characters, shuffled by `seed`, as many as `size` asks for."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    """Merges of printable characters, some shuffled by `seed`, as many as `size` asks for."""
     pairs = [a + b for a, b in itertools.product(CHARACTERS, repeat=2)]
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
-    pairs = [pairs[i] for i in order]
+    order = torch.randperm(SHUFFLED, generator=torch.Generator().manual_seed(seed)).tolist()
+    pairs[:SHUFFLED] = [pairs[i] for i in order]
     merges = [(pair[0], pair[1]) for pair in pairs]
     merges += [(pair, c) for pair, c in itertools.product(pairs, CHARACTERS)]
-    merges = merges[: size - len(alphabet) - 2]
-    words = [PAD, EOS, *alphabet, *(a + b for a, b in merges)]
+    merges = merges[: size - len(CHARACTERS) - 2]
+    words = [PAD, EOS, *CHARACTERS, *(a + b for a, b in merges)]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.decoder = tokenizers.decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS).save_pretrained(folder)
 
 

@@ -56,7 +56,9 @@ def test_sums_and_gradients_add_up_at_the_sizes_of_30b_a3b():
         grouped_product(rows, weight, torch.tensor(counts, device="cuda")).backward(of_outputs)
     sums = weight.main_grad.view(len(counts), width, hidden)
     exact = 2 * of_outputs[-counts[2] :].double().T @ rows[-counts[2] :].double()
-    assert (sums[2].double() - exact).norm() < 1e-5 * exact.norm() and not sums[1].any()
+    # A tensor core adds sixteen rows at a time and cuts the sum off at a float32's last bit.
+    allowed = counts[2] / 16 * 2.0**-23
+    assert (sums[2].double() - exact).norm() < allowed * exact.norm() and not sums[1].any()
 
 
 def test_sending_does_not_wait():

@@ -6,6 +6,7 @@ A machine with a driver is one with the command nvidia-smi, as for the launcher;
 import ast
 import getpass
 import importlib.util
+import logging
 import os
 import socket
 import subprocess
@@ -17,7 +18,14 @@ from typing import Any
 import pytest
 from job import run_ranks
 
-from hacpo_mega.cluster.machine.environment import CACHES, ON_CUDA, library_settings, own_caches, prepare_environment
+from hacpo_mega.cluster.machine.environment import (
+    CACHES,
+    EXPECTED,
+    ON_CUDA,
+    library_settings,
+    own_caches,
+    prepare_environment,
+)
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 
@@ -37,12 +45,21 @@ def test_vllm_still_has_these_variables():
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "environment_variables"
     )
     keys = {key.value for key in table.keys if isinstance(key, ast.Constant)}
-    assert len(OF_VLLM) == 6
+    assert len(OF_VLLM) == 7
     assert set(OF_VLLM) <= keys
 
 
 def test_triton_still_has_its_variable():
     assert '"TRITON_CACHE_DIR"' in source_of("triton.knobs")
+
+
+@pytest.mark.parametrize("module", EXPECTED)
+def test_vllm_still_has_the_warnings_that_are_left_out(module):
+    assert f'"{EXPECTED[module]}' in source_of(module)
+
+
+def is_shown(name: str, text: str) -> bool:
+    return bool(logging.getLogger(name).filter(logging.makeLogRecord({"name": name, "msg": f"{text} to %d"})))
 
 
 def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any]:
@@ -60,6 +77,8 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
         read |= {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
         asked = {"queues": "CUDA_DEVICE_MAX_CONNECTIONS", "order": "CUDA_DEVICE_ORDER"}
         asked |= {"flashinfer": "FLASHINFER_LOGGING_LEVEL"}
+        read["expected"] = [is_shown(name, text) for name, text in EXPECTED.items()]
+        read["unexpected"] = [is_shown(name, "no memory") for name in EXPECTED]
         return read | {name: os.environ.get(variable) for name, variable in asked.items()}
 
 
@@ -77,11 +96,14 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
             "queues": {"small": None, "large": "1"}[agent],
             "order": "PCI_BUS_ID",
             "flashinfer": "warning",
+            "expected": [False] * 3,
+            "unexpected": [True] * 3,
             "VLLM_ENABLE_V1_MULTIPROCESSING": False,
             "VLLM_ALLOW_INSECURE_SERIALIZATION": False,
             "VLLM_NO_USAGE_STATS": True,
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_ALLREDUCE_USE_FLASHINFER": False,
+            "VLLM_USE_FLASHINFER_SAMPLER": False,
             "VLLM_CACHE_ROOT": str(own / agent / "vllm"),
             "TRITON_CACHE_DIR": str(own / agent / "triton"),
         }
@@ -93,6 +115,7 @@ def test_what_the_user_has_set_stays(tmp_path):
         "FLASHINFER_LOGGING_LEVEL": "debug",
         "VLLM_LOGGING_LEVEL": "DEBUG",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "1",
         "VLLM_CACHE_ROOT": "/of/the/user",
     }
     assert chosen.keys() - CACHES.keys() == ON_CUDA.keys()

@@ -49,6 +49,7 @@ EVERYWHERE = {
     "HF_HUB_OFFLINE": "1",  # models are folders; a typo must not become a download on 512 nodes
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",  # bars of vLLM's graphs and of transformers' files would break the lines of the console
     "TOKENIZERS_PARALLELISM": "false",
     # Python's tracker frees the shared memory of vLLM when a process was told to end, and complains of having to.
     "PYTHONWARNINGS": "ignore:resource_tracker",
@@ -68,6 +69,14 @@ ON_CUDA = {
     "FLASHINFER_LOGGING_LEVEL": "warning",
     # Else its all-reduce would be another one where nvcc and ninja are on PATH, compiled at the start.
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    # It takes no request with a seed, and all of ours have one: loading it would only cost time.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+# Warnings of vLLM, by logger, that every start of an engine in this process gives and that ask for nothing.
+EXPECTED = {
+    "vllm.engine.arg_utils": "The global random seed is set",
+    "vllm.utils.torch_utils": "OMP_NUM_THREADS=",
+    "vllm.renderers.base": "Using None for EOS token id",
 }
 # Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch makes its own when it is imported, and
 # loads what it finds there: else under a name in the temporary folder that anybody can take.
@@ -105,11 +114,17 @@ def prepare_environment() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     # vLLM reads its level when its first module has already warned.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    for name in EXPECTED:
+        logging.getLogger(name).addFilter(_is_unexpected)
     # Its deprecations (GPTModel) and hints are for who builds on it; errors stay.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # Missing packages (TransformerEngine, Apex) are a choice, and torch's renamings are Megatron's to follow.
     for module in (r"megatron\.", r"torch\.distributed"):
         warnings.filterwarnings("ignore", category=Warning, module=module)
+
+
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(EXPECTED[record.name])
 
 
 def _require_sound_variables() -> None:

@@ -3,10 +3,14 @@
 import csv
 import io
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 from tiny_models import make_model
 from torch.utils.flop_counter import FlopCounterMode
@@ -97,6 +101,19 @@ def test_what_only_a_benchmark_counts_is_read_and_told():
     text = to_markdown({"machine": "m"}, [summary])
     assert "| CPU seconds | agent | learn |\n|---|---|---|\n| hacpo | a | 0.600 |\n| hacpo | b | 0.000 |" in text
     assert "| KB sent | agent | exchange/lane |" in text
+
+
+@pytest.mark.parametrize("command", ["bench", "chaos", "plan"])
+def test_a_command_can_be_imported_before_the_command_line(command):
+    subprocess.run([sys.executable, "-c", f"import hacpo_lab.commands.{command}"], check=True)
+
+
+def test_the_actors_benchmark_runs(tmp_path):
+    folder = make_model(tmp_path / "model", "qwen3", tied=True)
+    script = ROOT / "packages/hacpo_lab/benchmarks/actor_benchmark.py"
+    sizes = ("--sequences", "3", "--tokens", "8", "--rounds", "1", "--kernels", "3")
+    told = subprocess.run([sys.executable, script, folder, *sizes], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"^score: .* tokens/s, .*\nlearn: .* tokens/s, ", told) and "Self CPU time total" in told
 
 
 def test_sampling_beside_other_phases_is_as_fast_as_it_was_there():

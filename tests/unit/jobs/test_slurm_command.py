@@ -295,6 +295,7 @@ def test_a_process_ends_without_taking_its_libraries_down():
     code = """if True:
         import atexit, sys
         from hacpo_mega import cli
+        from hacpo_mega.cli import app
         class Library:
             def __del__(self):
                 print("leaked")
@@ -302,7 +303,7 @@ def test_a_process_ends_without_taking_its_libraries_down():
             cli.library = sys.library = Library()
             atexit.register(print, "registered")
             sys.exit({status})
-        cli.app.main = run
+        app.main = run
         cli.main()
     """
     for status, code_of_it in (("2", 2), ("None", 0), ("'words'", 1)):

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import re
+import runpy
 import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repository import SHARED
+from repository import ROOT, SHARED
 from run_cases import CHARACTERS
 from transformers import AutoTokenizer
 from view_cases import PAIRS
@@ -364,3 +365,15 @@ def test_a_prompt_that_an_agent_cannot_read_is_named_with_its_row(tmp_path):
         line = f"{file}:18: agents.narrow: the tokenizer cannot encode '10x=;': "
         with pytest.raises(ValueError, match=f"^{re.escape(line)}[^\n]*; it has no token for 'x'$"):
             read(config, num_tokens)
+
+
+def test_sized_tokenizers_sample_text_that_both_agents_read(tmp_path):
+    """launch/gpu/sized_models.py: any tokens but the end are text, which the other one has in other tokens."""
+    make = runpy.run_path(str(ROOT / "launch/gpu/sized_models.py"))["make_tokenizer"]
+    make(tmp_path / "one", 12_000, 1)
+    make(tmp_path / "two", 10_000, 2)
+    one, two = (load_tokenizer(tmp_path / name) for name in ("one", "two"))
+    assert (len(one), len(two)) == (12_000, 10_000)
+    text = one.decode(np.random.default_rng(0).integers(2, 12_000, 256).tolist())
+    ids = two.encode(text, add_special_tokens=False)
+    assert text.isprintable() and two.decode(ids) == text and ids != one.encode(text, add_special_tokens=False)
