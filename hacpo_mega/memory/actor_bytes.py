@@ -196,9 +196,6 @@ class _Layer:
         columns = (a.shared_ffn if a.has_experts else a.ffn_size) // tp
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
-        if a.traits.offset_norms and plan.device.mixed:
-            # It keeps its input in float32, and nobody keeps the residual beside its output.
-            norm = residual * FLOAT32 // number + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
         return cls(
             residual=residual,
@@ -269,9 +266,6 @@ def _attention(plan: ActorPlan) -> int:
     if cp > 1 and not flash:
         # Values beside their padded copy.
         kept += met * head
-    if a.qk_norm and a.traits.offset_norms and plan.device.mixed:
-        # The numbers in float32, and nothing of the projection.
-        return kept + tokens * (a.head_dim + 1) * FLOAT32 * (q + k)
     if a.traits.whole_qk_norm and plan.device.mixed:
         # The numbers and the normalised ones, both in float32, and nothing of the projection.
         return kept + 2 * tokens * a.head_dim * FLOAT32 * (q + k)
@@ -279,8 +273,8 @@ def _attention(plan: ActorPlan) -> int:
         # A view of keys or values keeps all of the fused projection, of a group whose ranks share it all queries.
         kept += (q * max(1, tp // own.kv_heads) + (1 + own.has_values) * k) * head
     if a.qk_norm:
-        # Queries are copied out of the projection for their norm, unless they lie at equal distances there.
-        kept += (q if 1 < k < q else 0) * head + tokens * (q + k) * FLOAT32
+        # Queries are copied out of the projection for their norm unless they lie at equal distances there; a gate, too.
+        kept += (q if (k > 1 or a.gated) and k < q else 0) * head + tokens * (q + k) * FLOAT32
         # One over all heads is written out, and keeps the normalised numbers.
         kept += (q + k) * head if a.traits.whole_qk_norm else 0
     return kept

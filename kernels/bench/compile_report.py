@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import torch
 import triton
 from hacpo_kernels.reference import ACTIVATIONS
 from triton.backends.compiler import GPUTarget
@@ -112,13 +113,20 @@ def layer_kernels(dtype: str):
     """The kernels of a layer, at the sizes of an 8B model: heads of 128 numbers, all or half of them rotated."""
     pointers = dict.fromkeys(("gate_up_ptr", "grad_ptr", "in_ptr", "turns_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
 
-    def built(name: str, kernel, constants: dict, **more):
-        return compile_kernel(f"{name} {dtype}", kernel, types_of(kernel, pointers), constants, 4, 3, **more)
+    def built(name: str, kernel, constants: dict, num_warps: int = 4, **more):
+        return compile_kernel(f"{name} {dtype}", kernel, types_of(kernel, pointers), constants, num_warps, 3, **more)
 
     for activation in ACTIVATIONS:
         constants = {"activation": activation, "block": elementwise.COLUMNS_PER_PROGRAM}
         yield built(f"gated {activation}", elementwise._gated_kernel, constants)
         yield built(f"gated {activation} gradient", elementwise._gated_gradient_kernel, constants)
+    pointers |= {"scale_ptr": "*fp32", "sums_ptr": "*fp32"}
+    for shape in ((16, 32, 128), (16, 1, 4096), (16, 1, 8192)):
+        _, sizes, warps = elementwise._rows_of(torch.empty(shape, device="meta"))
+        sizes = dict(zip(("num_heads", "size", "block_r", "block_h"), sizes, strict=True))
+        yield built(f"norm of {shape[2]}", elementwise._norm_kernel, sizes, **warps)
+        gradient = elementwise._norm_gradient_kernel
+        yield built(f"norm of {shape[2]} gradient", gradient, sizes | {"wants_weight": True}, **warps)
     for interleaved, num_pairs in ((False, 64), (True, 64), (False, 32)):
         sizes = {"num_heads": 32, "size": 128, "num_pairs": num_pairs, "interleaved": interleaved, "inverse": False}
         blocks = {"block_r": elementwise.PAIRS_PER_PROGRAM // num_pairs, "block_p": num_pairs}

@@ -19,7 +19,7 @@ from harness import Row, Stopwatch, arguments, commit_name, device_name, gpu_sta
 
 # (tokens, experts of a token, experts of the rank, hidden size, width): Qwen3-30B-A3B's, on one rank and on ep 8.
 SHAPES = {"tiny": [(6, 2, 4, 32, 16)], "targets": [(8192, 8, 128, 2048, 768), (8192, 8, 16, 2048, 768)]}
-# Largest error beside the largest number: bf16 is rounded once; tensor cores cut a float32 sum of rows off every sixteen,
+# Largest error beside the largest number: bf16 is rounded once; tensor cores cut a float32 sum off every sixteen rows,
 # in cuBLAS's product, too.
 ALLOWED = {"combine": 2.0**-7, "product": 2.0**-13}
 

@@ -17,6 +17,7 @@ from hacpo_kernels.api import (
     merge_adapter,
     objective_from_mean,
     packed_objective,
+    rms_norm,
     rotate_heads,
     segment_sum,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "objective_stats",
     "packed_objective",
     "product",
+    "rms_norm",
     "rotate_heads",
     "segment_sum",
 ]

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from hacpo_kernels import checks, reference
-from hacpo_kernels.autograd import Gated, Head, LinearLogprob, Rotation
+from hacpo_kernels.autograd import Gated, Head, LinearLogprob, Normed, Rotation
 from hacpo_kernels.backends import choose_backend
 from hacpo_kernels.bounds import Bounds
 from hacpo_kernels.linear_logprob import DTYPES
@@ -156,6 +156,18 @@ def gated_activation(gate_up: torch.Tensor, activation: str, *, backend: str = "
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has {gate_up.shape[-1]} columns; expected gate and up side by side")
     return Gated.apply(gate_up, activation, choose_backend(backend, gate_up, DTYPES))
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float = 0.0, backend: str = "auto"
+) -> torch.Tensor:
+    """x (weight + offset) / sqrt(mean of x^2 + eps) over the last dimension of `x` [..., H]; differentiable in both.
+
+    On CUDA heads within a fused projection are read where they lie. Computed in float32 and rounded once. Raises
+    ValueError on a weight of another shape, dtype or device.
+    """
+    checks.check_tensor("weight", weight, (x.shape[-1],), (x.dtype,), x)
+    return Normed.apply(x, weight, eps, offset, choose_backend(backend, x, DTYPES))
 
 
 def rotate_heads(heads: torch.Tensor, turns: torch.Tensor, *, interleaved: bool, backend: str = "auto") -> torch.Tensor:

@@ -23,6 +23,8 @@ class Backend:
     packed_objective: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     gated: Callable[[torch.Tensor, str], torch.Tensor]
     gated_gradient: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    normed: Callable[[torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
+    norm_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     rotated: Callable[[torch.Tensor, torch.Tensor, bool, bool], torch.Tensor]
     merged: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     combine_rows: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -39,6 +41,8 @@ REFERENCE = Backend(
     reference.packed_objective,
     reference.gated,
     reference.gated_gradient,
+    reference.normed,
+    reference.norm_gradient,
     reference.rotated,
     reference.merged,
     reference.combine_rows,
@@ -54,6 +58,8 @@ TRITON = Backend(
     triton_objective.packed_objective,
     elementwise.gated,
     elementwise.gated_gradient,
+    elementwise.normed,
+    elementwise.norm_gradient,
     elementwise.rotated,
     elementwise.merged,
     experts.combine_rows,

@@ -1,9 +1,11 @@
-"""Gated activation, rotary embedding and LoRA merge in Triton: one launch each, which reads and writes a number once.
+"""Gated activation, RMSNorm, rotary embedding and LoRA merge in Triton, each of one launch that reads and writes a
+number once.
 
 They compute in float32 and round once to the dtype of the result. An element's bits depend on its inputs alone, never
-on its place in the tensor. reference.py has the formulas.
+on its place in the tensor, but for the gradient of a norm's weight. reference.py has the formulas.
 
-Shapes: R rows of F columns; T tokens with N heads of size D, of which P pairs are rotated; E stacked matrices [N, M].
+Shapes: R rows of F columns, normalised rows of H; T tokens with N heads of size D, of which P pairs are rotated; E
+stacked matrices [N, M].
 """
 
 import torch
@@ -15,6 +17,9 @@ from hacpo_kernels.reference import LIMIT, SLOPE
 
 # The interpreter pays per program, a GPU per program too long.
 COLUMNS_PER_PROGRAM, PAIRS_PER_PROGRAM = (1 << 12, 1 << 14) if INTERPRETED else (1024, 1024)
+NUMBERS_PER_PROGRAM = 1 << 14 if INTERPRETED else 2048
+# Programs that add up a norm's weight gradient, each over rows of its own: a few on every multiprocessor.
+SUMMING_PROGRAMS = 512
 MERGED_ROWS, MERGED_COLUMNS = 32, 128
 # 2 sqrt(2 / pi) and the cubic factor of GELU's tanh form, g (1 + tanh u) / 2 = g sigmoid(2 u).
 GELU_SLOPE, GELU_CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
@@ -89,6 +94,83 @@ def _gated_gradient_kernel(
     grad_gate = grad * up * (sigmoid + activated * (1.0 - sigmoid) * slope) * gate_moves
     tl.store(out_ptr + place, grad_gate.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + place + width, (grad * activated * up_moves).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heads(ptr, row, token_stride, head_stride, num_heads: tl.constexpr, block_h: tl.constexpr):
+    """Pointers [block_r, block_h] to rows of a tensor [T, N, H], rows counted through all its heads."""
+    place = (row // num_heads).to(tl.int64) * token_stride + (row % num_heads).to(tl.int64) * head_stride
+    return ptr + place[:, None] + tl.arange(0, block_h)[None, :]
+
+
+@triton.jit
+def _norm_kernel(
+    in_ptr,  # *bf16 or *fp32 [T, N, H], a row's numbers side by side
+    weight_ptr,  # as in [H]
+    out_ptr,  # as in [T, N, H], contiguous
+    scale_ptr,  # *fp32 [T N]
+    num_rows,  # T N
+    token_stride,
+    head_stride,
+    eps,
+    offset,
+    num_heads: tl.constexpr,
+    size: tl.constexpr,
+    block_r: tl.constexpr,
+    block_h: tl.constexpr,
+):
+    row, column = tl.program_id(0) * block_r + tl.arange(0, block_r), tl.arange(0, block_h)
+    is_row = row < num_rows
+    inside = is_row[:, None] & (column < size)[None, :]
+    source = _heads(in_ptr, row, token_stride, head_stride, num_heads, block_h)
+    numbers = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(numbers * numbers, axis=1) / size + eps)
+    weight = tl.load(weight_ptr + column, mask=column < size, other=0.0).to(tl.float32) + offset
+    place = row.to(tl.int64)[:, None] * size + column[None, :]
+    tl.store(out_ptr + place, (numbers * scale[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + row, scale, mask=is_row)
+
+
+@triton.jit
+def _norm_gradient_kernel(
+    in_ptr,  # *bf16 or *fp32 [T, N, H], a row's numbers side by side
+    grad_ptr,  # as in [T, N, H], likewise
+    weight_ptr,  # as in [H]
+    scale_ptr,  # *fp32 [T N]
+    out_ptr,  # as in [T, N, H], contiguous
+    sums_ptr,  # *fp32 [programs, H]: the weight's gradient from the rows of each
+    num_rows,  # T N
+    token_stride,
+    head_stride,
+    grad_token_stride,
+    grad_head_stride,
+    offset,
+    num_heads: tl.constexpr,
+    size: tl.constexpr,
+    wants_weight: tl.constexpr,
+    block_r: tl.constexpr,
+    block_h: tl.constexpr,
+):
+    column = tl.arange(0, block_h)
+    is_column = column < size
+    weight = tl.load(weight_ptr + column, mask=is_column, other=0.0).to(tl.float32) + offset
+    total = tl.zeros([block_h], tl.float32)
+    for start in range(tl.program_id(0) * block_r, num_rows, tl.num_programs(0) * block_r):
+        row = start + tl.arange(0, block_r)
+        inside = (row < num_rows)[:, None] & is_column[None, :]
+        source = _heads(in_ptr, row, token_stride, head_stride, num_heads, block_h)
+        grad_source = _heads(grad_ptr, row, grad_token_stride, grad_head_stride, num_heads, block_h)
+        scale = tl.load(scale_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+        normed = tl.load(source, mask=inside, other=0.0).to(tl.float32) * scale
+        grad = tl.load(grad_source, mask=inside, other=0.0).to(tl.float32)
+        weighted = grad * weight[None, :]
+        inner = tl.sum(weighted * normed, axis=1)[:, None] / size
+        place = row.to(tl.int64)[:, None] * size + column[None, :]
+        tl.store(out_ptr + place, ((weighted - normed * inner) * scale).to(out_ptr.dtype.element_ty), mask=inside)
+        if wants_weight:
+            total += tl.sum(grad * normed, axis=0)
+    if wants_weight:
+        tl.store(sums_ptr + tl.program_id(0) * size + column, total, mask=is_column)
 
 
 @triton.jit
@@ -194,6 +276,53 @@ def _launch_gated(kernel, like: torch.Tensor, width: int, activation: str, *poin
         grid = (like.numel() // width, triton.cdiv(width, block))
         with torch.cuda.device_of(like):
             kernel[grid](*pointers, width, activation, block)
+
+
+def normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.normed` in Triton."""
+    x_TNH = _as_heads(x)
+    rows, sizes, how = _rows_of(x_TNH)
+    out, scale = x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if rows:
+        with torch.cuda.device_of(x):
+            _norm_kernel[(triton.cdiv(rows, sizes[2]),)](
+                x_TNH, weight_H, out, scale, rows, *x_TNH.stride()[:2], eps, offset, *sizes, **how
+            )
+    return out, scale
+
+
+def norm_gradient(
+    x: torch.Tensor, weight_H: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor, offset: float, wants_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`reference.norm_gradient` in Triton."""
+    x_TNH, grad_TNH = _as_heads(x), _as_heads(grad)
+    rows, (num_heads, size, block_r, block_h), how = _rows_of(x_TNH)
+    programs = min(SUMMING_PROGRAMS if wants_weight else rows, triton.cdiv(rows, block_r))
+    out, sums = x.new_empty(x.shape), scale  # which the kernel leaves alone where it has nothing to add up
+    if wants_weight:
+        sums = scale.new_zeros((programs, size))
+    if rows:
+        with torch.cuda.device_of(x):
+            _norm_gradient_kernel[(programs,)](
+                x_TNH, grad_TNH, weight_H, scale, out, sums, rows, *x_TNH.stride()[:2], *grad_TNH.stride()[:2], offset,
+                num_heads, size, wants_weight, block_r, block_h, **how,
+            )  # fmt: skip
+    return out, sums.sum(dim=0).to(weight_H.dtype) if wants_weight else None
+
+
+def _as_heads(x: torch.Tensor) -> torch.Tensor:
+    """[..., N, H] as [T, N, H], a row's numbers side by side: heads within a fused projection stay where they are."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3) if x.dim() > 2 else x.view(1, 1, -1)
+
+
+def _rows_of(x_TNH: torch.Tensor) -> tuple[int, tuple[int, int, int, int], dict[str, int]]:
+    """Rows; heads, their size and the block of rows and of numbers; how a kernel of them is launched."""
+    tokens, num_heads, size = x_TNH.shape
+    block_h = triton.next_power_of_2(size)
+    block_r = max(1, NUMBERS_PER_PROGRAM // block_h)
+    return tokens * num_heads, (num_heads, size, block_r, block_h), {"num_warps": min(16, max(4, block_h // 512))}
 
 
 def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:

@@ -307,6 +307,33 @@ def limited(gate_up: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch
     return (gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1) if activation == SWIGLUOAI else (gate, up)
 
 
+def normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = r x (w + offset), [..., H], and r = (mean of x^2 + eps)^-1/2, float32 or float64 [..., 1]; rounded once."""
+    if not offset:
+        return torch.ops.aten._fused_rms_norm(x, weight_H.shape, weight_H, eps)
+    dtype = compute_dtype(x.dtype)
+    y, scale = torch.ops.aten._fused_rms_norm(x.to(dtype), weight_H.shape, offset + weight_H.to(dtype), eps)
+    return y.type_as(x), scale
+
+
+def norm_gradient(
+    x: torch.Tensor, weight_H: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor, offset: float, wants_weight: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of `normed`; with g the gradient of y
+
+    dx = r g (w + offset) - x r^3 sum(g x (w + offset)) / H        dw = sum over rows of r g x
+    """
+    dtype = compute_dtype(x.dtype)
+    numbers, weight, grad = x.to(dtype), weight_H.to(dtype), grad.to(dtype)
+    if offset:
+        weight = offset + weight
+    products_TH = (grad * numbers).reshape(-1, len(weight))
+    inner = (products_TH @ weight).div_(len(weight)).view(scale.shape)
+    grad_x = (grad * weight).mul_(scale).addcmul_(numbers, inner.mul_(scale.pow(3)), value=-1.0)
+    grad_weight = (scale.view(-1) @ products_TH).type_as(weight_H) if wants_weight else None
+    return grad_x.type_as(x), grad_weight
+
+
 def rotated(tensor_TND: torch.Tensor, turns_T4P: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
     """Heads whose first 2 P numbers are rotated, pair by pair, forth or back: x cos + (-x of the partner, or x) sin."""
     cosines, sines = turns_T4P.unsqueeze(1).chunk(2, dim=-1)

@@ -15,6 +15,7 @@ from hacpo_kernels import (
     merge_adapter,
     objective_stats,
     packed_objective,
+    rms_norm,
     rotate_heads,
 )
 from kernel_cases import make_head
@@ -150,10 +151,31 @@ def test_a_layers_kernels_are_one_launch_each_way():
     assert launched(lambda: gated_activation(gate_up.detach(), "silu")) == ["_gated_kernel"]
     back = partial(torch.autograd.grad, gated, gate_up, torch.ones_like(gated), retain_graph=True)
     assert launched(back) == ["_gated_gradient_kernel"]
+    inner, weight = heads[:, 2:5], torch.ones(128, device="cuda", dtype=torch.bfloat16)
+    assert launched(lambda: rms_norm(inner.detach(), weight, 1e-6)) == ["_norm_kernel"]
+    normed = rms_norm(inner, weight, 1e-6)
+    back = partial(torch.autograd.grad, normed, inner, torch.ones_like(normed), retain_graph=True)
+    assert launched(back) == ["_norm_gradient_kernel"]
     turned = rotate_heads(heads, turns, interleaved=False)
     assert launched(lambda: rotate_heads(heads.detach(), turns, interleaved=False)) == ["_rotary_kernel"]
     back = partial(torch.autograd.grad, turned, heads, torch.ones_like(turned), retain_graph=True)
     assert launched(back) == ["_rotary_kernel"]
+
+
+@pytest.mark.parametrize("size, heads", [(128, 40), (2048, 1), (5120, 1), (8192, 1)])
+def test_norms_of_real_sizes(size, heads):
+    """Keys within a projection of 8B models; the weight's gradient is a sum of many rows, torch's in float64."""
+    fused = torch.randn(4099, heads + 8, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.rand(size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(4099, heads, size, device="cuda", dtype=torch.bfloat16)
+    found = rms_norm(fused[:, 3 : 3 + heads], weight, 1e-6)
+    found.backward(grad)
+    x, w = (t.detach().double().requires_grad_() for t in (fused[:, 3 : 3 + heads], weight))
+    expected = torch.nn.functional.rms_norm(x, (size,), w, 1e-6)
+    expected.backward(grad.double())
+    pairs = (found, expected), (fused.grad[:, 3 : 3 + heads], x.grad), (weight.grad, w.grad)
+    for mine, exact in pairs:
+        torch.testing.assert_close(mine.double(), exact, rtol=2.0**-8, atol=1e-3 * exact.abs().max().item())
 
 
 def test_gate_and_up_past_2_to_31_numbers():

@@ -111,7 +111,6 @@ def trace_actor(
             )
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # whose products have memory of their own
             stack.enter_context(_replaced(layers.RMSNorm, "forward", _fused_norm))
-            stack.enter_context(_replaced(layers.OffsetRMSNorm, "forward", _fused_offset_norm))
             stack.enter_context(_replaced(rope, "rms_norm", _fused_norm_of_values))
         bare = build_model(
             architecture,
@@ -315,10 +314,6 @@ class _FusedNorm(torch.autograd.Function):
 
 def _fused_norm(norm: layers.RMSNorm, hidden: torch.Tensor) -> torch.Tensor:
     return _FusedNorm.apply(hidden, norm.weight)
-
-
-def _fused_offset_norm(norm: layers.OffsetRMSNorm, hidden: torch.Tensor) -> torch.Tensor:
-    return _FusedNorm.apply(hidden.float(), 1.0 + norm.weight.float()).type_as(hidden)
 
 
 def _fused_norm_of_values(values: torch.Tensor, shape: tuple[int], eps: float) -> torch.Tensor:

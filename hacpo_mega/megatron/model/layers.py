@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from hacpo_kernels import rms_norm
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.nn.functional import rms_norm
+from torch.autograd.function import FunctionCtx
 
 from hacpo_mega.megatron.model.attention import LatentAttention, PackedAttention, as_part
 from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
@@ -28,11 +28,13 @@ from hacpo_mega.models.families.architecture import Architecture
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with Megatron's constructor.
+    """RMSNorm with Megatron's constructor, scaled by `offset` + weight.
 
     Under sequence parallelism each rank has a slice of the tokens, so its weight gradient is a part of the sum; the
     attribute `sequence_parallel` makes Megatron's finalize_model_grads add the parts.
     """
+
+    offset = 0.0
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
@@ -40,46 +42,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H], normalised over the last dimension."""
-        return _normed(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm scaled by 1 + weight (Gemma), multiplied in float32 and rounded once."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., H], normalised over the last dimension."""
-        return _normed(x.float(), 1.0 + self.weight.float(), self.eps).type_as(x)
-
-
-def _normed(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """torch's RMSNorm of [..., H], to the last bit; its gradient in float32 on the CPU by a formula (_Normed)."""
-    if x.device.type == "cpu" and x.dtype is torch.float32:
-        return _Normed.apply(x, weight_H, eps)
-    return rms_norm(x, weight_H.shape, weight_H, eps)
-
-
-class _Normed(torch.autograd.Function):
-    """y = r x w with r = (mean of x^2 + eps)^-1/2, and with g the gradient of y
-
-        dx = r g w - x r^3 sum(g x w) / H        dw = sum over rows of r g x
-
-    CUDA has a kernel for that. On the CPU torch derives it from a dozen operations, at two to three times the cost.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-        y, scale = torch.ops.aten._fused_rms_norm(x, weight_H.shape, weight_H, eps)
-        ctx.save_for_backward(x, weight_H, scale)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, weight_H, scale = ctx.saved_tensors
-        products_TH = (g * x).reshape(-1, len(weight_H))
-        inner = (products_TH @ weight_H).div_(len(weight_H)).view(scale.shape)
-        grad_x = (g * weight_H).mul_(scale).addcmul_(x, inner.mul_(scale.pow(3)), value=-1.0)
-        return grad_x, scale.view(-1) @ products_TH if ctx.needs_input_grad[1] else None, None
+    offset = 1.0
 
 
 class WholeRMSNorm(torch.nn.Module):

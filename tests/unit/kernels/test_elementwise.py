@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from hacpo_kernels import gated_activation, merge_adapter, rotate_heads
+from hacpo_kernels import elementwise, gated_activation, merge_adapter, rms_norm, rotate_heads
 from kernel_cases import BACKENDS, DEVICE, UNIT, assert_within
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.nn.functional import gelu, silu
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_neighbours
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
@@ -124,6 +125,63 @@ def test_rotation_and_its_gradient(heads, size, pairs, interleaved, dtype, backe
     assert_within(turned, expected, relative * 1.5 * exact[..., size:].detach().abs().amax(dim=-1, keepdim=True))
     assert_within(fused.grad, exact.grad, relative * 1.5 * grad.cpu().double().abs().amax(dim=-1, keepdim=True))
     assert torch.equal(turned[..., 2 * pairs :], fused[..., size + 2 * pairs :])
+
+
+@each_backend
+@each_dtype
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(7, 1, 3, 32), (5, 24), (1, 2, 4, 5, 96), (3, 1, 1, 4100), (48,)], ids=str)
+def test_a_norm_and_its_gradients(shape, offset, dtype, backend):
+    """Heads within a fused projection and a gradient that lies otherwise, against torch's in float64."""
+    fused = drawn(*shape[:-1], 2 * shape[-1], seed=1, dtype=dtype).requires_grad_()
+    weight = drawn(shape[-1], seed=2, dtype=dtype).requires_grad_()
+    grad = drawn(*shape, seed=3, dtype=dtype)
+    grad = grad.transpose(0, -2).contiguous().transpose(0, -2) if len(shape) > 2 else grad
+    normed = rms_norm(fused[..., shape[-1] :], weight, 1e-3, offset=offset, backend=backend)
+    normed.backward(grad)
+
+    x, w = (tensor.detach().cpu().double().requires_grad_() for tensor in (fused[..., shape[-1] :], weight))
+    expected = functional.rms_norm(x, w.shape, w + offset, 1e-3)
+    expected.backward(grad.cpu().double())
+    with torch.no_grad():
+        g, scaled = grad.cpu().double(), (w + offset).abs()
+        scale = (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+        relative = (2 * shape[-1] + 32) * EPS + stored(backend, dtype)  # two sums of a row, in any order
+        inner = x.abs() * scale**3 * ((g * x).abs() * scaled).sum(-1, keepdim=True) / shape[-1]
+        terms = (scale * g * x).abs().reshape(-1, shape[-1])
+        assert normed.is_contiguous()
+        assert_within(normed, expected, relative * (x * scale).abs() * scaled + 1e-30)
+        assert_within(fused.grad[..., shape[-1] :], x.grad, relative * (scale * g.abs() * scaled + inner) + 1e-30)
+        assert_within(weight.grad, w.grad, (relative + len(terms) * EPS) * terms.sum(0) + 1e-30)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_a_norms_row_has_the_same_bits_in_any_batch(rows):
+    """Frozen weights have no gradient; no row is no launch."""
+    x, weight, grad = drawn(90, 64, seed=1), drawn(64, seed=2), drawn(90, 64, seed=3)
+    found = []
+    for part in (slice(0, 90), slice(11, 11 + rows)):
+        given = x[part].clone().requires_grad_()
+        normed = rms_norm(given, weight, 1e-6, backend="triton")
+        normed.backward(grad[part])
+        found.append((normed.detach(), given.grad))
+    assert all(torch.equal(whole[11 : 11 + rows], part) for whole, part in zip(*found, strict=True))
+
+
+def test_many_rows_add_up_a_norms_weight(monkeypatch):
+    """Programs that take several blocks of rows each."""
+    monkeypatch.setattr(elementwise, "NUMBERS_PER_PROGRAM", 64)
+    monkeypatch.setattr(elementwise, "SUMMING_PROGRAMS", 3)
+    x, grad = drawn(50, 16, seed=1), drawn(50, 16, seed=3)
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    rms_norm(x, weight, 1e-6, backend="triton").backward(grad)
+    exact = (grad.double() * functional.rms_norm(x.double(), (16,), None, 1e-6)).sum(0)
+    assert_within(weight.grad, exact.cpu(), 200 * EPS * grad.abs().double().sum(0).cpu() * 4)
+
+
+def test_a_norm_of_another_weight_is_refused():
+    with pytest.raises(ValueError, match=r"weight has shape \[3\]; expected \[4\]"):
+        rms_norm(torch.ones(2, 4), torch.ones(3), 1e-6)
 
 
 def merged_by_hand(weight, up, down, scale):

