@@ -136,7 +136,7 @@ def test_a_norm_and_its_gradients(shape, offset, dtype, backend):
     fused = drawn(*shape[:-1], 2 * shape[-1], seed=1, dtype=dtype).requires_grad_()
     weight = drawn(shape[-1], seed=2, dtype=dtype).requires_grad_()
     grad = drawn(*shape, seed=3, dtype=dtype)
-    grad = grad.transpose(0, -2).contiguous().transpose(0, -2) if len(shape) > 2 else grad
+    grad = grad.mT.contiguous().mT if len(shape) > 1 else grad
     normed = rms_norm(fused[..., shape[-1] :], weight, 1e-3, offset=offset, backend=backend)
     normed.backward(grad)
 
