@@ -314,7 +314,8 @@ def _as_heads(x: torch.Tensor) -> torch.Tensor:
     """[..., N, H] as [T, N, H], a row's numbers side by side: heads within a fused projection stay where they are."""
     if x.stride(-1) != 1:
         x = x.contiguous()
-    return x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3) if x.dim() > 2 else x.view(1, 1, -1)
+    # The number of heads is compiled in, that of rows is not.
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(0, -3) if x.dim() > 2 else x.view(1, 1, -1)
 
 
 def _rows_of(x_TNH: torch.Tensor) -> tuple[int, tuple[int, int, int, int], dict[str, int]]:

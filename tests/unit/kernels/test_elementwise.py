@@ -168,6 +168,12 @@ def test_a_norms_row_has_the_same_bits_in_any_batch(rows):
     assert all(torch.equal(whole[11 : 11 + rows], part) for whole, part in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(16,), (7, 16), (7, 1, 16), (2, 5, 1, 16)])
+def test_no_norm_is_compiled_for_a_number_of_rows(shape):
+    _, (num_heads, size, *_), _ = elementwise._rows_of(elementwise._as_heads(torch.empty(shape)))
+    assert (num_heads, size) == (1, 16)
+
+
 def test_many_rows_add_up_a_norms_weight(monkeypatch):
     """Programs that take several blocks of rows each."""
     monkeypatch.setattr(elementwise, "NUMBERS_PER_PROGRAM", 64)
