@@ -12,6 +12,7 @@ keep TORCH_CPP_LOG_LEVEL ERROR        # torch warns of what it does not find on 
 keep HF_HUB_OFFLINE 1                 # models are folders; a typo must not become a download on 512 nodes
 keep TRANSFORMERS_OFFLINE 1           # the same, for transformers
 keep HF_HUB_DISABLE_PROGRESS_BARS 1   # every rank would draw its own
+keep TQDM_DISABLE 1                   # the same, of vLLM's graphs and of transformers' files
 keep TOKENIZERS_PARALLELISM false     # its threads do not survive the forks of reward workers
 keep PYTHONWARNINGS ignore:resource_tracker # it frees the shared memory of a process that was told to end, and complains
 keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
@@ -21,6 +22,7 @@ if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
   keep FLASHINFER_LOGGING_LEVEL warning # it reports every step of its start
   keep CUDA_DEVICE_ORDER PCI_BUS_ID     # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too
   keep VLLM_ALLREDUCE_USE_FLASHINFER 0  # else it would depend on nvcc and ninja on PATH, and be compiled at the start
+  keep VLLM_USE_FLASHINFER_SAMPLER 0    # it takes no request with a seed
 else
   keep VLLM_LOGGING_LEVEL ERROR         # it warns of every CUDA feature that a CPU lacks
   keep TORCHDYNAMO_DISABLE 1            # spares an 18 s compilation on the first answer
