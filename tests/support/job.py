@@ -180,12 +180,17 @@ def start_command(*arguments: str | Path, **options: Any) -> subprocess.Popen:
     return subprocess.Popen([python, "-m", "hacpo_mega.cli", *map(str, arguments)], env=environment, **pipes)
 
 
-@functools.cache
 def interpreter() -> tuple[str, dict[str, str]]:
-    """A Python for commands that start heavy processes, and its environment: THREADS for each."""
-    environment = os.environ | {"OMP_NUM_THREADS": THREADS}
+    """A Python for commands that start heavy processes, and its environment: this one's, with THREADS for each."""
+    python, added = _interpreter()
+    return python, os.environ | added
+
+
+@functools.cache
+def _interpreter() -> tuple[str, dict[str, str]]:
+    """The Python, and what its environment has beside this one's."""
     if ON_CUDA:
-        return sys.executable, environment
+        return sys.executable, {"OMP_NUM_THREADS": THREADS}
     _start_server()
     door = Path(tempfile.mkdtemp(prefix="forked_python")) / "socket"
     server = PROCESSES.Process(target=_serve_commands, args=(str(door),), name="forked python")
@@ -195,8 +200,8 @@ def interpreter() -> tuple[str, dict[str, str]]:
     while not door.exists():
         assert server.is_alive(), "the server of forked_python.py has not started"
         time.sleep(0.05)
-    environment |= ENVIRONMENT | {"FORKED_PYTHON": str(door), "PLAIN_PYTHON": sys.executable}
-    return forked_python.__file__, environment
+    added = ENVIRONMENT | {"OMP_NUM_THREADS": THREADS, "FORKED_PYTHON": str(door), "PLAIN_PYTHON": sys.executable}
+    return forked_python.__file__, added
 
 
 def _serve_commands(door: str) -> None:
