@@ -197,6 +197,9 @@ class _Layer:
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
+        # The norm before is part of the block there, which has five: what one gives a gather reads, which keeps nothing;
+        # the router's and the feed-forward's keep their output, both behind these their input.
+        beside = a.has_experts and a.traits.experts.beside
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -204,10 +207,14 @@ class _Layer:
             attention=norm + _attention(plan) + _factors(plan, "self_attention"),
             ffn=ffn,
             # Gate and up, and their product; the output of shared experts, which their gate multiplies.
-            mlp=3 * ffn + residual * a.gates_shared + experts.kept + _factors(plan, "mlp"),
+            mlp=3 * ffn
+            + residual * a.gates_shared
+            + experts.kept
+            + _factors(plan, "mlp")
+            + beside * (5 * norm - residual),
             down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
-            more_norms=(len(a.traits.norms) - 2) * norm,
+            more_norms=(len(a.traits.norms) - 2 - beside) * norm,
             experts=experts,
             delta=_delta_net(plan),
         )

@@ -52,6 +52,8 @@ def expert_bytes(
     crosses = layout.ep > 1
     # Probabilities of all experts; shares before and after they add up to 1, their sum, the numbers of their experts.
     routing = tokens * (a.num_experts * FLOAT32 + per_token * (2 * FLOAT32 + INT64) + FLOAT32)
+    if a.traits.experts.beside:  # and the factor of each, the shares before it, and their numbers again
+        routing += rows * (2 * FLOAT32 + INT64)
     orders = rows * INT64 * (3 if crosses else 1)
     reads, reads_product = (lora is None or is_adapted(a, lora, f"mlp.experts.{name}") for name in ("gate_up", "down"))
     # Rows as they come, gate and up, their product, rows as they went back.

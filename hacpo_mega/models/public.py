@@ -128,6 +128,8 @@ def _ministral3(size: str) -> list[str]:
 _GEMMA4 = {"vocab_size": 262144, "max_position_embeddings": 262144, "sliding_window": 1024, "attention_k_eq_v": True,
            "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}  # fmt: skip
 _GEMMA4_NAMES = [f"google/gemma-4-31B{kind}" for kind in ("", "-it")]
+_GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+_GEMMA4_MOE_NAMES = [f"google/gemma-4-26B-A4B{kind}" for kind in ("", "-it")]
 _LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 1024}
 _WIDE = {"head_dim": 128, "query_pre_attn_scalar": 168}
 _TEKKEN = {"vocab_size": 131072, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None}
@@ -135,7 +137,7 @@ _LONG = {**_TEKKEN, "max_position_embeddings": 262144}
 _SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
 _DELTA = {"linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144, "rope_theta": 1e7}
 _DELTA_NAMES = [f"Qwen/Qwen3.{generation}-27B" for generation in (5, 6, 8)]
-_DELTA_MOE = {**_DELTA, "linear_num_value_heads": 32}
+_DELTA_MOE = {**_DELTA, "linear_num_value_heads": 32}  # and of the 9B
 _DELTA_MOE_NAMES = [f"Qwen/Qwen3.{generation}-35B-A3B" for generation in (5, 6)]
 _NEXT = {"max_position_embeddings": 262144, "rope_theta": 1e7}
 _NEXT_NAMES = [f"Qwen/Qwen3-Next-80B-A3B-{kind}" for kind in ("Instruct", "Thinking")]
@@ -159,10 +161,12 @@ _TEXTS = {
     **_text(_gemma3("12b"), GEMMA3, 48, 3840, 15360, 16, 8, **_LINEAR),
     **_text(_gemma3("27b"), GEMMA3, 62, 5376, 21504, 32, 16, **_LINEAR, **_WIDE),
     **_text(_GEMMA4_NAMES, GEMMA4, 60, 5376, 21504, 32, 16, num_global_key_value_heads=4, **_GEMMA4),
+    **_text(_GEMMA4_MOE_NAMES, GEMMA4, 30, 2816, 2112, 16, 8, num_global_key_value_heads=2, **_GEMMA4, **_GEMMA4_MOE),
     **_text(_ministral3("3B"), MINISTRAL3, 26, 3072, 9216, 32, 8, **_LONG, tie_word_embeddings=True),
     **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
     **_text(_DELTA_NAMES, QWEN3_5, 64, 5120, 17408, 24, 4, **_DELTA),
+    **_text(["Qwen/Qwen3.5-9B"], QWEN3_5, 32, 4096, 12288, 16, 4, **_DELTA_MOE),
     **_text(_DELTA_MOE_NAMES, QWEN3_5_MOE, 40, 2048, 512, 16, 2, **_DELTA_MOE),
     **_text(_NEXT_NAMES, QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT),
     **_text(["Qwen/Qwen3-Coder-Next"], QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT | {"rope_theta": 5e6}),

@@ -1,5 +1,5 @@
 """A whole run with an agent of experts, which its two cells share, beside one of adapters: trained, resumed, exported.
-One family without experts, whose layers have two kinds of heads, goes the same way.
+One is an image checkpoint, whose layers have two kinds of heads and experts beside their feed-forwards.
 
 It reduces gradients inside backward, gathers weights during forward, replays the routing of its engines, each of which
 gets half of the experts from the other cell, and has its optimizer away while these answer.
@@ -22,13 +22,13 @@ from run_cases import (
     require_same_in_two_parts,
     require_same_weights,
     train,
+    weights_of,
     write_watched_config,
 )
-from safetensors.torch import load_file
-from tiny_models import CPU_LATENT, GPT_OSS_ROPE, LATENT_ROPE
-from transformers import AutoModelForCausalLM
+from tiny_models import CPU_LATENT, GPT_OSS_ROPE, LATENT_ROPE, auto_class
 
 from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.models.files.weight_files import text_name
 
 pytestmark = pytest.mark.nightly
 
@@ -36,7 +36,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 # Family of the agent beside each family; SIZES below has the sizes that a family must have.
 BESIDE = {"qwen3_moe": "llama", "glm4_moe": "smollm3", "gpt_oss": "qwen3", "qwen3_5_moe_text": "qwen3",
           "deepseek_v3": "qwen3", "gemma4_text": "qwen3"}  # fmt: skip
-EXPERTLESS = "gemma4_text"
+IMAGES = "gemma4_text"
 # With shared experts no routing is replayed.
 REPLAYS = "qwen3_moe", "gpt_oss"
 DEEPSEEK = {**CPU_LATENT, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
@@ -44,7 +44,7 @@ SIZES = {
     "smollm3": {"said": {"no_rope_layers": [1, 0]}},
     "gpt_oss": {"attention_bias": True, "window": 9, "rope_scaling": GPT_OSS_ROPE},
     "deepseek_v3": {"rope_scaling": LATENT_ROPE, "said": DEEPSEEK},
-    "gemma4_text": {"window": 9},
+    "gemma4_text": {"window": 9, "images": True, "said": {"enable_moe_block": True}},
     "qwen3_5_moe_text": {"said": {"rms_norm_eps": 1e-2}},
 }
 
@@ -58,7 +58,7 @@ def family(request) -> str:
 def config(tmp_path_factory, family) -> Path:
     folder = tmp_path_factory.mktemp(family)
     options = {"data_parallel": OVERLAP, "offload": "optimizer", "router_replay": family in REPLAYS}
-    layout = {"cells_per_lane": 2, **({} if family == EXPERTLESS else {"ep": 2}), **options}
+    layout = {"cells_per_lane": 2, "ep": 2, **options}
     agents = [
         agent_table(folder, "sparse", family, CHARACTERS, SIZES.get(family), **layout),
         agent_table(folder, "dense", BESIDE[family], CHARACTERS + PAIRS, SIZES.get(BESIDE[family]), lora=LORA),
@@ -79,24 +79,21 @@ def test_it_learns_from_the_other_and_its_engine_holds_its_weights(family, undis
         assert values["agent/sparse/self/first_ratio_error"] == 0.0
         assert values["agent/sparse/from/dense/ratio_mean"] > 0.0
         assert 0.0 < values["agent/sparse/engine_gap_max"] < 1e-4, "of weights that were published to both cells"
-        if family != EXPERTLESS:
-            assert 1 / 4 <= values["agent/sparse/fullest_expert_share"] < 1.0
-            assert 0.0 < values["agent/sparse/expert_entropy"] <= 1.0
+        assert 1 / 4 <= values["agent/sparse/fullest_expert_share"] < 1.0
+        assert 0.0 < values["agent/sparse/expert_entropy"] <= 1.0
         if family in REPLAYS:  # in float32 engine and actor choose alike but for ties
             assert 0.0 <= values["agent/sparse/replay_changed"] < 0.01
         assert not {"agent/dense/expert_entropy", "agent/dense/replay_changed"} & values.keys()
-    start, end = (
-        load_file(folder / "model.safetensors")
-        for folder in (undisturbed.parent / "sparse", undisturbed / "agents" / "sparse")
-    )
+    start, end = weights_of(undisturbed.parent / "sparse"), weights_of(undisturbed / "agents" / "sparse")
     assert start.keys() == end.keys()
     for name in start:
         # A router's bias stays as it was loaded.
         if re.search(r"\.(experts|gate|router|sinks|shared_expert_gate)\b", name):
             assert torch.equal(start[name], end[name]) == name.endswith("e_score_correction_bias"), name
-        if family == EXPERTLESS:  # the scale of a layer stays, too
-            assert torch.equal(start[name], end[name]) == name.endswith("layer_scalar"), name
-    AutoModelForCausalLM.from_pretrained(undisturbed / "agents" / "sparse")
+        if family == IMAGES:  # the scale of a layer stays, too, and the tower
+            is_fixed = name.endswith("layer_scalar") or text_name(name) is None
+            assert torch.equal(start[name], end[name]) == is_fixed, name
+    auto_class(family == IMAGES).from_pretrained(undisturbed / "agents" / "sparse")
 
 
 def test_a_run_in_two_parts_is_the_same_bit_for_bit(config, undisturbed):
@@ -119,7 +116,7 @@ def test_a_checkpoint_is_exported_as_the_run_exports(undisturbed, tmp_path):
 
 
 def test_its_export_is_evaluated(family, undisturbed, tmp_path):
-    if family not in ("gpt_oss", "qwen3_5_moe_text", "deepseek_v3", EXPERTLESS):
+    if family not in ("gpt_oss", "qwen3_5_moe_text", "deepseek_v3", IMAGES):
         return
     rows = [{"prompt": f"{index}+{index}", "answer": "1"} for index in range(4)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -20,7 +20,7 @@ from hacpo_mega.agent.policy_loss import REPORTS, PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.megatron.model.router import Router
 from hacpo_mega.models.files.stacked_experts import stack_shapes, stacked_experts
-from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, stacks_experts
+from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS, LAYER_SCALE, stacks_experts, stacks_plainly
 from hacpo_mega.records import Sample
 from hacpo_mega.samples.packing import input_length
 
@@ -51,6 +51,9 @@ MODELS = {
     # None of queries; two shared experts.
     "glm4_moe_lite": {"tied": False, "num_experts": 8, "experts_per_token": 3,
                       "said": {"q_lora_rank": None, "n_shared_experts": 2, "norm_topk_prob": False}},
+    # Beside the feed-forward, each between norms of its own; a factor for every expert.
+    "gemma4_text": {"tied": True, "num_experts": 8, "experts_per_token": 3, "num_kv_heads": 4, "window": 9,
+                    "said": {"enable_moe_block": True}},
 }  # fmt: skip
 # tp, cp, pp, ep: the rest of four ranks are further cells
 LAYOUTS = [
@@ -64,8 +67,10 @@ DELTA_NETS = "qwen3_5_moe_text", "qwen3_next"
 RUNS += [(name, layout) for name in DELTA_NETS for layout in ((1, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2), (1, 1, 2, 2))]
 LATENTS = "deepseek_v3", "glm4_moe_lite"
 RUNS += [(name, layout) for name in LATENTS for layout in ((1, 1, 1, 1), (2, 2, 1, 4), (2, 1, 2, 2))]
-# Biases for the choice of experts, one a layer that has experts.
-BIASES = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1, "deepseek_v3": 1, "glm4_moe_lite": 1}
+RUNS += [("gemma4_text", layout) for layout in ((1, 1, 1, 1), (2, 2, 1, 4), (2, 1, 2, 2))]
+# What is not trained: a bias for the choice of experts in a layer that has experts, the scale of a layer.
+FIXED = CORRECTION, EXPERT_BIAS, LAYER_SCALE
+NUM_FIXED = {"glm4_moe": 1, "minimax_m2": 2, "hy_v3": 1, "deepseek_v3": 1, "glm4_moe_lite": 1, "gemma4_text": 2}
 MAX_TOKENS = 64
 SAMPLES = random_samples(6, seed=11)
 AGREED = 1e-5
@@ -112,8 +117,9 @@ def visit(folder: Path, layout: tuple[int, int, int, int], export: Path) -> dict
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (NUM_RANKS // cells)]
     gradient, stats = gradient_by_descent(actor, lambda: actor.learn(mine, objective))
     gradient = {name: tensor / STEEP for name, tensor in gradient.items()}
-    if stacks_experts(gradient):  # as folders do, and so the oracle
-        gradient = dict(stacked_experts(gradient.items(), stack_shapes((n, t.shape) for n, t in gradient.items())))
+    if (plain := stacks_plainly(gradient)) or stacks_experts(gradient):  # as folders do, and so the oracle
+        shapes = stack_shapes(((name, tensor.shape) for name, tensor in gradient.items()), plain=plain)
+        gradient = dict(stacked_experts(gradient.items(), shapes, plain=plain))
     routers = [module for module in actor.model.modules() if isinstance(module, Router)]
     tokens = stats.num_tokens, sum(input_length(sample) for sample in mine if sample.num_trained)
     return {"logprobs": [score.token_logprobs for score in scores], "ratios": ratios, "gradient": gradient,
@@ -150,7 +156,7 @@ def expected(folders, tmp_path_factory) -> dict[str, tuple[list[np.ndarray], dic
         gradients = oracle.stored_gradient(oracle.policy_loss(SAMPLES), tmp_path_factory.mktemp(name))
         answers[name] = (
             logprobs,
-            {name: its for name, its in gradients.items() if not name.endswith((CORRECTION, EXPERT_BIAS))},
+            {name: its for name, its in gradients.items() if not name.endswith(FIXED)},
         )
     return answers
 
@@ -167,10 +173,10 @@ def test_scores_are_hugging_faces(seen, expected, name, layout):
 
 @EACH
 def test_the_gradient_of_every_expert_and_router_is_hugging_faces(seen, expected, name, layout):
-    """A router's bias has none, and stays as it was loaded."""
+    """A router's bias and a layer's scale have none, and stay as they were loaded."""
     for found in seen[name, layout]:
-        biases = {name for name in found["gradient"] if name.endswith((CORRECTION, EXPERT_BIAS))}
-        assert len(biases) == BIASES.get(name, 0) and not any(found["gradient"].pop(bias).any() for bias in biases)
+        fixed = {name for name in found["gradient"] if name.endswith(FIXED)}
+        assert len(fixed) == NUM_FIXED.get(name, 0) and not any(found["gradient"].pop(one).any() for one in fixed)
         assert worst(found["gradient"], expected[name][1])[0] < (DELTA_ERROR if name in DELTA_NETS else AGREED)
 
 

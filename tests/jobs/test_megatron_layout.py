@@ -50,6 +50,8 @@ CASES = {
     # two kinds of heads and of angles, keys that are values, norms on these, a number of each layer, a cap on logits
     "gemma4": {"family": "gemma4_text", "tied": True, "window": 7, "num_layers": 4},
     "gemma4-images": {"family": "gemma4_text", "tied": True, "window": 7, "images": True, "num_kv_heads": 4},
+    # and experts beside the feed-forwards, each between norms of their own
+    "gemma4-moe": {"family": "gemma4_text", "tied": True, "window": 7, "said": {"enable_moe_block": True}},
     # images of Gemma 3, and queries that grow, beside a vision tower that neither computes
     "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 7, "images": True, "max_shard_size": "60KB"},
     "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
@@ -91,6 +93,7 @@ LATER = (
     "gemma3",
     "gemma4",
     "gemma4-images",
+    "gemma4-moe",
     "smollm3",
     "seed-oss",
 )

@@ -37,7 +37,14 @@ MODELS = {
     "olmo3": {"family": "olmo3", "tied": False, "window": 11, "rope_scaling": YARN_ROPE},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 11},
     "gemma4": {"family": "gemma4_text", "tied": True, "window": 11},
-    "gemma4-images": {"family": "gemma4_text", "tied": True, "window": 11, "images": True},
+    # Experts beside the feed-forwards, too.
+    "gemma4-images": {
+        "family": "gemma4_text",
+        "tied": True,
+        "window": 11,
+        "images": True,
+        "said": {"enable_moe_block": True},
+    },
     "gemma3-images": {"family": "gemma3_text", "tied": True, "window": 11, "images": True},
     "ministral3-images": {"family": "ministral3", "tied": False, "images": True, "rope_scaling": SCALED_ROPE},
     "mistral-window": {"family": "mistral", "tied": False, "window": 11},

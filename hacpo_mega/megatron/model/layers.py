@@ -174,7 +174,9 @@ def _layer_spec(
     else:
         _set_attention(layer.submodules.self_attention, architecture, config, window, turns)
     if has_experts:
-        layer.submodules.mlp = expert_layer(architecture)
+        layer.submodules.mlp = expert_layer(architecture, norm)
+        if traits.experts.beside:
+            layer.submodules.pre_mlp_layernorm = IdentityOp
     else:
         activation = ModuleSpec(module=GatedActivation, params={"name": traits.activation})
         layer.submodules.mlp.keywords["submodules"].activation_func = activation

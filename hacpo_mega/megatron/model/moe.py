@@ -8,7 +8,8 @@ dispatcher needs CUDA streams, its grouped experts a package that no lock has. T
     experts     down(act(gate x) * up x), for all rows of an expert together
     combine     rows come back, and a token's are summed by its shares, in float32
     shared      a feed-forward for all tokens, where the family has one: split over tp, as every other is; some
-                multiply its output with the sigmoid of a number per token, its gate
+                multiply its output with the sigmoid of a number per token, its gate; Gemma 4 has norms before and
+                after it, and before and after the experts
 
 Each rank brings its own tokens: of tp under sequence parallelism, of cp. So a rank adds to the router's gradient the
 part of its own tokens, as with a norm, and to an expert's gradient the part of all rows it was sent.
@@ -41,6 +42,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.router import Router, counts_of, random_weight
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.experts import BESIDE_NORMS
 
 # torch's grouped product reads rows of 16 bytes.
 ALIGNED = 8
@@ -49,13 +51,14 @@ ALIGNED = 8
 class ExpertLayer(torch.nn.Module):
     """Experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
-    architecture: Architecture  # set by `expert_layer`
+    architecture: Architecture  # set by `expert_layer`, and so is the model's norm
+    norm_type: type[torch.nn.Module]
     place: int  # index among the layers of its stage (model.py)
 
     def __init__(self, config: TransformerConfig, **_place: object) -> None:
         super().__init__()
         self.group = parallel_state.get_expert_model_parallel_group()
-        self.router = Router(self.architecture, config)
+        self.router = Router(self.architecture, config, self.norm_type)
         self.experts = Experts(self.architecture, config, self.architecture.num_experts // self.group.size())
         self.shared = _shared_experts(self.architecture, config) if self.architecture.shared_ffn else None
         self.shared_gate: torch.nn.Linear | None = None
@@ -71,16 +74,7 @@ class ExpertLayer(torch.nn.Module):
         again. Here it carries the replayed experts, int16 [n, layers of the stage, k], -1 where the router decides;
         None: it always does.
         """
-        hidden_nH = hidden.flatten(0, -2)
-        shares_nk, experts_nk = self.router(hidden_nH, None if padding_mask is None else padding_mask[:, self.place])
-        order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
-        rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
-        if self.group.size() == 1:
-            rows_RH = self.experts(rows_RH, counts_E)
-        else:
-            exchange = ExpertDispatch.of(counts_E, len(order), self.group)
-            rows_RH = exchange.combine(self.experts(exchange.dispatch(rows_RH), exchange.counts_e))
-        output = _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
+        output = self._routed(hidden, hidden, padding_mask)
         if self.shared is None:
             return output, None
         shared = self.shared(hidden)[0]
@@ -88,10 +82,39 @@ class ExpertLayer(torch.nn.Module):
             shared = shared * self.shared_gate(hidden).sigmoid()
         return output + shared, None
 
+    def _routed(self, hidden: torch.Tensor, read: torch.Tensor, padding_mask: torch.Tensor | None) -> torch.Tensor:
+        """The experts' output for `hidden`, [n, 1, H] both, by a router that reads `read`, of the same shape."""
+        hidden_nH, told_nk = hidden.flatten(0, -2), None if padding_mask is None else padding_mask[:, self.place]
+        shares_nk, experts_nk = self.router(read.flatten(0, -2), told_nk)
+        order, counts_E = by_expert(experts_nk, self.architecture.num_experts)
+        rows_RH = _Spread.apply(hidden_nH, order, experts_nk.shape[1])
+        if self.group.size() == 1:
+            rows_RH = self.experts(rows_RH, counts_E)
+        else:
+            exchange = ExpertDispatch.of(counts_E, len(order), self.group)
+            rows_RH = exchange.combine(self.experts(exchange.dispatch(rows_RH), exchange.counts_e))
+        return _Combine.apply(rows_RH, order, shares_nk).view_as(hidden)
 
-def expert_layer(architecture: Architecture) -> type[ExpertLayer]:
-    """Makes the layer's class for an architecture; a spec with arguments would make Megatron warn for every layer."""
-    return type("ExpertLayer", (ExpertLayer,), {"architecture": architecture})
+
+class ExpertsBeside(ExpertLayer):
+    """Experts beside the layer's feed-forward, which is `shared` here, both between norms of their own (Gemma 4)."""
+
+    def __init__(self, config: TransformerConfig, **place: object) -> None:
+        super().__init__(config, **place)
+        for name in BESIDE_NORMS:
+            self.add_module(name, self.norm_type(config, config.hidden_size, config.layernorm_epsilon))
+
+    def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
+        """The same of the residual [n, 1, H], which no norm has seen."""
+        shared = self.shared_output_norm(self.shared(self.shared_norm(hidden))[0])
+        return shared + self.output_norm(self._routed(self.norm(hidden), hidden, padding_mask)), None
+
+
+def expert_layer(architecture: Architecture, norm: type[torch.nn.Module]) -> type[ExpertLayer]:
+    """Makes the layer's class for an architecture and its `norm`; a spec with arguments would make Megatron warn for
+    every layer."""
+    kind = ExpertsBeside if architecture.traits.experts.beside else ExpertLayer
+    return type(kind.__name__, (kind,), {"architecture": architecture, "norm_type": norm})
 
 
 def _shared_experts(architecture: Architecture, config: TransformerConfig) -> MLP:

@@ -2,6 +2,8 @@
 
 Softmax of float32 logits over all experts, the k largest of them, normalised to sum 1 where the family does that.
 Routing is deterministic: an answer that is scored twice has one score.
+Gemma 4: what the router reads is normalised first, its logits are over the root of the hidden size, and an expert's
+share is multiplied with a factor of its own at the end.
 DeepSeek-V3 (arXiv 2412.19437, eq. 13 to 16) and GLM-4.5: sigmoids instead of the softmax, and a bias that takes part in
 the choice of experts but not in the shares. Pre-training moved it to even the load; here it keeps its loaded bits.
 Auxiliary losses of a layer, which agents.megatron switches on (Megatron's names), over the T tokens that a micro-batch
@@ -17,6 +19,8 @@ Not here: the experts (moe.py).
 
 Shapes: n tokens of a rank, k experts of a token, E experts, H hidden size.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,7 +39,10 @@ UNTOLD, PADDING = -1, -2
 class Router(torch.nn.Module):
     """Chooses the experts of each token, and their shares in its output."""
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig) -> None:
+    def __init__(
+        self, architecture: Architecture, config: TransformerConfig, norm: Callable[..., torch.nn.Module]
+    ) -> None:
+        """`norm` makes a norm of the model's, from Megatron's configuration, a size and an epsilon."""
         super().__init__()
         self.architecture = architecture
         self.weight = random_weight(config, architecture.num_experts, architecture.hidden_size)
@@ -49,6 +56,12 @@ class Router(torch.nn.Module):
         if architecture.traits.experts.biased:
             self.logit_bias = torch.nn.Parameter(torch.zeros_like(self.weight[:, 0]))
             self.logit_bias.sequence_parallel = config.sequence_parallel
+        self.norm: torch.nn.Module | None = None
+        self.factors: torch.nn.Parameter | None = None
+        if architecture.traits.experts.beside:
+            self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
+            self.factors = torch.nn.Parameter(torch.ones_like(self.weight[:, 0]))
+            self.factors.sequence_parallel = config.sequence_parallel
         # Rows of (token, expert) pairs that every expert had, over the forwards that were learned from.
         self.load_E = torch.zeros(architecture.num_experts, dtype=torch.int64, device=self.weight.device)
         # Counts of replayed pairs: those that this router had not chosen, and all.
@@ -67,7 +80,10 @@ class Router(torch.nn.Module):
         A token goes to the experts of `replayed_nk` [n, k], in that order, if it has any (not -1). They get this
         router's shares, through which it learns (samples/routing.py).
         """
-        logits_nE = _Logits.apply(hidden_nH, self.weight)
+        if self.norm is not None:
+            logits_nE = _Logits.apply(self.norm(hidden_nH), self.weight) * hidden_nH.shape[-1] ** -0.5
+        else:
+            logits_nE = _Logits.apply(hidden_nH, self.weight)
         if self.logit_bias is not None:
             logits_nE = logits_nE + self.logit_bias.float()
         scores_nE = logits_nE.softmax(dim=-1) if self.bias is None else logits_nE.sigmoid()
@@ -80,6 +96,8 @@ class Router(torch.nn.Module):
             shares_nk = shares_nk / (shares_nk.sum(dim=-1, keepdim=True) + LEAST)
         if self.architecture.routed_scale != 1.0:
             shares_nk = shares_nk * self.architecture.routed_scale
+        if self.factors is not None:
+            shares_nk = shares_nk * self.factors.float()[experts_nk]
         if torch.is_grad_enabled():  # once, also where backward computes the layer again
             self.load_E += counts_of(experts_nk, len(self.load_E))
             if replayed_nk is not None:

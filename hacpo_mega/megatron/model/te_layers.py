@@ -16,7 +16,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from hacpo_mega.megatron.model.context_parallel import FromHeads, whole_sequences
-from hacpo_mega.megatron.model.layers import WithBias
+from hacpo_mega.megatron.model.layers import RMSNorm, WithBias
 from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.megatron.model.rope import ScaledQueries
@@ -95,7 +95,7 @@ def te_decoder_spec(architecture: Architecture, config: TransformerConfig, layer
         attention.linear_proj = ModuleSpec(module=WithBias, params={"linear": attention.linear_proj})
     if architecture.has_experts:  # ours, behind a norm of its own
         layer.submodules.pre_mlp_layernorm = gpt_layer_specs.TENorm
-        layer.submodules.mlp = expert_layer(architecture)
+        layer.submodules.mlp = expert_layer(architecture, RMSNorm)
     else:
         activation = ModuleSpec(module=GatedActivation, params={"name": architecture.traits.activation})
         layer.submodules.mlp.keywords["submodules"].activation_func = activation

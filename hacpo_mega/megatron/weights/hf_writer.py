@@ -25,6 +25,7 @@ from hacpo_mega.models.files.weight_files import (
     SINGLE,
     StoredTensor,
     stacks_experts,
+    stacks_plainly,
     stored_tensors,
     text_name,
     tower_tensors,
@@ -74,7 +75,7 @@ def write_weights(
     """
     shapes = {source.name: source.shape for source in sources}
     stored = stored_tensors(base).values() if base is not None and has_tower(base) else ()
-    if (plain := any(tensor.plain for tensor in stored)) or stacks_experts(shapes):
+    if (plain := any(tensor.plain for tensor in stored) or stacks_plainly(shapes)) or stacks_experts(shapes):
         shapes = stack_shapes(shapes.items(), plain=plain)
         tensors, sources = stacked_experts(tensors, shapes, plain=plain), [Source(*one) for one in shapes.items()]
     tower = tower_tensors(base) if writes and stored else {}

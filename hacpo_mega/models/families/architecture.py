@@ -103,7 +103,8 @@ class Architecture:
             if heads.size % 2:
                 raise ValueError(f"head_dim {heads.size} is odd; rotary positions turn pairs of numbers")
         choice = self.num_experts, self.experts_per_token, self.num_groups, self.groups_per_token
-        if problem := routing_problem(*choice):
+        key = self.traits.experts.per_token if self.traits.experts is not None else ""
+        if problem := routing_problem(*choice, key=key):
             raise ValueError(problem)
         if self.has_experts and self.dense_layers >= self.num_layers:
             raise ValueError(

@@ -19,18 +19,28 @@ SHARED_FIELDS = {
     "dense_layers": "first_k_dense_replace",
 }
 DENSE_KINDS = "mlp_layer_types"
+# Norms of a layer with experts beside its feed-forward, Megatron's names -> those of a folder: what the feed-forward
+# reads and gives, what the experts read and give.
+BESIDE_NORMS = {
+    "shared_norm": "pre_feedforward_layernorm",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "norm": "pre_feedforward_layernorm_2",
+    "output_norm": "post_feedforward_layernorm_2",
+}
 
 
 @dataclass(frozen=True)
 class Experts:
     """The experts of a family: a router that sends each token to a few of them.
 
-    block           what its folders call this, next to the attention of a layer
+    block           what its folders call this, next to the attention of a layer; empty: it is the layer itself
     gate, up, down  what they call the matrices of an expert, BLOCK.experts.NUMBER.gate.weight
     width           the field of config.json that says how wide an expert is
     may_normalise   whether `norm_topk_prob` says if the shares of a token's experts are made to add up to 1; else they
                     are
     counts          the fields that may say how many experts there are: transformers 5 writes the second for all
+    per_token       the field that says to how many of them a token goes
+    switch          the field that says whether a model has experts; None: all of the family have
     correction      as DeepSeek-V3 (arXiv 2412.19437): scores are sigmoids, and a bias by this name takes part in the
                     choice; None: a softmax
     shared          the choice may be limited to groups; all tokens go to shared experts, by this name; first layers
@@ -42,6 +52,8 @@ class Experts:
     router          what folders call the matrix that makes the scores
     biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
                     interleaved (weight_files.py)
+    beside          as Gemma 4: the layer's feed-forward stays, as `shared`; it and the experts have norms of their own;
+                    the router reads the residual, normalised with a scale of its own, and every expert has a factor
     """
 
     block: str
@@ -51,6 +63,8 @@ class Experts:
     width: str
     may_normalise: bool
     counts: tuple[str, ...] = ("num_experts", "num_local_experts")
+    per_token: str = "num_experts_per_tok"
+    switch: str | None = None
     correction: str | None = None
     shared: str | None = None
     shared_gate: str | None = None
@@ -58,11 +72,12 @@ class Experts:
     dense_kinds: bool = False
     router: str = "gate"
     biased: bool = False
+    beside: bool = False
 
     @property
     def fields(self) -> frozenset[str]:
         """Fields of config.json about experts."""
-        named = {*self.counts, "num_experts_per_tok", self.width}
+        named = {*self.counts, self.per_token, self.width, *((self.switch,) if self.switch is not None else ())}
         named |= {"norm_topk_prob"} if self.may_normalise else set()
         named |= {DENSE_KINDS} if self.dense_kinds else set()
         return frozenset(named | {*self.says.values()} if self.shared is not None else named)
@@ -70,13 +85,13 @@ class Experts:
 
 def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an Architecture about experts, by name. ValueError for values that no such model has."""
-    if experts is None:
+    if experts is None or not _is_switched_on(fields, experts):
         return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
     width = fields.count(experts.width, default=defaults.get(experts.width), most=MOST["expert_ffn"])
     found = {
         "ffn_size": 0,
         "num_experts": _num_experts(fields, experts, defaults),
-        "experts_per_token": fields.count("num_experts_per_tok", default=defaults["num_experts_per_tok"]),
+        "experts_per_token": fields.count(experts.per_token, default=defaults.get(experts.per_token)),
         "expert_ffn": width,
         "normalises_experts": not experts.may_normalise
         or fields.flag("norm_topk_prob", default=defaults["norm_topk_prob"]),
@@ -85,14 +100,29 @@ def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping
         return found
     says = experts.says
     counts = {name: says[name] for name in ("num_groups", "groups_per_token") if name in says}
-    shared = fields.count(says["shared_ffn"], default=defaults[says["shared_ffn"]], most=MOST["shared_ffn"])
+    shared = fields.count(says["shared_ffn"], default=defaults.get(says["shared_ffn"]), most=MOST["shared_ffn"])
     found |= {name: fields.count(key, default=defaults[key]) for name, key in counts.items()}
-    found["shared_ffn"] = shared if experts.shared_gate is not None else width * shared
+    found["shared_ffn"] = shared if experts.shared_gate is not None or experts.beside else width * shared
     if (key := says.get("routed_scale")) is not None:
         found["routed_scale"] = fields.positive(key, default=defaults[key])
     if "dense_layers" in says and (dense_layers := _dense_layers(fields, experts, defaults)):
         found |= {"dense_layers": dense_layers, "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
     return found
+
+
+def _is_switched_on(fields: Fields, experts: Experts) -> bool:
+    """True if this member has experts. ValueError where transformers, which reads the switch, and vLLM, which reads
+    their number, would run two models."""
+    if experts.switch is None:
+        return True
+    is_on, named = fields.flag(experts.switch, default=False), experts.counts[0]
+    if is_on != (fields.given.get(named) is not None):
+        raise ValueError(
+            f"{fields.path}: {experts.switch} = {short(is_on)} and {named} = {short(fields.given.get(named))}: "
+            "transformers reads the first and vLLM the second, and they would run two models; a model with experts has "
+            "true and their number, another false and null"
+        )
+    return is_on
 
 
 def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
@@ -129,21 +159,20 @@ def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) 
     if len(set(found.values())) > 1:
         named = " and ".join(f"{name} = {count}" for name, count in found.items())
         raise ValueError(f"{fields.path}: {named} both say how many experts there are; take the wrong one out")
-    return next(iter(found.values()), defaults["num_experts"])
+    return next(iter(found.values()), defaults.get("num_experts", 0))
 
 
-def routing_problem(num_experts: int, per_token: int, num_groups: int, groups_per_token: int) -> str | None:
-    """The reason why no token can have so many experts of so many groups; None if it can."""
+def routing_problem(
+    num_experts: int, per_token: int, num_groups: int, groups_per_token: int, *, key: str
+) -> str | None:
+    """The reason why no token can have so many experts of so many groups, `key` the field about it; None if it can."""
     if per_token > num_experts:
-        return (
-            f"num_experts_per_tok is {per_token}, and there are {num_experts} experts; a token goes to each of its "
-            "experts once"
-        )
+        return f"{key} is {per_token}, and there are {num_experts} experts; a token goes to each of its experts once"
     size = num_experts // num_groups
     if num_groups > 1 and (num_experts % num_groups or size < 2):
         return f"n_group ({num_groups}) must divide the {num_experts} experts into groups of two or more"
     if not groups_per_token <= num_groups:
         return f"topk_group is {groups_per_token}, and there are {num_groups} groups of experts (n_group)"
     if per_token > groups_per_token * size:
-        return f"num_experts_per_tok is {per_token}, and topk_group groups have {groups_per_token * size} experts"
+        return f"{key} is {per_token}, and topk_group groups have {groups_per_token * size} experts"
     return None

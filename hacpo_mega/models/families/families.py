@@ -294,12 +294,14 @@ GEMMA3 = Family(
         "attn_logit_softcapping": None, "use_bidirectional_attention": False,
     },
 )  # fmt: skip
-_NO_PLE = "Gemma 4 E2B and E4B have embeddings for every layer and layers that share keys, which are not built; 31B is"
-_NO_EXPERTS = "Gemma 4 26B-A4B has experts beside its feed-forwards, which are not built; 31B is"
+_NO_PLE = (
+    "Gemma 4 E2B and E4B have embeddings for every layer and layers that share keys, which are not built; 31B and "
+    "26B-A4B are"
+)
 GEMMA4 = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
-    "text of Gemma 4 31B",
+    "text of Gemma 4 31B, 26B-A4B",
     qk_norm=True,
     value_norm=True,
     scaled_layers=True,
@@ -312,6 +314,11 @@ GEMMA4 = Family(
     query_scalar=1,
     softcap=True,
     rope_kinds=("proportional",),
+    experts=Experts(
+        "", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
+        counts=("num_experts",), per_token="top_k_experts", switch="enable_moe_block", router="router.proj",
+        shared="mlp", says={"shared_ffn": "intermediate_size"}, beside=True,
+    ),
     image_class="Gemma4ForConditionalGeneration",
     defaults={
         "num_attention_heads": 8, "vocab_size": 262144, "max_position_embeddings": 131072, "head_dim": 256,
@@ -322,16 +329,12 @@ GEMMA4 = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    ignores=frozenset({"vocab_size_per_layer_input", "top_k_experts", "moe_intermediate_size"}),
+    ignores=frozenset({"vocab_size_per_layer_input"}),
     only={
         "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
-        "enable_moe_block": False, "num_experts": None,
     },
-    why={
-        "hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE, "enable_moe_block": _NO_EXPERTS,
-        "num_experts": _NO_EXPERTS,
-    },
+    why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
     made_with={"hidden_size_per_layer_input": 0},
 )  # fmt: skip
 # From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction

@@ -2,7 +2,8 @@
 
 gpt-oss has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
 MXFP4 (OCP Microscaling 1.0) blocks of 32 numbers [E, rows, blocks, 16], two a byte, and their scales [E, rows, blocks].
-Image checkpoints of Qwen3.5 have plain stacks: gate_up_proj [E, 2 F, H], gate above up, and down_proj [E, H, F].
+Image checkpoints of Qwen3.5 and all folders of Gemma 4 have plain stacks: gate_up_proj [E, 2 F, H], gate above up, and
+down_proj [E, H, F].
 Everywhere else experts have a gate_proj [F, H], an up_proj [F, H] and a down_proj [H, F] each, and the biases of these.
 A folder in fp8 has a scale for every block of a matrix, of an expert or not.
 Tensors are torch's, and nothing here imports it. Not here: names and shapes (weight_files.py).

@@ -61,6 +61,7 @@ _IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
 _STACK = re.compile(r"(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+_IN_LAYER = re.compile(r"model\.layers\.\d+\.experts\.")
 # Rows and columns of a block of fp8 numbers that have one scale, and the ending of the names of these.
 FP8_BLOCK, FP8_SCALES = 128, "_scale_inv"
 BYTES_OF = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # the types in which weights are read
@@ -158,6 +159,12 @@ def _members(block: str, base: str, stack: StoredTensor) -> dict[str, StoredTens
 def stacks_experts(names: Iterable[str]) -> bool:
     """True if tensors by these names are those of a model whose folders stack experts, which have biases."""
     return any((place := expert_place(name)) is not None and place[3] for name in names)
+
+
+def stacks_plainly(names: Iterable[str]) -> bool:
+    """True if tensors by these names are those of a model whose folders all have plain stacks: its experts lie in the
+    layer itself (Gemma 4)."""
+    return any(_IN_LAYER.match(name) is not None for name in names)
 
 
 def expert_place(name: str) -> tuple[str, str, str, str] | None:

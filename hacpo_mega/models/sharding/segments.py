@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.experts import BESIDE_NORMS
 from hacpo_mega.models.families.heads import Heads
 from hacpo_mega.models.files.weight_files import EMBEDDING, HEAD, LAYER_SCALE
 
@@ -140,6 +141,9 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
         ours: _whole(f"{megatron}{ours}.weight", f"{hugging}{theirs}.weight", hidden)
         for ours, theirs in traits.norms.items()
     }
+    has_experts = architecture.has_experts_in(layer)
+    if has_experts and traits.experts.beside:  # whose own norms stand in the place of this one
+        del norms["pre_mlp_layernorm"]
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
     if architecture.has_delta_net_in(layer):
         slots += _delta_slots(architecture, attention, f"{hugging}linear_attn.")
@@ -150,7 +154,7 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
     slots += norms.values()
     if traits.scaled_layers:
         slots.append(_whole(f"{megatron}mlp_bda.scale", f"{hugging}{LAYER_SCALE}", 1))
-    if architecture.has_experts_in(layer):
+    if has_experts:
         return slots + _expert_slots(architecture, megatron, hugging)
     return slots + _feed_forward_slots(architecture, f"{megatron}mlp.", f"{hugging}mlp.", architecture.ffn_size)
 
@@ -268,7 +272,7 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
     """The router, and the experts' matrices: gate and up of the first expert, of the second, and so on; so down."""
     hidden, width, named = architecture.hidden_size, architecture.expert_ffn, architecture.traits.experts
     assert named is not None, architecture.family
-    block = f"{hugging}{named.block}."
+    block = f"{hugging}{named.block}." if named.block else hugging
 
     def of_all(*parts: str, kind: str = "weight", shape: tuple[int, ...]) -> tuple[Source, ...]:
         pairs = itertools.product(range(architecture.num_experts), parts)
@@ -296,6 +300,12 @@ def _expert_slots(architecture: Architecture, megatron: str, hugging: str) -> li
     if named.shared_gate is not None:
         gate = Source(f"{block}{named.shared_gate}.weight", (1, hidden))
         slots.append(Slot(f"{megatron}mlp.shared_gate.weight", Cut.WHOLE, (gate,)))
+    if named.beside:
+        norms = BESIDE_NORMS.items()
+        slots += [_whole(f"{megatron}mlp.{ours}.weight", f"{block}{theirs}.weight", hidden) for ours, theirs in norms]
+        slots.append(_whole(f"{megatron}mlp.router.norm.weight", f"{block}router.scale", hidden))
+        factors = f"{megatron}mlp.router.factors", f"{block}router.per_expert_scale", architecture.num_experts
+        slots.append(_whole(*factors))
     return slots
 
 

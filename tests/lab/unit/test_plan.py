@@ -40,11 +40,14 @@ PARAMETERS = {
     "google/gemma-3-4b-it": 3_880_263_168,
     "google/gemma-3-12b-it": 11_766_034_176,
     "google/gemma-3-27b-it": 27_009_346_304,
-    "google/gemma-4-31B-it": 30_697_345_340,  # with a number for each of 60 layers, which transformers has as buffers
+    # With a number for each of 60 and of 30 layers, which transformers has as buffers.
+    "google/gemma-4-31B-it": 30_697_345_340,
+    "google/gemma-4-26B-A4B-it": 25_233_141_790,
     "mistralai/Ministral-3-3B-Base-2512": 3_429_006_336,
     "mistralai/Ministral-3-8B-Base-2512": 8_489_553_920,
     "mistralai/Ministral-3-14B-Base-2512": 13_506_073_600,
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23_572_403_200,
+    "Qwen/Qwen3.5-9B": 8_953_803_264,
     "Qwen/Qwen3.5-27B": 26_895_998_464,
     "Qwen/Qwen3.5-35B-A3B": 34_660_610_688,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,

@@ -34,6 +34,8 @@ GEMMA3 = replace(LLAMA, family="gemma3_text", qk_norm=True, windows=(512, None) 
 # Layers with a window have 8 query heads over 2 of size 64, others over one of size 128 that is key and value.
 GEMMA4 = replace(GEMMA3, family="gemma4_text", query_scalar=1, rope=ProportionalRope(0.25),
                  full_heads=Heads(1, 128, has_values=False), softcap=30.0)  # fmt: skip
+GEMMA4_MOE = replace(GEMMA4, ffn_size=0, num_experts=16, experts_per_token=4, expert_ffn=192, normalises_experts=True,
+                     shared_ffn=1024)  # fmt: skip
 DELTA = replace(
     LLAMA, family="qwen3_5_text", qk_norm=True, rotary_share=0.25, delta_net=DeltaNet(4, 8, 64, 64, 4),
     delta_layers=(True, False) * 2,

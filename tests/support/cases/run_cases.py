@@ -76,9 +76,14 @@ def require_exported_as_by_the_run(undisturbed: Path, agent: str, out: Path) -> 
 
 def require_same_weights(found: Path, expected: Path) -> None:
     """Asserts that two model folders have the same weights."""
-    one, other = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    one, other = (weights_of(folder) for folder in (found, expected))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder by name; an image checkpoint has a file for its tower."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def train(config_file: Path, *overrides: str) -> dict:

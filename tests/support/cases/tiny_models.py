@@ -128,11 +128,11 @@ def make_model(
     )
     if traits.delta_net is not None:
         config.update(DELTA_NET)
-    if traits.experts is not None:
-        config.update({traits.experts.counts[-1]: num_experts, "num_experts_per_tok": experts_per_token})
-        config.update({traits.experts.width: ffn_size})
-        if traits.experts.shared_gate is not None:  # another width than that of the others
-            config.update({traits.experts.says["shared_ffn"]: ffn_size // 2})
+    if (experts := traits.experts) is not None and (experts.switch is None or (said or {}).get(experts.switch)):
+        config.update({experts.counts[-1]: num_experts, experts.per_token: experts_per_token})
+        config.update({experts.width: ffn_size // 2 if experts.beside else ffn_size})
+        if experts.shared_gate is not None:  # another width than that of the others
+            config.update({experts.says["shared_ffn"]: ffn_size // 2})
     config.update(said or {})
     if hasattr(config, "mlp_layer_types"):
         config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
@@ -159,7 +159,7 @@ def make_model(
             if name.endswith("q_norm.weight") and "tower" not in name:
                 parameter.data *= len(parameter) ** -0.5
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    if images and traits.experts is not None:
+    if images and traits.experts is not None and not traits.experts.beside:
         stack_experts(Path(folder))
     return Path(folder)
 
@@ -263,7 +263,7 @@ def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draw = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 value = (1.0 if "linear_attn" in name else of_norms) + 0.3 * draw
             elif name.endswith((".bias", "_bias", ".sinks")):
                 value = 0.3 * draw

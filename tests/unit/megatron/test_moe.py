@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.megatron.model import moe, router
+from hacpo_mega.megatron.model.layers import RMSNorm
 from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.moe import expert_layer
 from hacpo_mega.megatron.model.platform import megatron_platform
@@ -67,7 +68,7 @@ def make_layer(folder, case: str, family: str = "qwen3_moe", **overrides: float)
     )
     config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides=overrides)
     with megatron_platform():
-        layer = expert_layer(architecture)(config)
+        layer = expert_layer(architecture, RMSNorm)(config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in layer.parameters():

@@ -74,7 +74,10 @@ def random_heads(family: Family, rng: random.Random) -> dict:
     if not family.full_heads:
         return {}
     cap, images = rng.choice([None, 1.0, 30.0]), rng.random() < 0.5
-    return {"said": {"attention_k_eq_v": rng.random() < 0.5, "final_logit_softcapping": cap}, "images": images}
+    said = {"attention_k_eq_v": rng.random() < 0.5, "final_logit_softcapping": cap}
+    said["enable_moe_block"] = family.experts is not None and rng.random() < 0.5
+    num_experts = rng.choice([3, 4, 7])
+    return {"said": said, "images": images, "num_experts": num_experts, "experts_per_token": rng.choice([1, 2, 3])}
 
 
 def random_delta_net(family: Family, rng: random.Random) -> dict:
@@ -95,6 +98,8 @@ def random_delta_net(family: Family, rng: random.Random) -> dict:
 
 
 def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
+    if family.full_heads:  # among `random_heads`
+        return {}
     if family.experts is None or family.experts.shared is None or family.delta_net is not None:
         return {"experts_per_token": rng.choice([1, 2, 3])}
     if "num_shared_experts" in family.experts.fields:

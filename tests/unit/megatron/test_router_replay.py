@@ -14,6 +14,7 @@ from tiny_models import make_model
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.device_memory import agent_budget
 from hacpo_mega.megatron.actor import initialize_parallel
+from hacpo_mega.megatron.model.layers import RMSNorm
 from hacpo_mega.megatron.model.model import transformer_config
 from hacpo_mega.megatron.model.platform import megatron_platform
 from hacpo_mega.megatron.model.router import Router
@@ -81,7 +82,8 @@ def router(tmp_path_factory) -> Router:
     with one_rank():
         initialize_parallel(1, 1, seed=1, ep=1)
         with megatron_platform():
-            made = Router(architecture, transformer_config(architecture, Layout(), dtype=torch.float32, overrides={}))
+            config = transformer_config(architecture, Layout(), dtype=torch.float32, overrides={})
+            made = Router(architecture, config, RMSNorm)
         torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(3))
         yield made
 

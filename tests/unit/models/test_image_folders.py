@@ -118,10 +118,23 @@ GEMMA4_31B = {
                     "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144},
     "vision_config": {"model_type": "gemma4_vision"},
 }  # fmt: skip
-PUBLISHED = {"gemma-4-31B-it": GEMMA4_31B, "Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
+GEMMA4_26B = GEMMA4_31B | {
+    "text_config": GEMMA4_31B["text_config"] | {
+        "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5, "moe_intermediate_size": 704,
+        "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+        "num_key_value_heads": 8, "top_k_experts": 8},
+}  # fmt: skip
+QWEN35_9B = QWEN36_27B | {
+    "text_config": QWEN36_27B["text_config"] | {
+        "hidden_size": 4096, "intermediate_size": 12288, "linear_num_value_heads": 32, "num_attention_heads": 16,
+        "num_hidden_layers": 32},
+}  # fmt: skip
+PUBLISHED = {"Qwen3.5-9B": QWEN35_9B, "gemma-4-31B-it": GEMMA4_31B, "gemma-4-26B-A4B-it": GEMMA4_26B,
+             "Qwen3.5-35B-A3B": QWEN35_35B, "Qwen3.6-27B": QWEN36_27B,
              "gemma-3-4b-it": GEMMA3_4B, "gemma-3-27b-it": GEMMA3_27B,
              "Ministral-3-8B-Base-2512": MINISTRAL3_8B, "Mistral-Small-3.1-24B-Instruct-2503": SMALL_31}  # fmt: skip
-UNSCALED = ("gemma-4-31B-it",)
+UNSCALED = "gemma-4-31B-it", "gemma-4-26B-A4B-it"
 KINDS = {
     "gemma4": {"family": "gemma4_text", "tied": True, "window": 7},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
@@ -148,11 +161,14 @@ def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, n
     theirs.allow_global_per_layer_attribute_access = True
     assert (found.num_layers, found.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
     assert (found.num_heads, found.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert (found.head_dim, found.ffn_size) == (theirs.head_dim, getattr(theirs, "intermediate_size", 0))
-    assert (found.num_experts, found.experts_per_token, found.expert_ffn, found.shared_ffn) == tuple(
-        getattr(theirs, name, 0) or 0
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    assert (found.head_dim, found.ffn_size or found.shared_ffn) == (
+        theirs.head_dim, getattr(theirs, "intermediate_size", getattr(theirs, "shared_expert_intermediate_size", 0))
+    )  # fmt: skip
+    assert (found.num_experts, found.experts_per_token, found.expert_ffn) == tuple(
+        getattr(theirs, names[0], getattr(theirs, names[-1], None)) or 0
+        for names in (["num_experts"], ["num_experts_per_tok", "top_k_experts"], ["moe_intermediate_size"])
     )
+    assert bool(found.ffn_size) != bool(found.num_experts)
     assert (found.vocab_size, found.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (found.norm_eps, found.rope_theta) == (theirs.rms_norm_eps, rope["rope_theta"])
@@ -176,8 +192,11 @@ def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, n
         ({"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 18}, "= 256 is not supported with gemma4_text: "
          "Gemma 4 E2B and E4B have"),
         ({"num_kv_shared_layers": 18}, "= 18 is not supported with gemma4_text: Gemma 4 E2B and E4B have"),
-        ({"enable_moe_block": True, "num_experts": 128}, "= True is not supported with gemma4_text: Gemma 4 26B-A4B"),
-        ({"num_experts": 128}, "num_experts = 128 is not supported with gemma4_text: Gemma 4 26B-A4B"),
+        ({"enable_moe_block": True}, "enable_moe_block = True and num_experts = None: transformers reads the first"),
+        ({"num_experts": 128}, "enable_moe_block = False and num_experts = 128: transformers reads the first and vLLM"),
+        ({"enable_moe_block": True, "num_experts": 128, "moe_intermediate_size": 704}, "'top_k_experts' is missing"),
+        ({"enable_moe_block": True, "num_experts": 8, "top_k_experts": 9, "moe_intermediate_size": 704},
+         "top_k_experts is 9, and there are 8 experts"),
         ({"layer_types": ["sliding_attention"] * 60}, "the last of layer_types is a layer with a window"),
         ({"use_bidirectional_attention": "all"}, "'all' is not supported, only 'vision'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope type 'default' is not supported"),
@@ -262,19 +281,28 @@ def test_both_exports_compute_what_the_checkpoint_does(folder, tmp_path):
     assert served == (expected if Architecture.from_folder(folder).query_beta else None)
 
 
-def test_a_plain_stack_of_experts_is_read_and_written_again(tmp_path):
-    """Beside layers of multi-token prediction, which stay as they are; the text alone has a matrix for each expert."""
-    folder = make_model(tmp_path / "model", "qwen3_5_moe_text", tied=False, images=True)
-    file, block = folder / "model.safetensors", "layers.1.mlp.experts."
+@pytest.mark.parametrize(
+    ("family", "block", "said"),
+    [
+        ("qwen3_5_moe_text", "layers.1.mlp.experts.", {}),
+        ("gemma4_text", "layers.1.experts.", {"enable_moe_block": True}),
+    ],
+)
+def test_a_plain_stack_of_experts_is_read_and_written_again(tmp_path, family, block, said):
+    """Beside layers of multi-token prediction, which stay as they are; the text alone has a matrix for each expert of
+    Qwen3.5, and stacks of Gemma 4."""
+    folder = make_model(tmp_path / "model", family, tied=False, images=True, said=said)
+    file = folder / "model.safetensors"
     tensors = {**load_file(file), "mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 192, 64)}
     save_file(tensors, file, metadata={"format": "pt"})
     sources = {source.name: source for source in all_sources(Architecture.from_folder(folder))}
     wanted = {name: source.shape for name, source in sources.items()}
-    assert weight_problems(folder, wanted, family="qwen3_5_moe_text", tied=False) == []
+    assert weight_problems(folder, wanted, family=family, tied=False) == []
     gate_up, down = (tensors[f"model.language_model.{block}{part}"] for part in ("gate_up_proj", "down_proj"))
+    gate, up = gate_up[3].chunk(2)
     with ExitStack() as stack:
         reader = FolderReader(folder, stack)
-        for part, stored in (("gate_proj", gate_up[3, :96]), ("up_proj", gate_up[3, 96:]), ("down_proj", down[3])):
+        for part, stored in (("gate_proj", gate), ("up_proj", up), ("down_proj", down[3])):
             source = sources[f"model.{block}3.{part}.weight"]
             assert torch.equal(reader.read(source, 0, source.shape[0], dim=0), stored), part
     write_text(folder, tmp_path / "whole", base=folder)
