@@ -197,7 +197,7 @@ class _Layer:
         residual, ffn = tokens // tp * a.hidden_size * number, tokens * columns * number
         norm = residual + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
-        # The norm before is part of the block there, which has five: what one gives a gather reads, which keeps nothing;
+        # The norm before is part of the block there, which has five. A gather reads what one gives, and keeps nothing;
         # the router's and the feed-forward's keep their output, both behind these their input.
         beside = a.has_experts and a.traits.experts.beside
         return cls(

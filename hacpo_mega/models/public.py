@@ -120,6 +120,10 @@ def _gemma3(size: str) -> list[str]:
     return [f"google/gemma-3-{size}-{kind}" for kind in ("pt", "it")]
 
 
+def _qwen35(size: str) -> list[str]:
+    return [f"Qwen/Qwen3.5-{size}{kind}" for kind in ("", "-Base")]
+
+
 def _ministral3(size: str) -> list[str]:
     return [f"mistralai/Ministral-3-{size}-{kind}" for kind in ("Base-2512", "Instruct-2512-BF16", "Reasoning-2512")]
 
@@ -138,6 +142,8 @@ _SMALL = {**_TEKKEN, "max_position_embeddings": 131072, "rope_theta": 1e9}
 _DELTA = {"linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144, "rope_theta": 1e7}
 _DELTA_NAMES = [f"Qwen/Qwen3.{generation}-27B" for generation in (5, 6, 8)]
 _DELTA_MOE = {**_DELTA, "linear_num_value_heads": 32}  # and of the 9B
+_DELTA_4B = {**_DELTA_MOE, "tie_word_embeddings": True}
+_DELTA_SMALL = {**_DELTA_4B, "linear_num_value_heads": 16}
 _DELTA_MOE_NAMES = [f"Qwen/Qwen3.{generation}-35B-A3B" for generation in (5, 6)]
 _NEXT = {"max_position_embeddings": 262144, "rope_theta": 1e7}
 _NEXT_NAMES = [f"Qwen/Qwen3-Next-80B-A3B-{kind}" for kind in ("Instruct", "Thinking")]
@@ -166,7 +172,10 @@ _TEXTS = {
     **_text(_ministral3("8B"), MINISTRAL3, 34, 4096, 14336, 32, 8, **_LONG),
     **_text(_ministral3("14B"), MINISTRAL3, 40, 5120, 16384, 32, 8, **_LONG),
     **_text(_DELTA_NAMES, QWEN3_5, 64, 5120, 17408, 24, 4, **_DELTA),
-    **_text(["Qwen/Qwen3.5-9B"], QWEN3_5, 32, 4096, 12288, 16, 4, **_DELTA_MOE),
+    **_text(_qwen35("9B"), QWEN3_5, 32, 4096, 12288, 16, 4, **_DELTA_MOE),
+    **_text(_qwen35("4B"), QWEN3_5, 32, 2560, 9216, 16, 4, **_DELTA_4B),
+    **_text(_qwen35("2B"), QWEN3_5, 24, 2048, 6144, 8, 2, **_DELTA_SMALL),
+    **_text(_qwen35("0.8B"), QWEN3_5, 24, 1024, 3584, 8, 2, **_DELTA_SMALL),
     **_text(_DELTA_MOE_NAMES, QWEN3_5_MOE, 40, 2048, 512, 16, 2, **_DELTA_MOE),
     **_text(_NEXT_NAMES, QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT),
     **_text(["Qwen/Qwen3-Coder-Next"], QWEN3_NEXT, 48, 2048, 5120, 16, 2, **_NEXT | {"rope_theta": 5e6}),
