@@ -42,6 +42,7 @@ class Experts:
     router          what folders call the matrix that makes the scores
     biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
                     interleaved (weight_files.py)
+    adapted         whether peft has a layer for them, and so they may have adapters (LoRA)
     """
 
     block: str
@@ -58,6 +59,7 @@ class Experts:
     dense_kinds: bool = False
     router: str = "gate"
     biased: bool = False
+    adapted: bool = True
 
     @property
     def fields(self) -> frozenset[str]:
