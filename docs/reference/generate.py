@@ -89,9 +89,9 @@ def models() -> str:
     below = (
         "All of them: any `pp` that the layers can be dealt out to, sequence parallelism with `tp` above 1, data "
         "and context parallelism, virtual pipelines, LoRA, tied and untied embeddings; with delta nets no context "
-        "parallelism and no LoRA, with shared experts, latents or two kinds of heads no LoRA. Where the table does not "
-        "name key/value heads, `tp` may be a multiple of them, too; query, key and value together must have rows for "
-        "every rank. `hacpo-mega check` says the nearest layout of a model that cannot have what is asked."
+        "parallelism. Where the table does not name key/value heads, `tp` may be a multiple of them, too; query, key "
+        "and value together must have rows for every rank. `hacpo-mega check` says the nearest layout of a model that "
+        "cannot have what is asked."
     )
     return _page(["# Models and layouts", NOTE, more, _table(head, rows), below])
 

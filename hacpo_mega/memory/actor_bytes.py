@@ -139,7 +139,7 @@ def actor_memory(plan: ActorPlan, stage: int = 0) -> ActorMemory:
     worst = max(layer.experts.worst for chunk in chunks for layer, _ in chunk)
     is_last, device = stage == plan.layout.pp - 1, plan.device
     of_head = plan.architecture, plan.layout.tp, plan.own_tokens, device.number
-    head = head_bytes(*of_head, triton=device.triton_head) if is_last else 0
+    head = head_bytes(*of_head, triton=device.triton_head, learns=plan.lora is None) if is_last else 0
     return ActorMemory(
         weights=(held if plan.lora is None else held + numbers) * plan.device.number,
         gradients=numbers * FLOAT32,
@@ -198,7 +198,7 @@ class _Layer:
         norm = residual + tokens // tp * FLOAT32
         experts = expert_bytes(a, plan.layout, tokens, number, plan.lora)
         # The norm before is part of the block there, which has five. A gather reads what one gives, and keeps nothing;
-        # the router's and the feed-forward's keep their output, both behind these their input.
+        # the router's, but a frozen one's, and the feed-forward's keep their output, both behind these their input.
         beside = a.has_experts and a.traits.experts.beside
         return cls(
             residual=residual,
@@ -211,7 +211,7 @@ class _Layer:
             + residual * a.gates_shared
             + experts.kept
             + _factors(plan, "mlp")
-            + beside * (5 * norm - residual),
+            + beside * (5 * norm - (1 + (plan.lora is not None)) * residual),
             down=a.hidden_size * columns * number,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.traits.norms) - 2 - beside) * norm,
@@ -245,7 +245,12 @@ def _factors(plan: ActorPlan, block: str) -> int:
     """Bytes that a block keeps more, or less, if its adapters are trained in place of its matrices."""
     if plan.lora is None:
         return 0
-    return kept_by_adapters(plan.architecture, plan.layout, plan.lora, block, plan.own_tokens) * plan.device.number
+    counted = plan.architecture, plan.layout, plan.lora, block, plan.own_tokens
+    return kept_by_adapters(*counted, flash=_is_flash(plan)) * plan.device.number
+
+
+def _is_flash(plan: ActorPlan) -> bool:
+    return plan.device.flash_attention and plan.architecture.heads_in(0).size <= MOST_OF_FLASH
 
 
 def _attention(plan: ActorPlan) -> int:
@@ -256,8 +261,7 @@ def _attention(plan: ActorPlan) -> int:
         return _latent_attention(plan)
     if a.delta_net is not None and a.has_delta_net_in(0):  # of a layer alone: the projection, and the output
         return tokens * number * (a.delta_net.projected_rows + a.delta_net.value_rows) // tp
-    own = a.heads_in(0)
-    flash = plan.device.flash_attention and own.size <= MOST_OF_FLASH
+    own, flash = a.heads_in(0), _is_flash(plan)
     q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
     head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
@@ -379,7 +383,7 @@ def _in_layers(plan: ActorPlan, chunk: _Chunk, is_last: bool) -> Iterator[int]:
 def _waiting(plan: ActorPlan) -> int:
     """A weight that is head and embedding at once: its gradient from the head waits for that from the embedding."""
     a, tp = plan.architecture, plan.layout.tp
-    is_shared = a.tied and plan.layout.pp == 1
+    is_shared = a.tied and plan.layout.pp == 1 and plan.lora is None
     return padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * plan.device.number if is_shared else 0
 
 
@@ -389,7 +393,7 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
     # Inputs of the stage, of the layer and of its second norm, that norm's output.
     experts = layer.experts.forward
     inside = 4 * layer.residual + max(experts, 3 * layer.ffn + (layer.residual if experts else 0)) + _turns(plan)
-    if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1"):
+    if plan.lora is not None and is_adapted(a, plan.lora, "mlp.linear_fc1", "mlp.shared.linear_fc1"):
         inside += 3 * layer.ffn  # what an adapter adds to gate and up, and their sum
     inside += max((_mask(plan, number) for number in range(len(a.windows))), default=0) * 5 // 4  # of truth values
     if layer.delta:
@@ -410,8 +414,9 @@ def _forward(plan: ActorPlan, layer: _Layer, is_last: bool) -> int:
 TRITON_ELEMENTS, TRITON_ROWS, REFERENCE_ELEMENTS, ADDED_ELEMENTS = 1_250_000_000, 8192, 1 << 24, 1 << 20
 
 
-def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool) -> int:
-    """The most bytes that they take, if all of a rank's `tokens` are trained; a number has so many bytes."""
+def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bool, learns: bool = True) -> int:
+    """The most bytes that they take, if all of a rank's `tokens` are trained; a number has so many bytes. Unless the
+    head `learns`, its weight has no gradient."""
     columns, mixed = padded_vocab_size(a.vocab_size, tp) // tp, number < FLOAT32
     rows, row = min(tokens, logit_rows(columns, triton=triton)), a.hidden_size
     weight = columns * row * number
@@ -422,12 +427,12 @@ def head_bytes(a: Architecture, tp: int, tokens: int, number: int, *, triton: bo
     operand = columns * row * FLOAT32 if mixed and not triton else 0
     # A chunk of logits; its rows of hidden, and a product: the gradient of these, or, in float32, a part of the
     # weight's, before it is added.
-    part = 0 if triton or mixed else min(columns * row, ADDED_ELEMENTS)
+    part = 0 if triton or mixed or not learns else min(columns * row, ADDED_ELEMENTS)
     logit += 0 if triton or a.softcap is None else FLOAT32  # the slopes of capped ones
     in_chunk = rows * (columns * logit + row * number) + max(rows * row, part) * FLOAT32
     # In half precision the weight's gradient goes into Megatron's buffer, and autograd gets a placeholder; in float32
     # it is a tensor of its own from the start.
-    placeholder, own = (weight, 0) if mixed else (0, weight)
+    placeholder, own = (weight * learns, 0) if mixed else (0, weight * learns)
     at_end = max(gradient + cast, (cast or gradient) + placeholder)
     return operand + own + max(gradient + in_chunk, at_end)
 

@@ -42,10 +42,16 @@ def matrix_parameters(model: Architecture) -> int:
             query, projected = model.num_heads * heads.size, heads.kv_heads * heads.size * (1 + heads.has_values)
             attention += model.hidden_size * (query * (3 if model.gated else 2) + projected)
     if (delta := model.delta_net) is not None:
-        # A state is read twice and written once for every token, as a matrix of its numbers would be.
         each = model.hidden_size * (delta.projected_rows + delta.value_rows) + delta.mixed_rows * delta.width
-        attention += (model.num_layers - model.attention_layers) * (each + 3 * delta.state)
+        attention += (model.num_layers - model.attention_layers) * each + _states(model)
     return attention + feed_forward_parameters(model) + model.hidden_size * model.vocab_size
+
+
+def _states(model: Architecture) -> int:
+    """Numbers of the states of delta nets as a token meets them: each is read twice and written once, as a matrix of
+    its numbers would be."""
+    delta = model.delta_net
+    return 0 if delta is None else 3 * (model.num_layers - model.attention_layers) * delta.state
 
 
 def _latent_parameters(model: Architecture) -> int:
@@ -88,12 +94,13 @@ def touched_experts(model: Architecture, tokens: float) -> float:
 def learning_flops(model: Architecture, num_sequences: float, length: float, lora: Lora | None = None) -> float:
     """FLOPs of a forward and a backward pass: backward costs two forwards, one for a matrix's input and one for itself.
 
-    With adapters the matrices themselves have no gradient, and the cost of the factors comes on top.
+    With adapters the matrices themselves have no gradient, and the cost of the factors comes on top; states of delta
+    nets are no matrices.
     """
     forward = forward_flops(model, num_sequences, length)
     if lora is None:
         return 3.0 * forward
-    attention = forward - num_sequences * 2.0 * matrix_parameters(model) * length
+    attention = forward - num_sequences * 2.0 * (matrix_parameters(model) - _states(model)) * length
     adapters = num_sequences * 2.0 * _met_adapters(model, lora) * length
     return 2.0 * forward + attention + 3.0 * adapters
 

@@ -14,7 +14,7 @@ from hacpo_kernels import merge_adapter
 from job import run_group
 from lora_cases import AdaptedOracle, factors_of
 from safetensors.torch import load_file
-from tiny_models import make_model, reference_model
+from tiny_models import LATENT_ROPE, make_model, reference_model
 
 from hacpo_mega.config import OptimizerConfig
 from hacpo_mega.megatron.train.optimizer import ActorOffload
@@ -34,16 +34,42 @@ MODELS = {
     "phi3": {"family": "phi3", "tied": False},
     "gemma3": {"family": "gemma3_text", "tied": True, "window": 7},
     "experts": {"family": "qwen3_moe", "tied": True, "experts_per_token": 3},
+    # delta nets, whose four matrices are one of Megatron's, beside attention with a gate
+    "delta": {"family": "qwen3_5_text", "tied": True, "num_layers": 4, "said": {"rms_norm_eps": 1e-2}},
+    # the same in two matrices, by heads; shared experts
+    "delta experts": {
+        "family": "qwen3_next",
+        "tied": False,
+        "num_layers": 4,
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "said": {"rms_norm_eps": 1e-2},
+    },
+    # experts that peft has no layer for, beside a shared one that has adapters
+    "shared": {"family": "qwen3_5_moe_text", "tied": True, "said": {"rms_norm_eps": 1e-2}},
+    # latents, of queries, too; the first layer dense
+    "latents": {
+        "family": "deepseek_v3",
+        "tied": False,
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "num_layers": 4,
+        "rope_scaling": LATENT_ROPE,
+        "said": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1},
+    },
+    "latent": {"family": "glm4_moe_lite", "tied": False, "said": {"q_lora_rank": None, "n_shared_experts": 2}},
+    # two kinds of heads, of which one has no matrix of values
+    "gemma4": {"family": "gemma4_text", "tied": True, "window": 7, "num_layers": 4},
     # eight layers for four stages of two chunks
     "rounds": {"family": "mixtral", "tied": False, "num_layers": 8, "num_kv_heads": 4},
 }
 TARGETS = {"llama": ("v_proj", "q_proj", "up_proj", "down_proj"), "gemma3": ("k_proj", "gate_proj", "o_proj"),
            "rounds": ("q_proj", "w2")}  # fmt: skip
-EP = {"experts": 2}
+EP = dict.fromkeys(("experts", "delta experts", "shared", "latents", "latent"), 2)
 OVERRIDES = {"rounds": {VIRTUAL: 2}}
 RANK, ALPHA = 4, 6.0
 # (model, tp, pp, cp, recompute): the rest of the ranks are further cells
-FAST = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full")]
+FAST = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full"), ("delta", 2, 1, 1, "none")]
 LATER = [
     ("qwen3", 2, 2, 1, "full"),
     ("qwen3", 2, 1, 2, "mlp"),
@@ -51,6 +77,13 @@ LATER = [
     ("one head", 4, 1, 1, "full"),
     ("phi3", 2, 1, 1, "none"),
     ("gemma3", 2, 2, 1, "none"),
+    ("delta", 2, 2, 1, "full"),
+    ("delta experts", 2, 2, 1, "none"),
+    ("shared", 2, 1, 1, "mlp"),
+    ("latents", 2, 2, 1, "none"),
+    ("latent", 2, 1, 2, "full"),
+    ("gemma4", 2, 2, 1, "full"),
+    ("gemma4", 4, 1, 1, "none"),
     ("experts", 2, 1, 2, "mlp"),
     ("rounds", 1, 4, 1, "full"),
 ]

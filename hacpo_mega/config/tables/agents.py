@@ -93,7 +93,7 @@ class LoraConfig(Section):
     """Numerator of the adapters' scale alpha / rank; peft's lora_alpha."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Matrices of every layer that have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
-    "all-linear": all but embedding, router and head."""
+    "all-linear": all but embedding, head, router and the gate of shared experts."""
 
 
 class SkillShare(Section):

@@ -18,7 +18,10 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from megatron.core.tensor_parallel.layers import (
+    linear_with_frozen_weight,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
 from megatron.core.transformer import TransformerConfig
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention.varlen import varlen_attn
@@ -401,9 +404,9 @@ class LatentProjection(torch.nn.Module):
     def forward(self, hidden_t1H: torch.Tensor) -> torch.Tensor:
         """[..., rows] of [..., H]."""
         none = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": self.tp_group}
-        return linear_with_grad_accumulation_and_async_allreduce(
-            hidden_t1H, self.weight, None, self.adds_at_once, **none
-        )
+        is_trained = self.weight.requires_grad  # else it has no sum of gradients to add to
+        product = linear_with_grad_accumulation_and_async_allreduce if is_trained else linear_with_frozen_weight
+        return product(hidden_t1H, self.weight, None, self.adds_at_once, **none)
 
 
 def as_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -106,12 +106,15 @@ class FromHeads:
         self._last = (heads_TND.detach(), tokens_tND.data) if is_kept else None
         return tokens_tND
 
-    def let_go(self, answer: torch.Tensor) -> None:
-        """Frees the last output, which all readers have read; `answer` is the projection's result."""
-        if self._last is None:
+    def let_go(self, answer: torch.Tensor, is_kept: bool) -> None:
+        """Frees the last output, which all readers have read; `answer` is the projection's result.
+
+        A projection that has not kept it does not read it again.
+        """
+        last, self._last = self._last, None
+        if last is None or not is_kept:
             return
-        redoing, self._last = [self._last], None
-        tokens_tND = redoing[0][1]
+        redoing, tokens_tND = [last], last[1]
         size = tokens_tND.nbytes
         resize(tokens_tND, 0)
 
@@ -125,11 +128,11 @@ class FromHeads:
 
 
 def redo_output(attention: torch.nn.Module) -> None:
-    """Makes a Megatron attention free its output by tokens; one with a frozen projection keeps none anyway."""
+    """Makes a Megatron attention free its output by tokens; a frozen projection keeps none anyway."""
 
     def over(attention: torch.nn.Module, _given: tuple, answer: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-        if any(parameter.requires_grad for parameter in attention.linear_proj.parameters()):
-            attention.core_attention.from_heads.let_go(answer[0])
+        is_kept = any(parameter.requires_grad for parameter in attention.linear_proj.parameters())
+        attention.core_attention.from_heads.let_go(answer[0], is_kept)
 
     attention.register_forward_hook(over)
 

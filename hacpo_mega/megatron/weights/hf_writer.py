@@ -4,6 +4,7 @@ Not here: the source of the tensors (reshard.py, stored_state.py). Imports no Me
 """
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -117,6 +118,7 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
     layers of its tower have the same last names.
     """
     targets: str | list[str] = list(lora.targets)
+    beside = _beside_experts(tensors)
     if has_tower(base):
         layers = f"{PREFIX}model.", f"{PREFIX}model.language_model."
         tensors = {name.replace(*layers): tensor for name, tensor in tensors.items()}
@@ -132,12 +134,23 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
+        **({"target_parameters": beside} if beside else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _beside_experts(names: Iterable[str]) -> list[str]:
+    """Weights of feed-forwards with matrices that are called as those of experts with adapters, each layer's alike.
+
+    peft takes such a name of `target_modules` for the experts' alone, and says nothing.
+    """
+    modules = sorted({re.sub(r"^.*\.layers\.\d+\.|\.lora_.*$", "", name) for name in names})
+    of_experts = {module.rpartition(".")[2] for module in modules if ".experts." in module}
+    return [f"{m}.weight" for m in modules if m.rpartition(".")[2] in of_experts and ".experts." not in m]
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

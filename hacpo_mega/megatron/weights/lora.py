@@ -4,7 +4,8 @@ A column-parallel layer (split along its output) reads the tokens of a sequence-
 adapter projects them to the rank of A first, so the gather is small. A row-parallel layer (split along its input) sums
 over ranks and keeps each rank's tokens: so does its adapter, with the product of its share of A. Either way the factor
 that all tensor ranks have, A of the first and B of the second, gets the tokens of its own rank alone, and Megatron sums
-its gradient over the ranks as it does a norm's (`sequence_parallel`).
+its gradient over the ranks as it does a norm's (`sequence_parallel`). Where every rank has a whole layer, for its own
+tokens, both factors are such.
 
 Not here: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers
 (hacpo_kernels.merge_adapter).
@@ -100,6 +101,18 @@ class RowAdapter(LayerAdapter):
         return linear(low, self.up)
 
 
+class WholeAdapter(LayerAdapter):
+    """Adapter of a layer that every tensor rank has whole, for its own tokens; so are down [R, I] and up [O, R]."""
+
+    def __init__(self, *factors: object) -> None:
+        super().__init__(*factors)
+        self.down.sequence_parallel = self.up.sequence_parallel = self.group.size() > 1
+
+    def forward(self, input_t1I: Tensor) -> Tensor:
+        """Addition [t, 1, O] to the layer's output, from its input [t, 1, I]."""
+        return linear(linear(input_t1I, self.down) * self.scale, self.up)
+
+
 class ExpertAdapter(LayerAdapter):
     """Adapter of a matrix of a rank's experts: down [e n R, I], up [e O, R], stacked expert by expert."""
 
@@ -138,7 +151,8 @@ def attach_adapters(model: HiddenStateModel, lora: Lora, seed: int) -> None:
     for adapter in _own_adapters(model):
         layer = model.get_submodule(adapter.module)
         layer.adapter = _layer_adapter(adapter, model, lora, seed)
-        layer.register_forward_hook(_add_to_experts if adapter.base.cut is Cut.EXPERTS else _add_adapter)
+        is_parallel = adapter.base.cut not in (Cut.EXPERTS, Cut.WHOLE)
+        layer.register_forward_hook(_add_adapter if is_parallel else _add_to_product)
 
 
 def _own_adapters(model: HiddenStateModel) -> Iterator[Adapter]:
@@ -153,7 +167,7 @@ def _add_adapter(layer: torch.nn.Module, inputs: tuple[Tensor], output: tuple[Te
     return own + layer.adapter(given), bias
 
 
-def _add_to_experts(layer: torch.nn.Module, inputs: tuple[Tensor, Tensor], own: Tensor) -> Tensor | None:
+def _add_to_product(layer: torch.nn.Module, inputs: tuple[Tensor, ...], own: Tensor) -> Tensor | None:
     return own + layer.adapter(*inputs) if layer.adapter.is_on else None
 
 
@@ -169,8 +183,8 @@ def _layer_adapter(adapter: Adapter, model: HiddenStateModel, lora: Lora, seed: 
     _draw(factors[0], adapter.down, segments(adapter.down, architecture, **cut), seed)
     if adapter.base.cut is Cut.EXPERTS:
         return ExpertAdapter(architecture.num_experts // cut["ep"], *factors)
-    if adapter.base.cut is Cut.COLUMNS:
-        return RowAdapter(*factors)
+    if adapter.base.cut in (Cut.COLUMNS, Cut.WHOLE):
+        return (RowAdapter if adapter.base.cut is Cut.COLUMNS else WholeAdapter)(*factors)
     whose = {source.name: number for number, source in enumerate(adapter.down.sources)}
     owners_O: list[int | None] = []
     for piece in segments(adapter.base, architecture, **cut):

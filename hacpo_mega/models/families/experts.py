@@ -52,6 +52,7 @@ class Experts:
     router          what folders call the matrix that makes the scores
     biased          as gpt-oss: router and experts have biases, and folders stack those of all experts, gate and up
                     interleaved (weight_files.py)
+    adapted         whether peft has a layer for them, and so they may have adapters (LoRA)
     beside          as Gemma 4: the layer's feed-forward stays, as `shared`; it and the experts have norms of their own;
                     the router reads the residual, normalised with a scale of its own, and every expert has a factor
     """
@@ -72,6 +73,7 @@ class Experts:
     dense_kinds: bool = False
     router: str = "gate"
     biased: bool = False
+    adapted: bool = True
     beside: bool = False
 
     @property

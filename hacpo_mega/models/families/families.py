@@ -178,7 +178,7 @@ GPT_OSS = Family(
     rope_kinds=("yarn",),
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
-        biased=True,
+        biased=True, adapted=False,
     ),
     defaults={
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts": 128,
@@ -254,6 +254,7 @@ HY_V3 = Family(
             "routed_scale": "router_scaling_factor", "shared_ffn": "num_shared_experts",
             "dense_layers": "first_k_dense_replace",
         },
+        adapted=False,
     ),
     defaults={
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 192,
@@ -317,7 +318,7 @@ GEMMA4 = Family(
     experts=Experts(
         "", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
         counts=("num_experts",), per_token="top_k_experts", switch="enable_moe_block", router="router.proj",
-        shared="mlp", says={"shared_ffn": "intermediate_size"}, beside=True,
+        shared="mlp", says={"shared_ffn": "intermediate_size"}, beside=True, adapted=False,
     ),
     image_class="Gemma4ForConditionalGeneration",
     defaults={
@@ -377,7 +378,7 @@ QWEN3_5_MOE = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     models="text of Qwen3.5, 3.6 with experts",
-    experts=_SHARED_EXPERT,
+    experts=replace(_SHARED_EXPERT, adapted=False),
     image_class="Qwen3_5MoeForConditionalGeneration",
     defaults={**_MOE_SIZES, "vocab_size": 248320, "num_experts": 256, "num_experts_per_tok": 8},
     ignores=QWEN3_5.ignores - {"mlp_only_layers"} | _BALANCE,

@@ -10,22 +10,28 @@ or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch.
 """
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.segments import Cut, Slot, Source, rank_slots, segments, stage_slots
 
 ALL_LINEAR = "all-linear"
-# The layers of Megatron that may have an adapter.
-LAYERS = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"),
-    *("mlp.experts.gate_up", "mlp.experts.down"),
+WEIGHT, PREFIX = ".weight", "base_model.model."
+# The weights of Megatron's layers that may have an adapter: of attention or what is in its place, of feed-forwards, of
+# experts. Not among them: routers, the gate of shared experts, convolutions, numbers per head.
+LAYERS = tuple(
+    f".{block}{layer}{WEIGHT}"
+    for block, layers in {
+        "self_attention.": "linear_qkv linear_proj in_proj out_proj q_down q_up kv_down kv_up",
+        "mlp.": "linear_fc1 linear_fc2 shared.linear_fc1 shared.linear_fc2 experts.gate_up experts.down",
+    }.items()
+    for layer in layers.split()
 )
 # By the cut of a layer those of down and up; else down is whole, and up is cut as the layer is.
 CUTS = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.EXPERTS: (Cut.EXPERTS, Cut.EXPERTS)}
-WEIGHT, PREFIX = ".weight", "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -53,20 +59,17 @@ class Adapter:
     up: Slot
 
 
-def last_layer(architecture: Architecture) -> Architecture:
-    """The model of that layer alone, as which all are where there may be adapters."""
-    return next(iter(architecture.kinds(range(architecture.num_layers - 1, architecture.num_layers))))
+def layer_adapters(architecture: Architecture, lora: Lora) -> Iterator[Adapter]:
+    """The adapters of a layer of every kind that the model has."""
+    for layer in architecture.kinds(range(architecture.num_layers)):
+        yield from adapters(layer, (1,), 1, 0, lora)
 
 
 def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tuple[str, ...]:
     """The requested targets, in the model's order. ValueError, a line each, for those that match nothing."""
-    layer = stage_slots(last_layer(architecture), (1,), 0)
-    experts = architecture.traits.experts
-    # peft knows no layer for experts that a folder stacks.
-    has_layer = Cut.EXPERTS if experts is not None and experts.biased else None
-    names = (
-        _last(source) for slot in layer if _layer_of(slot) and slot.cut is not has_layer for source in slot.sources
-    )
+    layers = (stage_slots(layer, (1,), 0) for layer in architecture.kinds(range(architecture.num_layers)))
+    slots = (slot for layer in layers for slot in layer if _may_have_adapters(slot, architecture))
+    names = (_last(source) for slot in slots for source in slot.sources)
     there = tuple(dict.fromkeys(names))  # those of an expert are those of every other
     if asked == ALL_LINEAR:
         return there
@@ -85,38 +88,31 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Reasons why this model cannot have these adapters on `tp` ranks, a line each."""
-    if architecture.delta_net is not None:
-        yield f"lora: models with gated delta nets, as {architecture.family}, have no adapters here. Nearest: no lora"
-        return
-    if architecture.latent is not None:
-        yield f"lora: models with latents, as {architecture.family}, have no adapters here. Nearest: no lora"
-        return
-    if architecture.full_heads is not None:
-        yield f"lora: models with two kinds of heads, as {architecture.family}, have no adapters here. Nearest: no lora"
-        return
-    if architecture.shared_ffn:
-        yield f"lora: models with shared experts, as {architecture.family}, have no adapters here. Nearest: no lora"
-        return
-    for adapter in adapters(last_layer(architecture), (1,), 1, 0, lora):
-        smallest = min(min(source.shape) for source in adapter.base.sources)
-        if lora.rank > smallest:
-            yield (
-                f"lora.rank ({lora.rank}) is more than the smaller side of {adapter.base.sources[0].name} and its "
-                f"neighbours ({smallest}). Nearest: {smallest}"
-            )
-        matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
-        given = [name for name in matrices if name in lora.targets]
-        if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
-            yield (
-                f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
-                f"both. Nearest: both of {', '.join(matrices)}"
-            )
-        shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
-        if len({sum(piece.stop - piece.start for piece in shard) for shard in shards}) > 1:
-            yield (
-                f"lora.targets: tp ({tp}) cuts through the {architecture.num_kv_heads} key/value heads, so ranks have "
-                f"unequal shares of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
-            )
+    found = (_problems(each, architecture, lora, tp) for each in layer_adapters(architecture, lora))
+    yield from dict.fromkeys(itertools.chain.from_iterable(found))
+
+
+def _problems(adapter: Adapter, architecture: Architecture, lora: Lora, tp: int) -> Iterator[str]:
+    matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
+    given = {_last(source): min(source.shape) for source in adapter.base.sources if _last(source) in lora.targets}
+    narrow = min(given, key=lambda name: given[name])
+    if lora.rank > given[narrow]:
+        yield (
+            f"lora.rank ({lora.rank}) is more than the smaller side of {narrow} ({given[narrow]}). Nearest: "
+            f"{given[narrow]}"
+        )
+    if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
+        yield (
+            f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
+            f"both. Nearest: both of {', '.join(matrices)}"
+        )
+    shards = (segments(adapter.up, architecture, tp=tp, tp_rank=rank) for rank in range(tp))
+    shares = {sum(piece.stop - piece.start for piece in shard) for shard in shards}
+    if (heads := adapter.base.heads) and len(shares) > 1:
+        yield (
+            f"lora.targets: tp ({tp}) cuts through the {heads.kv_heads} key/value heads, so ranks have unequal shares "
+            f"of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
+        )
 
 
 def adapters(
@@ -125,7 +121,7 @@ def adapters(
     """The adapters of a pipeline rank, in a fixed order; arguments as those of `rank_slots`."""
     for slot in rank_slots(architecture, chunks, pp, pp_rank):
         chosen = tuple(n for n, source in enumerate(slot.sources) if _last(source) in lora.targets)
-        if _layer_of(slot) and chosen:
+        if chosen and _may_have_adapters(slot, architecture):
             yield _adapter(slot, chosen, lora.rank)
 
 
@@ -138,7 +134,8 @@ def _adapter(base: Slot, chosen: tuple[int, ...], rank: int) -> Adapter:
     takes_all = base.cut is Cut.EXPERTS or chosen == tuple(range(len(base.sources)))
     down = Slot(f"{module}.adapter.down", cut_down, downs)
     up = Slot(f"{module}.adapter.up", cut_up, ups, None if takes_all else chosen, heads=base.heads)
-    return Adapter(module, base, down, up)
+    parts = (replace(part, source=chosen.index(part.source)) for part in base.parts if part.source in chosen)
+    return Adapter(module, base, down, replace(up, parts=tuple(parts), groups=base.groups))
 
 
 def adapter_slots(
@@ -168,8 +165,9 @@ def _peft_name(source: Source, factor: str) -> str:
     return f"{PREFIX}{source.name.removesuffix(WEIGHT)}{factor}"
 
 
-def _layer_of(slot: Slot) -> bool:
-    return slot.parameter.endswith(tuple(f".{layer}{WEIGHT}" for layer in LAYERS))
+def _may_have_adapters(slot: Slot, architecture: Architecture) -> bool:
+    experts = architecture.traits.experts if slot.cut is Cut.EXPERTS else None
+    return slot.parameter.endswith(LAYERS) and (experts is None or experts.adapted)
 
 
 def _last(source: Source) -> str:

@@ -114,8 +114,10 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
         assert getattr(budget, state) == pytest.approx(getattr(found, state), rel=2e-3), state
     assert budget.kept == pytest.approx(found.saved, rel=0.01)
     assert budget.step == pytest.approx(found.update, rel=0.01)
-    # The budget of delta nets is up to a third more: Megatron cuts the gate's projection by itself.
+    # The budget of delta nets is up to a third more, with adapters, which keep less, up to a half: Megatron cuts the
+    # gate's projection by itself.
     most, beyond = (1.34, 0.045) if plan.architecture.delta_net is not None else (1.1, 0.02)
+    most, beyond = (1.5, 0.1) if plan.architecture.delta_net is not None and plan.lora is not None else (most, beyond)
     assert 0.9 <= budget.working / (found.learn - found.saved) <= most
     assert budget.forward == pytest.approx(found.score, rel=0.15)
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=beyond)
@@ -173,8 +175,26 @@ def test_every_choice(plan):
         (plan_of(tp=2, recompute="mlp"), ("q_proj", "v_proj")),
         (plan_of(EXPERTS, tp=2, ep=2), ("q_proj", "v_proj")),
         (plan_of(EXPERTS, cp=2, ep=2), ALL_LINEAR),
+        (plan_of(GEMMA4_MOE, tp=2, ep=2), ALL_LINEAR),
+        (plan_of(SHARED, tp=2, ep=2), ALL_LINEAR),
+        (plan_of(SHARED), ("q_proj", "down_proj")),
+        (plan_of(DELTA, tp=2), ALL_LINEAR),
+        (plan_of(DELTA, device=CPU), ("in_proj_z", "o_proj", "down_proj")),
+        (plan_of(DELTA_EXPERTS, tp=2, ep=2), ALL_LINEAR),
+        (plan_of(LATENTS, tp=2, ep=2), ALL_LINEAR),
+        (plan_of(LATENTS, cp=2, recompute="mlp"), ("q_a_proj", "kv_b_proj")),
+        (plan_of(LATENTS, device=CPU), ("o_proj", "gate_proj", "up_proj")),
+        (plan_of(GEMMA4, tp=2), ALL_LINEAR),
+        (plan_of(GEMMA4), ("v_proj", "up_proj")),
+        (plan_of(LLAMA, device=CPU), ("v_proj", "up_proj")),
     ],
-    ids=("all", "some", "beside experts", "of experts"),
+    ids=lambda given: (
+        f"{given.architecture.family}-{given.recompute}-{given.device.number}"
+        if isinstance(given, ActorPlan)
+        else given
+        if isinstance(given, str)
+        else given[0]
+    ),
 )
 def test_adapters(plan, targets):
     """The base takes two bytes a weight; a matrix without an adapter keeps nothing of what it read."""

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from memory_cases import EXPERTS
+from memory_cases import DELTA, EXPERTS, GEMMA4, LATENTS, SHARED
 
 from hacpo_mega.config.changes import changes, refusals
 from hacpo_mega.config.tables.agents import AgentConfig, LoraConfig
@@ -46,6 +46,10 @@ def model(family: str) -> Architecture:
     )
 
 
+def family_of(architecture: Architecture) -> str:
+    return architecture.family
+
+
 def test_targets_are_taken_in_the_models_order_and_must_be_there():
     assert chosen_targets(model("qwen3"), ("up_proj", "q_proj")) == ("q_proj", "up_proj")
     assert len(chosen_targets(model("qwen3"), ALL_LINEAR)) == 7
@@ -54,6 +58,53 @@ def test_targets_are_taken_in_the_models_order_and_must_be_there():
         chosen_targets(model("qwen3"), ("qkv_proj",))
     with pytest.raises(ValueError, match=r"'lm_head' matches nothing .*Nearest: 'all-linear'"):
         chosen_targets(model("llama"), ("lm_head", "q_proj"))
+
+
+OF_DELTA_NETS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+NEXT = replace(DELTA, family="qwen3_next", tied=False)
+EVERY_CUT = [model("qwen3"), model("phi3"), DELTA, NEXT, LATENTS,
+             replace(GEMMA4, full_heads=replace(GEMMA4.full_heads, kv_heads=2))]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        (DELTA, (*OF_DELTA_NETS, *FEED_FORWARD, *OF_ATTENTION)),
+        (NEXT, ("in_proj_qkvz", "in_proj_ba", "out_proj", *FEED_FORWARD, *OF_ATTENTION)),
+        (LATENTS, (*OF_LATENTS, *FEED_FORWARD)),
+        (replace(LATENTS, latent=replace(LATENTS.latent, query_rank=0)), ("q_proj", *OF_LATENTS[2:], *FEED_FORWARD)),
+        (GEMMA4, (*OF_ATTENTION, *FEED_FORWARD)),
+        (SHARED, (*OF_ATTENTION, *FEED_FORWARD)),
+    ],
+    ids=("delta nets", "delta nets by heads", "latents", "latents but of queries", "two kinds of heads", "shared"),
+)
+def test_all_linear_maps_of_every_kind_of_layer(architecture, targets):
+    """And nothing else: no convolution, no number per head, no router, no gate of shared experts."""
+    assert chosen_targets(architecture, ALL_LINEAR) == targets
+    for name in ("conv1d", "A_log", "dt_bias", "gate", "shared_expert_gate", "q_a_layernorm"):
+        with pytest.raises(ValueError, match=rf"^lora.targets: '{name}' matches nothing in this {architecture.family}"):
+            chosen_targets(architecture, (name,))
+    assert not list(lora_problems(architecture, Lora(4, 8.0, targets), tp=2))
+
+
+def test_the_narrowest_matrix_bounds_the_rank():
+    """A number per head is projected by the narrowest."""
+    (problem,) = lora_problems(DELTA, Lora(9, 8.0, chosen_targets(DELTA, ALL_LINEAR)), tp=1)
+    assert problem == "lora.rank (9) is more than the smaller side of in_proj_b (8). Nearest: 8"
+    assert not list(lora_problems(DELTA, Lora(9, 8.0, ("in_proj_qkv", "in_proj_z", "out_proj")), tp=1))
+    assert len(list(lora_problems(GEMMA4, Lora(4, 8.0, ("q_proj",)), tp=4))) == 2  # of either kind of layer
+
+
+def test_experts_that_peft_has_no_layer_for_have_no_adapters():
+    """Matrices beside them do, by the same names."""
+    sizes = replace(SHARED, family="hy_v3", num_groups=1, groups_per_token=1, rotary_share=1.0, qk_norm=True)
+    lora = Lora(4, 8.0, chosen_targets(sizes, FEED_FORWARD))
+    names = [source.name for source in adapter_sources(sizes, lora)]
+    assert len(names) == sizes.num_layers * 3 * 2 and not any(".experts." in name for name in names)
+    assert any(".experts." in source.name for source in adapter_sources(SHARED, lora))
 
 
 def test_what_a_layout_cannot_have_is_refused():
@@ -76,15 +127,14 @@ def test_what_a_layout_cannot_have_is_refused():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
+@pytest.mark.parametrize("architecture", EVERY_CUT, ids=family_of)
 @pytest.mark.parametrize("targets", [ALL_LINEAR, "some"])
-def test_every_number_of_every_factor_is_on_the_ranks_that_use_it(family, tp, targets):
+def test_every_number_of_every_factor_is_on_the_ranks_that_use_it(architecture, tp, targets):
     """The shards of all tensor ranks are the whole tensors of peft, a factor that is not cut on each of them."""
-    architecture = model(family)
     names = chosen_targets(architecture, ALL_LINEAR)
     lora = Lora(4, 8.0, names if targets == ALL_LINEAR else names[1:])
     found = dict.fromkeys(adapter_sources(architecture, lora), 0)
-    for slot in adapter_slots(architecture, (LAYERS,), 1, 0, lora):
+    for slot in adapter_slots(architecture, (architecture.num_layers,), 1, 0, lora):
         size = math.prod(shard_shape(slot, architecture, tp=tp))
         for rank in range(tp):
             held = list(rectangles(slot, architecture, tp=tp, tp_rank=rank, start=0, stop=size))
@@ -92,8 +142,9 @@ def test_every_number_of_every_factor_is_on_the_ranks_that_use_it(family, tp, ta
             for part in held:
                 found[part.source] += math.prod(part.sizes)
     for source, count in found.items():
-        splits_input = ".o_proj." in source.name or ".down_proj." in source.name
-        copies = 1 if ("lora_A" in source.name) == splits_input else tp
+        splits_input = any(f".{name}." in source.name for name in ("o_proj", "out_proj", "down_proj"))
+        is_whole = any(f".{name}." in source.name for name in ("q_a_proj", "kv_a_proj_with_mqa", "experts"))
+        copies = 1 if ("lora_A" in source.name) == splits_input and not is_whole else tp
         assert count == copies * math.prod(source.shape), source
 
 
@@ -130,6 +181,22 @@ def test_the_flops_of_learning():
     assert whole == 3 * forward
     adapters = LAYERS * 4 * (H + Q * D)
     assert learning_flops(architecture, 2, 10, lora) == whole - 40 * matrix_parameters(architecture) + 120 * adapters
+
+
+def test_the_adapters_of_delta_nets_and_of_latents():
+    """Every rank has a whole matrix of latents; the states of delta nets are learnt, as attention is, by no matrix."""
+    lora = Lora(4, 8.0, ("q_a_proj", "kv_a_proj_with_mqa"))
+    hidden, (queries, keys) = LATENTS.hidden_size, (LATENTS.latent.query_rank, LATENTS.latent.cached)
+    plan = ActorPlan(LATENTS, Layout(tp=2), 2, 1024, device=CUDA, lora=lora)
+    assert trained_parts(plan) == (LATENTS.num_layers * 4 * (2 * hidden + queries + keys), 0)
+    assert num_merged(LATENTS, Layout(tp=2), 0, lora) == LATENTS.num_layers * hidden * (queries + keys)
+    lora, net, nets = Lora(4, 8.0, ("in_proj_b", "out_proj")), DELTA.delta_net, sum(DELTA.delta_layers)
+    adapters = nets * 4 * (DELTA.hidden_size + 8 + 8 * 64 + DELTA.hidden_size)
+    states = nets * 3 * net.value_heads * net.key_dim * net.value_dim
+    plan = ActorPlan(DELTA, Layout(tp=2), 2, 1024, device=CUDA, lora=lora)
+    assert trained_parts(plan) == (nets * 4 * (DELTA.hidden_size + 4 + 4 * 64 + DELTA.hidden_size), 0)
+    whole = learning_flops(DELTA, 2, 10)
+    assert learning_flops(DELTA, 2, 10, lora) == whole - 40 * (matrix_parameters(DELTA) - states) + 120 * adapters
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_has():
