@@ -173,7 +173,8 @@ class _Layer:
     norm       what a norm keeps beside its input, its output among it
     attention  all that attention keeps, its norm included
     ffn        [t, f], of shared experts where there are others; mlp: all that is kept there, its norm not included
-    down       the gradient of the feed-forward's second matrix
+    down       the gradient of the feed-forward's second matrix, if it is trained
+    unread     what this matrix reads, if it is not kept
     more_norms what norms keep beyond two
     experts    what is there in the place of a feed-forward, where the model has experts
     delta      what a forward of a delta net takes behind its projection; backward, which redoes it, twice that
@@ -186,6 +187,7 @@ class _Layer:
     ffn: int
     mlp: int
     down: int
+    unread: int
     more_norms: int
     experts: ExpertBytes
     delta: int
@@ -200,6 +202,7 @@ class _Layer:
         # The norm before is part of the block there, which has five. A gather reads what one gives, and keeps nothing;
         # the router's, but a frozen one's, and the feed-forward's keep their output, both behind these their input.
         beside = a.has_experts and a.traits.experts.beside
+        keeps = plan.lora is None or is_adapted(a, plan.lora, "mlp.linear_fc2", "mlp.shared.linear_fc2")
         return cls(
             residual=residual,
             gathered=tokens * a.hidden_size * number,
@@ -212,7 +215,8 @@ class _Layer:
             + experts.kept
             + _factors(plan, "mlp")
             + beside * (5 * norm - (1 + (plan.lora is not None)) * residual),
-            down=a.hidden_size * columns * number,
+            down=0 if plan.lora is not None else a.hidden_size * columns * number,
+            unread=0 if keeps else ffn,
             # One after a block keeps its input in place of its output, which joins the residual.
             more_norms=(len(a.traits.norms) - 2 - beside) * norm,
             experts=experts,
@@ -229,16 +233,17 @@ class _Layer:
     def working(self, recompute: Recompute, tp: int) -> int:
         """Bytes that the backward of one layer takes: its recomputed activations with its output, the gradient of that
         output, and the largest of three moments of the feed-forward. At the second matrix's gradient: that gradient,
-        that of the output, gathered, and the matrix's input. At the activation, after that input is freed: the
-        gradients of gate and up. At the first matrix's gradient: these and that of its input."""
+        that of the output, gathered, and the matrix's input. At the activation, after that input is freed, if it was
+        kept: the gradients of gate and up. At the first matrix's gradient: these and that of its input."""
         again = {"none": 0, "mlp": self.mlp + self.residual, "full": self.kept("none")}[recompute]
         second = (self.gathered if tp > 1 else 0) + self.ffn + self.down
-        first = self.gathered + 2 * self.down - self.ffn
+        first = self.gathered + 2 * self.down - self.ffn + self.unread
         experts = self.experts.working
         if experts and self.ffn:  # which come after shared ones have let go of theirs and left a gradient of the input
             experts += self.residual - 3 * self.ffn
         delta = 2 * self.delta - self.mlp  # which comes when the feed-forward has let go of all
-        return again + self.residual + max(experts, delta, *((second, 2 * self.ffn, first) if self.ffn else (0,)))
+        moments = (second, 2 * (self.ffn + self.unread), first) if self.ffn else (0,)
+        return again + self.residual + max(experts, delta, *moments)
 
 
 def _factors(plan: ActorPlan, block: str) -> int:
