@@ -56,17 +56,14 @@ def test_what_imports_made_stays_frozen_through_the_life_of_an_engine():
     """vLLM freezes what there is when it has started, and thaws everything before it collects."""
     gc.collect()
     gc.freeze()
-    try:
-        frozen, cycle = gc.get_freeze_count(), Cycle()
-        cycle.itself, is_there = cycle, weakref.ref(cycle)
-        with host_process.starting_vllm([]):
-            gc.freeze()
-        del cycle
-        with host_process.collected_once():
-            gc.unfreeze()
-            gc.collect()
-            assert is_there() is not None
-        assert is_there() is None  # the engine is freed all the same
-        assert gc.get_freeze_count() > 0.99 * frozen  # some have died
-    finally:
+    frozen, cycle = gc.get_freeze_count(), Cycle()
+    cycle.itself, is_there = cycle, weakref.ref(cycle)
+    with host_process.starting_vllm([]):
+        gc.freeze()
+    del cycle
+    with host_process.collected_once():
         gc.unfreeze()
+        gc.collect()
+        assert is_there() is not None
+    assert is_there() is None  # the engine is freed all the same
+    assert gc.get_freeze_count() > 0.99 * frozen  # some have died
