@@ -13,6 +13,8 @@ endif
 LOCK   := launch/lock/$(FLAVOUR).txt
 STAMP  := $(VENV)/.installed-$(FLAVOUR)
 CONFIG ?= configs/quickstart.toml
+# Containers often set it: each of a thousand processes that the tests start would then compile the project anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: quickstart test test-lab test-all test-nightly test-portable budgets gpu bench-peers bench-peers-grid verifiers-env openenv-env measure reference pictures lint format env cuda-env locks clean
 

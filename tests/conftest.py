@@ -4,6 +4,8 @@ Triton decides at import, so hacpo_kernels is imported here under the variable; 
 so that engines and ranks which tests start do not interpret their own kernels.
 """
 
+import atexit
+import gc
 import importlib
 import os
 import signal
@@ -16,7 +18,6 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 from budgets import (
     LAB,
     MAKE_TEST,
@@ -32,16 +33,8 @@ from budgets import (
 )
 from xdist.scheduler import LoadScopeScheduling
 
-if not torch.cuda.is_available():
-    # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/machine/device.py).
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    # Gluon too: Triton imports it at the first launch, and it refuses a half-interpreted language then.
-    for module in ("hacpo_kernels", "triton.experimental.gluon"):
-        importlib.import_module(module)
-    if before is None:
-        del os.environ["TRITON_INTERPRET"]
+# A million objects come while tests are collected, and stay: nothing walks them, then or later (pytest_runtestloop).
+gc.disable()
 
 # Signals that nohup or a shell's background job ignores would be ignored by everything that tests start.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
@@ -89,6 +82,23 @@ def same_environment() -> Iterator[None]:
         os.environ.update(environment)
 
 
+def interpret_kernels() -> None:
+    """Imports the kernels for the processor, where there is no GPU; not in a process that only leads workers."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    # A CPU environment on a machine with GPUs runs these tests on the CPU, and says so (cluster/machine/device.py).
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    # Gluon too: Triton imports it at the first launch, and it refuses a half-interpreted language then.
+    for module in ("hacpo_kernels", "triton.experimental.gluon"):
+        importlib.import_module(module)
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+
+
 class ByScope(LoadScopeScheduling):
     """Gives tests to workers under `pytest -n`; support/budgets.py says what stays on one worker."""
 
@@ -125,7 +135,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # a worker's reports come here
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        interpret_kernels()
+    if not is_worker:  # a worker's reports come here
         config.pluginmanager.register(Seconds(config.getoption("--hold-budgets"), config.getoption("--write-budgets")))
 
 
@@ -145,6 +158,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     parts = [Part(tier_of(item.keywords, file), file) for item, file in zip(items, files)]
     place = {file: index for index, file in enumerate(order(parts, read_budgets()))}
     items.sort(key=lambda item: place[file_of(item.nodeid)])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Keeps the collection of tests out of all garbage collections that follow, half a second each."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # Triton's binding would complain of what it believes to be lost
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:

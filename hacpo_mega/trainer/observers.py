@@ -239,9 +239,10 @@ class Reports(Observer):
         self._process: subprocess.Popen | None = None
 
     def before_writing(self, step: int, found: StepResult) -> None:
-        """Begins a report if the one before is done; waits for it at the last step, after which one is written."""
-        if self._process is not None and step == self._last:
-            self._process.wait()
+        """Begins a report if the one before is done; at the last step, after which one is written, waits for it."""
+        if step == self._last:
+            if self._process is not None:
+                self._process.wait()
         elif step % self._every == 0 and (self._process is None or self._process.poll() is not None):
             command = [sys.executable, "-m", "hacpo_mega.report", str(self._run_dir)]
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -186,10 +186,10 @@ def test_answers_that_are_more_than_a_formula(gold, right, wrong):
 
 
 @pytest.mark.parametrize(
-    "rounds, seed", [(2, 1), pytest.param(300, 2, marks=pytest.mark.nightly)], ids=["a few", "fifteen thousand"]
+    "rounds, seed", [(2, 1), pytest.param(100, 2, marks=pytest.mark.nightly)], ids=["a few", "five thousand"]
 )
 def test_what_models_write_is_right_or_wrong_by_construction(rounds, seed):
-    pairs = list(written_pairs(rounds, seed))
+    pairs = dict.fromkeys(written_pairs(rounds, seed))  # three in ten are drawn again
     assert [p for p in pairs if (boxed("", f"\\boxed{{{p[1]}}}", p[0]) == 1.0) != p[2]] == []
 
 

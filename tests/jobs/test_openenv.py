@@ -111,6 +111,7 @@ def test_a_run_is_rewarded_by_the_server(tmp_path, monkeypatch, server):
         "rollout": {"rollouts_per_prompt": 4, "max_prompt_tokens": 8, "max_answer_tokens": 16},
         "training": {"prompts_per_step": 2, "prompts_per_update": 2, "max_tokens_per_microbatch": 4096},
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},
+        "logging": {"report": "never"},
     }
     Path("run.toml").write_text(tomli_w.dumps(table))
     command = start_command("train", tmp_path / "run.toml")  # with the server's address, which a forked rank has not

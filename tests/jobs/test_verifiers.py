@@ -75,6 +75,7 @@ def test_episodes_of_verifiers_are_trained_and_rewarded(tmp_path, monkeypatch):
         "rollout": {"rollouts_per_prompt": 2, "max_prompt_tokens": 1500, "max_answer_tokens": 60},
         "training": {"prompts_per_step": 4, "prompts_per_update": 4, "max_tokens_per_microbatch": 8192},
         "checkpoint": {"every_steps": 0, "every_minutes": 0.0},
+        "logging": {"report": "never"},
     }
     Path("run.toml").write_text(tomli_w.dumps(table))
     train(tmp_path / "run.toml")

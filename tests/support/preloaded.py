@@ -1,29 +1,27 @@
 """Imports of the server of job.py, so that a process forked from it starts in no time."""
 
-import gc
+from hacpo_mega.cli.start import objects_that_stay
 
-import torch.distributed.checkpoint  # noqa: F401
-import vllm.model_executor.layers.quantization.online.base
-import vllm.model_executor.models.llama
-import vllm.model_executor.models.qwen2
-import vllm.model_executor.models.qwen3
-import vllm.v1.core.sched.scheduler
-import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker  # noqa: F401
-from transformers import AutoModelForCausalLM  # noqa: F401
-from vllm.platforms.cpu import CpuPlatform
+# Objects that every collection of a child would walk, and whose pages it would copy.
+with objects_that_stay():
+    import torch.distributed.checkpoint  # noqa: F401
+    import vllm.model_executor.layers.quantization.online.base
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen2
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
 
-import hacpo_mega.cli.app
-import hacpo_mega.commands.doctor
-import hacpo_mega.commands.warm_start
-import hacpo_mega.evaluation.evaluate
-import hacpo_mega.evaluation.table
-import hacpo_mega.trainer.trainer  # noqa: F401
+    import hacpo_mega.cli.app
+    import hacpo_mega.commands.doctor
+    import hacpo_mega.commands.warm_start
+    import hacpo_mega.evaluation.evaluate
+    import hacpo_mega.evaluation.table
+    import hacpo_mega.trainer.trainer  # noqa: F401
 
-# Every engine looks through all modules for Triton kernels to replace, a second of work: done here, for all children.
-CpuPlatform.register_triton_kernel_overrides()
-CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-
-# Two million objects that every collection of a child would walk, and whose pages it would copy.
-gc.collect()
-gc.freeze()
+    # Every engine looks through all modules for Triton kernels to replace, a second of work: done for all children.
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)

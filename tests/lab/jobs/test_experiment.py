@@ -125,6 +125,7 @@ def own_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own") / "grid"
     short = ["num_steps=1", "training.prompts_per_step=4", "training.prompts_per_update=4", "data.skills=['mul']"]
     short += ["evaluation.num_prompts=8", "evaluation.every_steps=1", "rollout.rollouts_per_prompt=4"]
+    short += ["logging.report='never'"]
     short += ["agents.*.init.warm_start={num_updates=80, batch_size=64, skills={mul={share=1.0}}}"]
     table = {
         **{"results": str(folder / "results"), "work_dir": str(folder / "work"), "warm_starts": str(folder / "starts")},

@@ -98,3 +98,4 @@ def test_what_imports_make_is_walked_by_no_collection():
     finally:
         gc.unfreeze()
     assert {id(thing) for thing in gc.get_objects()} >= {id(thing) for thing in made}
+    gc.freeze()  # as conftest.py leaves it

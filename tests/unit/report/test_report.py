@@ -7,10 +7,13 @@ import json
 import math
 import operator
 import re
+import subprocess
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,6 +39,7 @@ from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, figures_of
 from hacpo_mega.report.run import Run, Series, load_run
 from hacpo_mega.report.verdicts import verdicts
+from hacpo_mega.trainer.observers import Reports
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
 
@@ -518,3 +522,16 @@ def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch):
     assert app._report_of(tmp_path).startswith("no report: ValueError: ")
     monkeypatch.setattr(report, "write_report", lambda run_dir: 1 // 0)
     assert app._report_of(tmp_path).startswith("no report: ZeroDivisionError: ")
+
+
+def test_a_report_every_few_steps_begins_none_at_the_last(monkeypatch, tmp_path):
+    """The run writes that one itself, when the step is on disk, and two would be drawn at a time."""
+    begun = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: begun.append(command[-1]) or Mock())
+    config = SimpleNamespace(run_dir=tmp_path, num_steps=3)
+    for first, expected in ((1, 2), (3, 0)):  # the whole run, and one that goes on with its last step
+        reports = Reports(config, 1)
+        for step in range(first, 4):
+            reports.before_writing(step, None)
+        assert begun == [str(tmp_path)] * expected
+        begun.clear()

@@ -1,5 +1,8 @@
 """Settings of a process around vLLM's start, whatever the processor; tests/jobs/test_engine.py has the live engine."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,10 @@ class Launcher:
 
     def _distributed_args(self) -> tuple[str, int, int]:
         return "tcp://its-own:1", 0, 0
+
+
+class Cycle:
+    """As vLLM's engine, which the garbage collector alone can free."""
 
 
 @pytest.fixture
@@ -43,3 +50,20 @@ def test_two_engines_never_meet_under_one_name(group_of_one):
             return Launcher()._distributed_args()[0]
 
     assert name() != name()
+
+
+def test_what_imports_made_stays_frozen_through_the_life_of_an_engine():
+    """vLLM freezes what there is when it has started, and thaws everything before it collects."""
+    gc.collect()
+    gc.freeze()
+    frozen, cycle = gc.get_freeze_count(), Cycle()
+    cycle.itself, is_there = cycle, weakref.ref(cycle)
+    with host_process.starting_vllm([]):
+        gc.freeze()
+    del cycle
+    with host_process.collected_once():
+        gc.unfreeze()
+        gc.collect()
+        assert is_there() is not None
+    assert is_there() is None  # the engine is freed all the same
+    assert gc.get_freeze_count() > 0.99 * frozen  # some have died
