@@ -277,6 +277,9 @@ def test_the_second_lock_is_not_waited_for_again(tmp_path, monkeypatch, capsys, 
     first = holder_of(run_dir, answer, elsewhere=True)
     first.kill()
     first.communicate()
+    now = time.time()  # as if the last signs had come at once, however late the machine was at one of them
+    os.utime(tmp_path / ".run.lock", (now, now))
+    os.utime(run_dir / LOCK, (now - 0.1, now - 0.1))
     if answer:
         monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
     with RunLock(run_dir):
