@@ -113,8 +113,8 @@ def watched(three_agents, ranks_told) -> dict:
 
 def test_every_rank_tells_its_phase_while_a_run_goes_on(watched, ranks_told, three_agents):
     timed = {name for metrics in watched.values() for name in metrics.timing if "/phase/" in name}
-    after_the_last_line = {"checkpoint", "export"}
-    phases = {name.split("/")[-1].removesuffix("_s") for name in timed} | after_the_last_line
+    after_the_line = {"trace", "checkpoint", "export"}
+    phases = {name.split("/")[-1].removesuffix("_s") for name in timed} | after_the_line
     assert {rank for rank, _, _ in ranks_told} == {0, 1, 2}
     assert {phase for _, phase, _ in ranks_told} <= phases
     steps = {when for _, phase, when in ranks_told if phase == "learn"}
