@@ -17,18 +17,24 @@ environment.py sets these variables before torch and vllm are imported:
 """
 
 import enum
+import gc
+import math
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch import nn
 from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
 from vllm import config as vllm_config
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed import parallel_state
 
 from hacpo_mega.config.checks.pass_through import require_accepted
@@ -71,7 +77,7 @@ from hacpo_mega.rollout.weights.engine_weights import (
     without_reload_warnings,
 )
 from hacpo_mega.rollout.weights.expert_weights import converts_experts, pack_at_every_load
-from hacpo_mega.rollout.weights.held_weights import HeldPart, held_parts
+from hacpo_mega.rollout.weights.held_weights import ABSORBED, HeldPart, absorbs, held_parts
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 # (place among the prompts of the call, answer)
@@ -149,6 +155,9 @@ class Engine:
                 runner.sampler.topk_topp_sampler.forward = RowNoise(runner)
             self.routing = routing_of(llm, spec.model) if spec.returns_routing else None
             self.turn_limits = TurnLimits(config.model_config.get_vocab_size(), self.max_model_len)
+            self._kept = (
+                KeptTensors(runner.get_model(), pooled_weights()) if self._on_cuda and self._can_sleep else None
+            )
         self._tensor_parallel_size = spec.tensor_parallel_size
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts
@@ -350,6 +359,7 @@ class Engine:
         with self._guard.open() as llm:
             _forget_prefixes(llm)
             if self._on_cuda:
+                self._kept.save()
                 with free_memory_unmeasured() if self._shares_device else nullcontext():
                     llm.sleep(level=2)
         self._is_loaded = False
@@ -369,6 +379,8 @@ class Engine:
         with self._guard.open() as llm:
             if self._on_cuda and parts:
                 take_memory(llm, parts)
+                if WEIGHTS in parts:
+                    self._kept.restore()
             self._memory = Memory.AWAKE if cache else Memory.WEIGHTS
             if self._on_cuda and cache:
                 # Woken memory has arbitrary content. Attention gives the unused places of a block, behind a sequence's
@@ -403,6 +415,47 @@ class Engine:
         self._on_progress()
         outputs = self._step()
         return outputs if self._running is None else self._running.after_step(outputs)
+
+
+class KeptTensors:
+    """An engine's plain tensors, which sleep drops, vLLM does not save, and no weight sync writes.
+
+    At level 2 vLLM drops whatever was made with the model, and brings back its buffers alone. Kernels' workspaces are
+    neither buffers nor parameters: MiniMax-M2's norms over ranks hold addresses of their peers in one.
+    """
+
+    def __init__(self, model: nn.Module, allocations: Iterable[tuple[int, int]]) -> None:
+        """Finds the process's tensors in these allocations (address, bytes) that `model` does not name."""
+        named = {tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())}
+        # Attention with latents makes these anew at each weight sync.
+        named |= {getattr(one, name).data_ptr() for one in model.modules() if absorbs(one) for name in ABSORBED}
+        starts = sorted(allocations)
+        self._tensors = [
+            tensor
+            for tensor in gc.get_objects()
+            if type(tensor) is torch.Tensor
+            and tensor.numel()
+            and (place := bisect(starts, (tensor.data_ptr(), math.inf)))
+            and tensor.data_ptr() < sum(starts[place - 1])
+            and tensor.data_ptr() not in named
+        ]
+        self._saved: list[torch.Tensor] = []
+
+    def save(self) -> None:
+        """Copies them to the host."""
+        self._saved = [tensor.to("cpu", copy=True) for tensor in self._tensors]
+
+    def restore(self) -> None:
+        """Writes them where they were: kernels and graphs have their addresses."""
+        with torch.inference_mode():
+            for tensor, saved in zip(self._tensors, self._saved, strict=True):
+                tensor.copy_(saved)
+
+
+def pooled_weights() -> list[tuple[int, int]]:
+    """(address, bytes) of what vLLM's allocator made with the model, and sleep drops."""
+    found = get_mem_allocator_instance().pointer_to_data.items()
+    return [(address, data.handle[1]) for address, data in found if data.tag == WEIGHTS]
 
 
 def take_memory(llm: LLM, parts: Sequence[str]) -> None:

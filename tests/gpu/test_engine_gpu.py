@@ -132,6 +132,20 @@ def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):
     assert_scores(engine, folders[0])
 
 
+def test_sleep_gives_back_what_no_module_names(engine, folders):
+    """As workspaces of vLLM's kernels are: made with the model, neither parameter nor buffer."""
+    from hacpo_mega.rollout.engine import WEIGHTS, KeptTensors, pooled_weights
+
+    with engine._guard.open() as llm:
+        with worker_of(llm)._maybe_get_memory_pool_context(WEIGHTS):
+            workspace = torch.arange(1000, device="cuda")
+        engine._kept = KeptTensors(worker_of(llm).get_model(), pooled_weights())
+    engine.sleep()
+    engine.wake()
+    engine.load(load_file(folders[0] / "model.safetensors").items())
+    assert workspace.tolist() == list(range(1000))
+
+
 def test_the_trainers_kernels_are_not_watched(engine):
     """vLLM warns of what is compiled after its start."""
     from triton import knobs

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from actor_cases import objective, random_samples
+from actor_cases import full_weights, make_actor, objective, one_rank, random_samples
 from job import run_group, run_script
-from offload_cases import kept, num_bytes, play
+from offload_cases import kept, num_bytes, play, write
 from run_cases import CHARACTERS, PAIRS, agent_table, train, write_config
 from safetensors.torch import load_file
 from tiny_models import make_model
@@ -111,6 +111,25 @@ def test_what_is_written_while_it_is_away_is_what_is_written_at_home(by_rank, fo
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.distcp")}
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma4_text", torch.bfloat16), ("glm4_moe", torch.float32)])
+def test_frozen_weights_are_written_wherever_they_are_and_read(family, dtype, tmp_path):
+    """A layer's scale and a router's bias, which are in no buffer; a run of the same type finds the bits again."""
+    window = {"window": 7} if "gemma" in family else {}
+    folder = make_model(tmp_path / "model", family, dtype=dtype, **window)
+    with one_rank():
+        actor = make_actor(folder, dtype=dtype, offload_mode="everything")
+        expected = full_weights(actor)
+        write(actor, tmp_path / "home", copies=False)
+        ActorOffload(actor.model, actor.optimizer).offload()
+        write(actor, tmp_path / "away", copies=False)
+        assert contents(tmp_path / "home") == contents(tmp_path / "away")
+        again = make_actor(make_model(tmp_path / "other", family, seed=2, dtype=dtype, **window), dtype=dtype)
+        again.load(tmp_path / "away", num_updates=0, num_applied=0)
+        found = full_weights(again)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -56,7 +56,7 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
             found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
         found = found or [
             *quantization_problems(config, agent),
-            *routing_problems(agent, architecture_of(agent), on_cpu=capacity(config) is None),
+            *expert_problems(agent, architecture_of(agent), on_cpu=capacity(config) is None),
             *memory_problems(config, agent, architecture_of(agent)),
         ]
         problems += [f"agents.{agent.name}: {problem}" for problem in found]
@@ -500,8 +500,16 @@ def apart_problems(config: Config) -> Iterator[str]:
 WITHOUT = "Nearest: router_replay = false"
 
 
-def routing_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
-    """A line for each impossible setting, with the nearest that works."""
+def expert_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
+    """A line for each setting that experts cannot have, with the nearest that works."""
+    kind = agent.vllm.get("quantization")
+    has_graphs = not (on_cpu or agent.vllm.get("enforce_eager"))
+    if kind == "fp8_per_channel" and architecture.has_experts and has_graphs:
+        # The strides of cutlass's experts are made anew with each weight sync; graphs have the addresses of the first.
+        yield (
+            f"vllm.quantization: {kind!r} with experts: CUDA graphs would read what a weight sync has freed. Nearest: "
+            "'fp8_per_tensor', or vllm.enforce_eager = true beside it"
+        )
     if not agent.router_replay:
         return
     if not architecture.has_experts:

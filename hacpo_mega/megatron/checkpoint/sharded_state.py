@@ -134,12 +134,14 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
 
 
 def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written: bool) -> ParameterShare | None:
-    """This rank's share of a parameter; a frozen one, such as a router's bias, is written by the first cell."""
+    """This rank's share of a parameter; a frozen one, such as a router's bias, is written by the first cell, in float32
+    as all of the state is, and wherever it is."""
     if parameter.requires_grad:
         return optimizer.share_of(parameter)
     if written and parallel_state.get_data_parallel_rank(with_context_parallel=True):
         return None
-    return ParameterShare(0, parameter.numel(), {WEIGHT: parameter.detach().view(-1)})
+    whole = optimizer.weights.readable(parameter).detach().view(-1)
+    return ParameterShare(0, whole.numel(), {WEIGHT: whole.float() if written else whole})
 
 
 def _written_slots(model: HiddenStateModel) -> Iterator[Slot]:

@@ -17,7 +17,7 @@ from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
 
-LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True)
+LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, only={"rope_interleaved": False})
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
@@ -77,7 +77,11 @@ QWEN3_MOE = replace(
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    only={**_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    # Qwen3-Coder says what it has none of, and what all have.
+    only={
+        **_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
+        "use_qk_norm": True, "qkv_bias": False,
+    },
     ignores=_NO_WINDOW | _BALANCE,
 )  # fmt: skip
 MIXTRAL = Family(
@@ -85,7 +89,13 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     "Mixtral 8x7B, 8x22B",
     experts=Experts("block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False),
-    defaults={"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+    defaults={
+        "num_key_value_heads": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     only={"sliding_window": None, "router_jitter_noise": 0.0},
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},

@@ -96,7 +96,17 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     transformers 5 keeps all in rope_parameters, older folders in rope_theta, rope_scaling and partial_rotary_factor.
     ValueError for a kind that the family cannot have here, by name, and for a field that the kind does not know.
     """
-    table = fields.table("rope_parameters" if fields.given.get("rope_parameters") else "rope_scaling")
+    table, older = fields.table("rope_parameters"), fields.table("rope_scaling")
+    if older.given and table.given and older.given != table.given:
+        raise ValueError(
+            f"{path}: rope_parameters {short(table.given)} and rope_scaling {short(older.given)} are two descriptions, "
+            "of which transformers takes the second. Nearest: all of it in rope_parameters, and no rope_scaling"
+        )
+    if family.two_ropes and table.given and not table.given.keys() & {FULL, WINDOWED}:
+        raise ValueError(
+            f"{path}: rope_parameters of {family.model_type} has a table for {FULL!r} and {WINDOWED!r} each"
+        )
+    table = table if table.given else older
     table = table if table.given else Fields(path, family.defaults.get("rope_parameters", {}))
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
@@ -125,7 +135,8 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
         )
     rope = read(table)
     if family.scales_queries and isinstance(rope, YarnRope):
-        rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta"))
+        scales = table.given.get("llama_4_scaling_beta") != 0
+        rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta") if scales else 0.0)
     if family.latent and isinstance(rope, YarnRope):
         rope = replace(rope, score_factor=_score_factor(table, rope.factor))
     return Angles(theta, rope, share, window_theta)

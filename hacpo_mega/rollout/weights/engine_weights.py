@@ -3,7 +3,8 @@
 On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
 linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
 are packed when both of their tensors have arrived (expert_weights.py). Attention with latents also has two matrices
-made of one of its layers' (absorbs), and makes them again.
+made of one of its layers' (absorbs), and makes them again; so does attention with sinks, of which FlashInfer has a copy
+in float32.
 A layer that quantizes what it loads, as `vllm = { quantization = "fp8_per_tensor" }` asks for, gets its shard in the
 plain form too, and quantizes it in place, as it would have done from a folder at the start. Some kinds reduce the
 largest number over the ranks of an engine, so all ranks have to reach a layer, in one order (Receiver).
@@ -31,7 +32,7 @@ from hacpo_mega.models.files.weight_files import HEAD, stacks_experts
 from hacpo_mega.models.sharding.shards import Shard
 from hacpo_mega.rollout.vllm.host_process import replaced
 from hacpo_mega.rollout.weights.expert_weights import experts_problem, packs_experts, take_experts
-from hacpo_mega.rollout.weights.held_weights import EMBEDDING, absorbs, is_embedding
+from hacpo_mega.rollout.weights.held_weights import EMBEDDING, SINKS, absorbs, is_embedding
 from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_parts
 
 # Methods of layers that hold weights as they load them, but for the CPU's packing.
@@ -147,7 +148,8 @@ class EngineWeights:
             _quantize(module, tensor, self._config)
         else:
             self._install(path, tensor, num_written, is_new=is_new)
-        if (attention := self._absorbing.get(id(module))) is not None:
+        attention = module.attn if path[1] == SINKS else self._absorbing.get(id(module))
+        if attention is not None:
             attention.process_weights_after_loading(self._config.dtype)
 
     def _install(self, path: tuple[str, str], tensor: Tensor, num_written: int, *, is_new: bool) -> None:
@@ -274,18 +276,19 @@ def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head:
 def noting_sinks(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Passes on tensors, and keeps a copy of attention sinks in `sinks`."""
     for name, tensor in weights:
-        if name.endswith(".sinks"):
+        if name.endswith(f".{SINKS}"):
             sinks[name.replace(".self_attn.", ".attn.")] = tensor.clone()
         yield name, tensor
 
 
 def take_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> None:
     """Writes the sinks (vLLM's name -> of all heads), which else would stay the same: gpt-oss's loader copies them
-    into a parameter that a reload has put aside."""
+    into a parameter that a reload has put aside. Attention remakes what it has made of them."""
     for name, sinks_N in sinks.items():
         module = model.get_submodule(name.rpartition(".")[0])
         own = module.sinks.data
         own.copy_(sinks_N[module.qkv_proj.tp_rank * len(own) :][: len(own)])
+        module.attn.process_weights_after_loading(own.dtype)
 
 
 def require_names(given: Set[str], expected: Set[str]) -> None:

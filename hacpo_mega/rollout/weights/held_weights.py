@@ -20,6 +20,8 @@ from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_pro
 from hacpo_mega.rollout.weights.parts import loaded_tensors
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
+ABSORBED = "W_UK_T", "W_UV"  # of attention with latents, made of its layer `kv_b_proj`
+SINKS = "sinks"  # of attention (gpt-oss)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
         for kind, parameter in loaded_tensors(module):
             is_packed = kind == "weight" and hasattr(module, "cpu_linear") and not is_embedding(module, path)
             own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
+            own = partial(_sinks, module) if kind == SINKS else own
             cuts = _cuts(module, len(names), kind, parameter)
             # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
             for name, cut in zip(names[:1] * (len(cuts) - len(names)) + names, cuts, strict=True):
@@ -100,7 +103,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
 
 def absorbs(module: nn.Module) -> bool:
     """True for attention with latents, which multiplies with parts of its layer `kv_b_proj` while it answers."""
-    return hasattr(module, "W_UK_T") and hasattr(module, "W_UV")
+    return all(hasattr(module, name) for name in ABSORBED)
 
 
 def _shares_keys(model: nn.Module) -> set[str]:
@@ -161,13 +164,17 @@ def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:
         yield HeldPart(f"{path}.{kind}", cut, lambda parameter=parameter: parameter, is_packed=False)
 
 
+def _sinks(module: nn.Module) -> Tensor:
+    return module.attn.impl.sinks.to(module.sinks.dtype)  # which FlashInfer multiplies with: a copy in float32
+
+
 def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
     return halves()[place]
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
     """Cuts of the tensors that a layer's own is made of, from vLLM's attributes of the layer."""
-    if kind == "sinks":  # of attention, whose projection knows its rank
+    if kind == SINKS:  # attention's projection knows its rank
         return [Cut(0, module.qkv_proj.tp_rank * len(parameter), len(parameter))]
     if hasattr(module, "weight_shard_rank"):  # a norm over all heads that is cut
         return [Cut(0, module.weight_shard_rank * len(parameter), len(parameter))]

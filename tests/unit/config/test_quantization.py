@@ -1,10 +1,13 @@
 """Memory of engines that quantize, by hand, what is refused of them, and what is suggested beside them."""
 
+from types import SimpleNamespace
+
 import pytest
 from plan_cases import write_small_job
 from typer.testing import CliRunner
 
 from hacpo_mega.cli.app import app
+from hacpo_mega.config.checks.checks import expert_problems
 from hacpo_mega.memory.actor_bytes import ActorPlan
 from hacpo_mega.memory.budget import EnginePlan, bucket_bytes, engine_weights, waiting_bytes
 from hacpo_mega.models.public import public_architecture
@@ -70,6 +73,25 @@ def test_an_engine_on_the_cpu_quantizes_nothing(tmp_path):
     assert "agents.a: vllm.quantization: 'fp8' is for bf16 weights on a GPU" in problem
     _, problem = checked(tmp_path, "device_memory_gib=80", "agents.a.dtype=float32", "agents.a.vllm.quantization=fp8")
     assert "agents.a: vllm.quantization: 'fp8' is for bf16 weights on a GPU" in problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "eager", "on_cpu", "model", "refused"),
+    [
+        ("fp8_per_channel", False, False, "Qwen/Qwen3-30B-A3B", True),
+        ("fp8_per_channel", True, False, "Qwen/Qwen3-30B-A3B", False),
+        ("fp8_per_channel", False, False, "Qwen/Qwen3-8B", False),
+        ("fp8_per_channel", False, True, "Qwen/Qwen3-30B-A3B", False),
+        ("fp8_per_tensor", False, False, "Qwen/Qwen3-30B-A3B", False),
+    ],
+)
+def test_graphs_over_experts_by_channel_are_refused(kind, eager, on_cpu, model, refused):
+    """Each weight sync makes the strides of cutlass's experts anew; a captured graph has the old ones."""
+    agent = SimpleNamespace(router_replay=False, vllm={"quantization": kind, "enforce_eager": eager})
+    found = list(expert_problems(agent, public_architecture(model), on_cpu=on_cpu))
+    assert [line.partition(". Nearest: ")[2] for line in found] == (
+        ["'fp8_per_tensor', or vllm.enforce_eager = true beside it"] if refused else []
+    )
 
 
 def test_what_needs_a_quantized_folder_is_refused(tmp_path):

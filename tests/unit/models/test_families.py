@@ -267,6 +267,59 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
     assert whole.head_dim == getattr(config, "qk_head_dim", getattr(config, "head_dim", None) or 16)
 
 
+@pytest.mark.parametrize("model_type", [name for name, one in FAMILIES.items() if "default" in one.rope_kinds])
+def test_a_folder_without_angles_has_those_of_transformers(tmp_path, model_type):
+    family = FAMILIES[model_type]
+    sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_key_value_heads": 32, "num_hidden_layers": 4} if family.latent else {}
+    config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
+    config.architectures = [family.architecture]
+    given = {
+        key: value for key, value in json.loads(config.to_json_string(use_diff=False)).items() if "rope" not in key
+    }
+    rope = AutoConfig.for_model(**given).rope_parameters
+    assert read(tmp_path, given).rope_theta == rope.get("full_attention", rope)["rope_theta"]
+
+
+@pytest.mark.parametrize("published", [SMOLLM3, SEED_OSS, MISTRAL_V03])
+def test_two_descriptions_of_the_angles_are_refused_unless_they_agree(tmp_path, published):
+    """transformers takes rope_scaling, which people add to a folder that transformers 5 has written."""
+    config = json.loads(published)
+    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2**20, "rope_theta": 1e6}
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.raises(ValueError, match="are two descriptions, of which transformers takes the second"):
+        read(tmp_path, config | {"rope_parameters": plain, "rope_scaling": table})
+    for given in ({"rope_parameters": table, "rope_scaling": table}, {"rope_parameters": table, "rope_scaling": None}):
+        assert read(tmp_path, config | given).rope.factor == 4.0
+
+
+def test_one_table_for_two_kinds_of_layers_is_refused(tmp_path):
+    """transformers passes over it."""
+    flat = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    with pytest.raises(ValueError, match="has a table for 'full_attention' and 'sliding_attention' each"):
+        read(tmp_path, json.loads(GEMMA3) | {"rope_parameters": flat})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "other"),
+    [
+        ("llama", {"is_llama_config": True, "rope_interleaved": False}, {"rope_interleaved": True}),  # SmolLM2
+        (
+            "qwen3_moe",  # Qwen3-Coder
+            {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False},
+            {"shared_expert_intermediate_size": 512},
+        ),
+    ],
+)
+def test_fields_that_name_what_a_family_has_anyway_are_accepted(tmp_path, model_type, given, other):
+    config = AutoConfig.for_model(model_type, num_hidden_layers=2)
+    config.architectures = [FAMILIES[model_type].architecture]
+    stated = json.loads(config.to_json_string(use_diff=False))
+    assert read(tmp_path, stated | given) == read(tmp_path, stated)
+    with pytest.raises(ValueError, match=f"{next(iter(other))} = .* is not supported, only"):
+        read(tmp_path, stated | given | other)
+
+
 def test_no_word_of_a_window_is_the_familys_own_and_null_is_none(tmp_path):
     config = json.loads(MISTRAL_V03)
     assert read(tmp_path, config).windows == ()
