@@ -434,10 +434,9 @@ class KeptTensors:
             tensor
             for tensor in gc.get_objects()
             if type(tensor) is torch.Tensor
-            and tensor.numel()
-            and (place := bisect(starts, (tensor.data_ptr(), math.inf)))
-            and tensor.data_ptr() < sum(starts[place - 1])
-            and tensor.data_ptr() not in named
+            and (address := _address(tensor)) not in named
+            and (place := bisect(starts, (address, math.inf)))
+            and address < sum(starts[place - 1])
         ]
         self._saved: list[torch.Tensor] = []
 
@@ -450,6 +449,13 @@ class KeptTensors:
         with torch.inference_mode():
             for tensor, saved in zip(self._tensors, self._saved, strict=True):
                 tensor.copy_(saved)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()  # 0 for an empty one
+    except RuntimeError:  # sparse, or left from tracing: no storage
+        return 0
 
 
 def pooled_weights() -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What an engine has beside parameters: sinks in another type, tensors that sleep drops. CUDA's cases, on the CPU."""
+"""Numbers of an engine beside its parameters, as on CUDA: sinks in another type, tensors that sleep drops."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def test_attention_multiplies_with_the_sinks_that_were_given_last(take):
 
 
 def test_sleep_gives_back_what_is_neither_parameter_nor_buffer():
-    pool = torch.zeros(100)  # as the allocator took it
+    pool, without_storage = torch.zeros(100), torch.eye(3).to_sparse()  # the first as the allocator took it
     model = nn.Module()
     model.weight = nn.Parameter(pool[0:10])
     model.register_buffer("cosines", pool[10:20], persistent=False)
@@ -97,3 +97,4 @@ def test_sleep_gives_back_what_is_neither_parameter_nor_buffer():
         assert workspace.tolist() == [3.0] * 10 and in_no_module["flags"].tolist() == [1.0, 2, 3]
         assert set(pool[:40].tolist()) == {-7.0}, "buffers are vLLM's, and the rest is published"
         assert outside.tolist() == [-7.0] * 5
+    assert without_storage.sum() == 3
