@@ -50,11 +50,12 @@ budgets: env
 test-portable: env
 	PYTHON=$(BIN)/python tests/portable.sh
 
-# On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and both benchmarks.
+# On a machine with a CUDA device: the tests that need one, the kernel tests compiled, and the kernels' benchmarks.
 gpu: env
-	$(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_linear_logprob.py tests/unit/kernels/test_sequence_objective.py tests/unit/kernels/test_kernel_complaints.py tests/unit/kernels/test_kernel_repeats.py tests/unit/kernels/test_elementwise.py
+	$(BIN)/python -m pytest tests/gpu tests/unit/kernels/test_linear_logprob.py tests/unit/kernels/test_sequence_objective.py tests/unit/kernels/test_kernel_complaints.py tests/unit/kernels/test_kernel_repeats.py tests/unit/kernels/test_elementwise.py tests/unit/kernels/test_expert_kernels.py
 	$(BIN)/python kernels/bench/linear_logprob.py
 	$(BIN)/python kernels/bench/elementwise.py
+	$(BIN)/python kernels/bench/experts.py
 	$(BIN)/python kernels/bench/sequence_objective.py
 
 # TRL's GRPOTrainer beside this project on the same work (docs/measurements/peers.md), in an environment of its own.

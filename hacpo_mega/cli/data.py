@@ -43,11 +43,12 @@ def convert(
         str | None, typer.Option(help="The prompts' column, texts or messages; others stay.")
     ] = None,
     gold_field: Annotated[str | None, typer.Option(help="The golds' column, with --prompt-field.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out and list rows that cannot be read.")] = False,
 ) -> None:
     """Write files of any public layout, or of the columns named, as one JSON Lines file, each problem once."""
     from hacpo_mega.commands.convert_data import convert as convert_files
 
-    _print_findings(convert_files(files, out, without or [], prompt_field, gold_field))
+    _print_findings(convert_files(files, out, without or [], prompt_field, gold_field, skip_bad=skip_bad))
 
 
 def grade(

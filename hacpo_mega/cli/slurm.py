@@ -20,6 +20,7 @@ from hacpo_mega.cli.start import (
     Overrides,
     fetch_agents,
     load_with_models,
+    models_to_come,
 )
 from hacpo_mega.cluster.machine.driver import driver_needed, torch_cuda
 from hacpo_mega.cluster.machine.environment import attempt_of_job, is_first_of_the_job, shown_environment
@@ -99,14 +100,17 @@ def _require_inputs(config: Config, how: StartOptions) -> None:
 
 
 def _placed(file: Path, overrides: Sequence[str]) -> Config:
-    """A configuration whose weights and data need not exist here; stderr names those that a submission would miss.
+    """A configuration whose weights and data need not exist here; stderr names what a submission downloads or misses.
 
     ValueError with a line per problem that no file would mend: keys, batches, layouts of models that are known.
     """
     config = load_unchecked(file, tuple(overrides))
     if problems := [*batch_problems(config), *named_models(config)[1]]:
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
-    for problem in find_problems(config):
+    to_come = models_to_come(config)
+    for model in dict.fromkeys(to_come.values()):
+        say(f"{model} would be downloaded first", file=sys.stderr)
+    for problem in find_problems(config, to_come=to_come):
         say(f"submission would be refused: {file}: {problem}", file=sys.stderr)
     return config
 

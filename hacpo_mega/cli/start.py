@@ -82,13 +82,18 @@ def load_with_models(config_file: Path, overrides: list[str] | None, *, try_temp
 def fetch_agents(config_file: Path, overrides: list[str], before_download: Callable[[Config], object]) -> None:
     """Downloads the models of agents that the cache lacks. ValueError first for everything that needs no download."""
     config = load_unchecked(config_file, overrides)
-    absent = {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
-    if not absent:
+    to_come = models_to_come(config)
+    if not to_come:
         return
-    if problems := [*find_problems(config, to_come=absent), *missing_models(config)]:
+    if problems := [*find_problems(config, to_come=to_come), *missing_models(config)]:
         raise ValueError("\n".join(f"{config_file}: {problem}" for problem in problems))
     before_download(config)
-    fetch_missing(absent.values())
+    fetch_missing(to_come.values())
+
+
+def models_to_come(config: Config) -> dict[str, Path]:
+    """The models of the Hub that the cache lacks, by agent."""
+    return {agent.name: agent.model for agent in config.agents if agent.init is None and not_cached(agent.model)}
 
 
 def fetch_missing(models: Iterable[Path]) -> None:

@@ -20,20 +20,24 @@ def convert(
     evaluation_files: Sequence[Path],
     prompt_field: str | None = None,
     gold_field: str | None = None,
+    *,
+    skip_bad: bool = False,
 ) -> Findings:
     """Writes the problems of `files` to `out`, each once and no copy of a problem of `evaluation_files`.
 
     Files are of a public layout or, where a field is named, hold prompts (texts or chat messages) and golds in these
-    two; `evaluation_files` may be of either. Problems whose golds contradict each other are all left out and listed:
-    the findings are then not sound. ValueError, with `out` as it was, for a file that does not exist or is `out`
-    itself, and for rows that cannot be read.
+    two; `evaluation_files` may be of either. Problems whose golds contradict each other are all left out and listed,
+    with `skip_bad` the rows of `files` that cannot be read, too: the findings are then not sound. ValueError, with
+    `out` as it was, for a file that does not exist or is `out` itself, and for other rows that cannot be read.
     """
     refuse_overwriting(out, [*files, *evaluation_files])
     own = (prompt_field or "prompt", gold_field or "answer") if prompt_field or gold_field else None
     datasets = read_all(files, layouts_of(*own, only=True) if own else LAYOUTS)
     evaluation = read_evaluation(evaluation_files, layouts_of(*own, only=False) if own else LAYOUTS)
-    if defects := [defect for dataset in (*datasets, *evaluation) for defect in dataset.defects]:
-        raise ValueError(f"{describe(defects)}\n{out} not written")
+    bad, unknown = ([defect for one in read for defect in one.defects] for read in (datasets, evaluation))
+    if unknown or (bad and not skip_bad):
+        remedy = "" if unknown else "; --skip-bad leaves these rows out"
+        raise ValueError(f"{describe([*bad, *unknown])}\n{out} not written{remedy}")
     problems = [problem for dataset in datasets for problem in dataset.problems]
     disputed = contradictions(problems)
     once = deduplicated(problems)
@@ -49,4 +53,7 @@ def convert(
     if disputed:
         lines.append(f"  {num_disputed} problems with contradicting gold answers left out too:")
         lines += listed(disputed, NUM_SHOWN)
-    return Findings(tuple(lines), is_sound=not disputed)
+    if bad:
+        lines.append(f"  {len(bad)} rows that cannot be read left out too:")
+        lines += [f"    {line}" for line in describe(bad).splitlines()]
+    return Findings(tuple(lines), is_sound=not (disputed or bad))

@@ -29,7 +29,7 @@ from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.weight_files import head_problem, weight_problems
-from hacpo_mega.models.public import public_architecture
+from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
 from hacpo_mega.models.sharding.layout import Layout, layout_problems
 from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
@@ -97,6 +97,12 @@ def _names(config: Config) -> Iterator[str]:
     names = [agent.name for agent in config.agents]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"agents: the name {name!r} occurs {names.count(name)} times; every agent needs its own"
+    for agent in config.agents:
+        if agent.init is not None and str(agent.model) in PUBLIC_NAMES:
+            yield (
+                f"agents.{agent.name}.model: {agent.model} is a model of the Hub, and agents.{agent.name}.init would "
+                "make another under that name. Nearest: a file without the init table"
+            )
     for name in sorted(config.slurm.agents.keys() - set(names)):
         yield f"slurm.agents.{name}: there is no agent of that name; there are: {', '.join(names)}"
 

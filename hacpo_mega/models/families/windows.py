@@ -43,6 +43,11 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
     if type(window) is not int or window < 1:
         raise ValueError(f"{path}: sliding_window must be an integer of at least 1, found {short(window)}")
     if family.windows == "all":
+        if kinds:
+            raise ValueError(
+                f"{path}: layer_types beside a sliding_window is not supported with {family.model_type}, whose layers "
+                "all have it. Nearest: without layer_types, or sliding_window = null"
+            )
         return (window,) * num_layers
     if not kinds:
         period = fields.count("sliding_window_pattern", default=family.defaults["sliding_window_pattern"])

@@ -104,6 +104,10 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("algorithm.band_share=0.8", "band_share = 0.8: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
         (
+            "agents.llama.model=meta-llama/Llama-3.2-1B",
+            "agents.llama.init would make another under",
+        ),
+        (
             "reward.success=0",
             "reward.success: needs the name of a part, or a number above 0, at most 1, found 0. Nearest:",
         ),

@@ -68,6 +68,19 @@ def test_golds_that_are_none_are_listed_with_their_line(tmp_path):
     assert done.exit_code == 1 and "4 cannot be used" in done.output
 
 
+def test_rows_that_cannot_be_read_are_left_out_on_request(tmp_path):
+    good, bad = {"prompt": "Good", "answer": "1"}, {"prompt": "Empty", "answer": ""}
+    file, out = write(tmp_path / "f.jsonl", bad, good), tmp_path / "out.jsonl"
+    message = refused("data", "convert", file, "--out", out)
+    assert message.endswith(f"{out} not written; --skip-bad leaves these rows out") and not out.exists()
+    done = CliRunner().invoke(app, ["data", "convert", str(file), "--out", str(out), "--skip-bad"])
+    assert done.exit_code == 1, "the finding is no secret"
+    assert f"1 rows that cannot be read left out too:\n    {file}:1: field 'answer' is empty" in done.output
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["Good"]
+    message = refused("data", "convert", out, "--out", tmp_path / "x.jsonl", "--without", file, "--skip-bad")
+    assert message.endswith(f"{tmp_path / 'x.jsonl'} not written"), "a row may be the one that was copied"
+
+
 def test_an_evaluation_file_with_bad_rows_is_no_proof(tmp_path, train):
     """A row that cannot be read may be the one that was copied: not written, and a finding."""
     torn = write(tmp_path / "torn.jsonl", {"prompt": "Other", "answer": "1"}, {"prompt": "Torn"})

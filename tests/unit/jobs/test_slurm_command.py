@@ -62,6 +62,14 @@ def test_a_dry_run_shows_what_the_cluster_at_hand_could_not_hold(config, monkeyp
         assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(said), done.stderr
 
 
+def test_a_dry_run_says_what_a_submission_would_download(config, tmp_path):
+    table = {"name": "hub", "model": "Qwen/Qwen3-8B", "tp": 2}
+    named = write_config(tmp_path, [agent_table(tmp_path, "narrow", "llama", CHARACTERS), table])
+    done = run_here("slurm", named, "--dry-run", "slurm.gpus_per_node=2", "device_memory_gib=80")
+    assert done.returncode == 0 and "#SBATCH" in done.stdout
+    assert done.stderr == "Qwen/Qwen3-8B would be downloaded first\n"
+
+
 def test_agents_of_two_partitions_are_components_of_one_job(config):
     own = ("slurm.partition=new", "slurm.agents.wide.partition=old", "slurm.agents.wide.constraint=v100")
     script = run_here("slurm", config, "--dry-run", *own, "slurm.account=team").stdout

@@ -324,6 +324,9 @@ def test_no_word_of_a_window_is_the_familys_own_and_null_is_none(tmp_path):
     config = json.loads(MISTRAL_V03)
     assert read(tmp_path, config).windows == ()
     assert read(tmp_path, config | {"sliding_window": 512}).windows == (512,) * 32
+    for kind in ("full_attention", "sliding_attention"):  # which transformers and vLLM follow
+        with pytest.raises(ValueError, match="layer_types"):
+            read(tmp_path, config | {"sliding_window": 512, "layer_types": [kind] * 32})
     del config["sliding_window"]  # a v0.1
     assert read(tmp_path, config).windows == (AutoConfig.for_model(**config).sliding_window,) * 32
 
