@@ -362,7 +362,7 @@ def _memory(part: Component, groups: Sequence[NodeGroup], cpus: int, whole: bool
     if whole:
         return "0", ""
     if not groups or not all(group.memory_mib for group in groups):
-        return "0", "sinfo could not be asked; with others on a node the job waits for it: slurm.mem says less"
+        return "0", "sinfo could not be asked; on a shared node the job waits for all of it: slurm.mem asks for less"
     shares = []
     for group in _fitting(part, groups):
         if part.kind.gpus:
