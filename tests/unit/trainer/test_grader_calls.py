@@ -101,6 +101,13 @@ def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
     assert report.errors == {"the worker died (exit status 3)": 1, "Unjudged: nobody there": 1}
 
 
+def test_an_async_grader_of_lists_has_the_time_of_all_its_answers():
+    """Eight waits of .2 s in one call are more than the .6 s that one answer may sleep; one that hangs is found alone."""
+    assert rewards("awaited_in_a_list", [*"12345678"], timeout_s=0.3) == [1 / 8] * 8
+    (answered, hung), _ = judged("awaited_in_a_list", ["1", "hang"], timeout_s=0.3)
+    assert (answered.reward, hung.reward, hung.verdict) == (1.0, 0.0, Verdict.TIMEOUT)
+
+
 def test_trl_s_completions_are_messages_where_the_prompts_are():
     prompts = [messages_text([{"role": "user", "content": "p"}]), "p"]
     with Judge(f"{HERE}:of_trl_either") as judge:

@@ -214,9 +214,10 @@ class GuardedWorkers:
         batch.waiting.clear()
 
     def _sleep_limit_s(self, worker: Worker) -> float:
-        # an async grader ends what takes longer by itself, for each answer apart; this is for one that cannot
-        times = 2.0 if self.signature.is_async else self._num_at_once(worker)
-        return SLEEP_FACTOR * self._timeout_s * times
+        # an async grader ends what takes longer by itself, a list at first as a whole; this is for one that cannot
+        is_each_awaited = self.signature.is_async and not self.signature.takes_lists
+        times = 1 if is_each_awaited else self._num_at_once(worker)
+        return SLEEP_FACTOR * self._timeout_s * times * (2.0 if self.signature.is_async else 1.0)
 
     @property
     def _look_s(self) -> float:
