@@ -15,6 +15,7 @@ from hacpo_grading.graders.program import Program
 from hacpo_mega.conversations.environment_process import Responder
 
 MAX_CHARACTERS, MAX_BITS = 200, 512
+SHARE_OF_TURN = 0.8  # of its time-out, for a program; the rest ends it and tells of it
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -72,7 +73,8 @@ def _computed(node: ast.AST) -> int | float:
 class Repair(Responder):
     """A program after its tests fail: the judge of programs runs it (grading's kind `program`), and says what failed.
 
-    A conversation ends when the program passes; its reward is 1 then and else 0.
+    A conversation ends when the program passes; its reward is 1 then and else 0. A program that takes longer over all
+    cases than a turn may has failed, and is judged: a turn that overran would leave the conversation unjudged.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,7 @@ class Repair(Responder):
 
     def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The first case that the program of the last turn fails; None when there is none."""
-        found = self._judge.explain(messages[-1]["content"], self._gold)
+        found = self._judge.explain(messages[-1]["content"], self._gold, SHARE_OF_TURN * self.turn_timeout_s)
         self._passes = found["extracted"] is not None and found["failed case"] is None
         if self._passes:
             return None

@@ -44,11 +44,11 @@ CALL_S, START_S = 60.0, 300.0
 MOST_PROCESSES = 256
 PROGRAM = """
 import json, sys
-control, name, limit, path = sys.argv[1:]
+control, name, limit, call_s, path = sys.argv[1:]
 sys.path[:] = json.loads(path)
 from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.conversations.environment_process import main
-main(int(control), name, float(limit))
+main(int(control), name, float(limit), float(call_s))
 """
 # Sets have the same order in every run, and a process of a conversation has one thread of a numeric library.
 SETTINGS = ("PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1")
@@ -103,7 +103,7 @@ class _Process:
 class _Nursery:
     """The process that has imported the class and forks the others, and the pool of these."""
 
-    def __init__(self, name: str, start_s: float, most_processes: int) -> None:
+    def __init__(self, name: str, call_s: float, start_s: float, most_processes: int) -> None:
         """ValueError, one line, when the class cannot be imported."""
         self.start_s = start_s
         self._most = most_processes
@@ -111,7 +111,13 @@ class _Nursery:
         self._num_live = self._next = 0
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (str(theirs.fileno()), name, str(start_s), json.dumps([path or "." for path in sys.path]))
+        arguments = (
+            str(theirs.fileno()),
+            name,
+            str(start_s),
+            str(call_s),
+            json.dumps([path or "." for path in sys.path]),
+        )
         with theirs:
             self.process = subprocess.Popen(
                 ["/usr/bin/env", *SETTINGS, sys.executable, "-P", "-c", PROGRAM, *arguments],
@@ -241,7 +247,7 @@ class EnvironmentClass:
         """
         if (problem := environment_problem(spec)) is not None:
             raise ValueError(problem)
-        nursery = _Nursery(ENVIRONMENTS.get(spec, spec), start_s, most_processes)
+        nursery = _Nursery(ENVIRONMENTS.get(spec, spec), call_s, start_s, most_processes)
         process = nursery.fork(looks=True)
         process.connection.settimeout(start_s)
         try:

@@ -51,7 +51,12 @@ ROLES = ("user", "tool")
 
 
 class Responder:
-    """Base of environment classes that answer an own turn without a tool call, such as a user, a game or a test run."""
+    """Base of environment classes that answer an own turn without a tool call, such as a user, a game or a test run.
+
+    turn_timeout_s   seconds that a call may take, as the configuration says
+    """
+
+    turn_timeout_s = 60.0
 
     def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The next messages, of role "user" or "tool" with a text as content; None when the conversation is over.
@@ -332,8 +337,9 @@ def _end(pid: int | None) -> None:
         os.waitpid(pid, 0)
 
 
-def main(control: int, name: str, start_limit_s: float) -> None:
+def main(control: int, name: str, start_limit_s: float, call_limit_s: float) -> None:
     """The nursery, with the descriptor of its control socket; what classes print goes to standard error."""
+    Responder.turn_timeout_s = call_limit_s
     # Ctrl-C reaches the whole group, a scheduler's signals every process of a job; the trainer decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

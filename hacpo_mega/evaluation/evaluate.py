@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -129,6 +130,7 @@ class _Run:
         self._stack = stack
         self._num_judges = num_judges
         self._judges: dict[float, AnyJudge] = {}
+        self._compares_groups = False
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
@@ -136,10 +138,10 @@ class _Run:
         self.place.barrier()  # nobody writes before all have seen the same files
         if not any(missing.values()):
             return
-        self._start()
+        self._start(next(b for b in self.settings.benchmarks if missing[b.name]))
         for benchmark in self.settings.benchmarks:
             self.place.enter_phase("evaluate", f"on {benchmark.name}")
-            self._answer(benchmark, missing[benchmark.name][self.place.lane :: self.place.rank_map.lanes])
+            self._answer(benchmark, missing[benchmark.name])
 
     def _within_limit(self, benchmark: Benchmark) -> tuple[PromptRow, ...]:
         rows, most = benchmark.rows, self.settings.max_prompt_tokens
@@ -153,7 +155,7 @@ class _Run:
         wanted = [Request(row, i) for row in self.kept[benchmark.name] for i in range(benchmark.num_answers)]
         return [request for request in wanted if (request.row.id, request.rollout) not in answered]
 
-    def _start(self) -> None:
+    def _start(self, first: Benchmark) -> None:
         settings = self.settings
         self.place.enter_phase("load", f"of {settings.model}")
         self.engine = engine_of(settings, self.codec, self.place)
@@ -164,6 +166,9 @@ class _Run:
             limits = PlayLimits(talk.max_turns, settings.max_prompt_tokens, settings.longest_answer, talk.as_rendered)
             self.player = Player(environment, codec_of(settings), limits)  # with a tokenizer of its own thread
             self._stack.callback(self.player.close)
+        is_first = self.place.coordinate.global_rank == 0
+        compares = self._judge_of(first).compares_groups if is_first else False
+        self._compares_groups = self.place.share_in_job(b"1" if compares else b"") == b"1"
 
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
@@ -174,17 +179,21 @@ class _Run:
             self._judges[relative] = self._stack.enter_context(judge)
         return self._judges[relative]
 
-    def _answer(self, benchmark: Benchmark, requests: Sequence[Request]) -> None:
+    def _answer(self, benchmark: Benchmark, missing: Sequence[Request]) -> None:
+        place, by_problem = self.place, self._compares_groups
+        # of an evaluation that was killed; what other lanes write meanwhile belongs to other problems
+        there = read_answers(self.out, benchmark.name).values() if by_problem and place.is_leader else ()
         with ExitStack() as stack:
             file = None
             if self.place.is_leader:
                 file = AnswerFile(self.out, benchmark.name, self.place.lane)
                 stack.callback(file.close)
-            for start in range(0, len(requests), ANSWERS_PER_WRITE):
-                batch = requests[start : start + ANSWERS_PER_WRITE]
+            for batch in batches_of(missing, place.lane, place.rank_map.lanes, by_problem=by_problem):
                 completions = self._draw(benchmark, batch)
                 if file is not None:
-                    file.append(self._judged(self._judge_of(benchmark), batch, completions))
+                    rows = {request.row.id: request.row for request in batch}
+                    others = [self._asked(rows[a.id], a.text, Stop[a.stop.upper()]) for a in there if a.id in rows]
+                    file.append(self._judged(self._judge_of(benchmark), batch, completions, others))
 
     def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
         seeds = [request_seed(self.settings.seed, request) for request in batch]
@@ -198,14 +207,14 @@ class _Run:
         places = [(Prompt(n, row.id, row.text, row.gold, row.skill, row.row), 0) for n, row in enumerate(rows)]
         return self.player.play(self.engine, places, seeds, **how)
 
-    def _judged(self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
+    def _judged(
+        self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion], others: Sequence[Asked]
+    ) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
-        opened = [self.codec.opened_thinking(request.row.text) for request in batch]
-        whole = [start + text for start, text in zip(opened, texts, strict=True)]
-        asked = zip([request.row for request in batch], whole, completions, strict=True)
-        questions = [Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked]
-        judgements = self._judgements(judge, questions, [completion.conversation for completion in completions])
-        parts = zip(batch, completions, texts, whole, judgements, strict=True)
+        drawn = zip(batch, texts, completions, strict=True)
+        questions = [self._asked(request.row, text, completion.stop) for request, text, completion in drawn]
+        judgements = self._judgements(judge, questions, [completion.conversation for completion in completions], others)
+        parts = zip(batch, completions, texts, questions, judgements, strict=True)
         return [
             Answer(
                 id=request.row.id,
@@ -214,21 +223,33 @@ class _Run:
                 prompt_seen=self.codec.shown_prompt(request.row.text),
                 gold=request.row.gold,
                 text=text,
-                vote=final_answer(self.settings.voted, judged),
+                vote=final_answer(self.settings.voted, question.answer),
                 verdict=judgement.verdict.name.lower(),
                 reward=finite(judgement.reward),
                 stop=completion.stop.name.lower(),
                 num_tokens=len(completion.token_ids),
             )
-            for request, completion, text, judged, judgement in parts
+            for request, completion, text, question, judgement in parts
         ]
 
+    def _asked(self, row: PromptRow, text: str, stop: Stop) -> Asked:
+        """An answer as it is judged, with the thinking that its prompt has opened."""
+        return Asked(
+            row.text, self.codec.opened_thinking(row.text) + text, row.gold, stop, row.row, self.settings.agent
+        )
+
     def _judgements(
-        self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
+        self,
+        judge: AnyJudge,
+        questions: Sequence[Asked],
+        talks: Sequence[Conversation | None],
+        others: Sequence[Asked],
     ) -> list[Judgement]:
-        """Judgements by the environment where it gives a reward or has failed, else by the judge."""
+        """Judgements by the environment where it gives a reward or has failed, else by the judge, which compares with
+        the `others`, too."""
         rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
-        judged = iter(judge.judge([one for one, is_settled in zip(questions, settled, strict=True) if not is_settled]))
+        open_ones = [one for one, is_settled in zip(questions, settled, strict=True) if not is_settled]
+        judged = iter(judge.judge([*open_ones, *others]))
         return [
             next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
             for talk, is_settled in zip(talks, settled, strict=True)
@@ -240,6 +261,19 @@ class _Run:
         ended = completion.stop is Stop.EOS
         text = self.codec.decode_answer(completion.token_ids[:-1] if ended else completion.token_ids)
         return text if self.settings.stop_text is None else text.partition(self.settings.stop_text)[0]
+
+
+def batches_of(missing: Sequence[Request], lane: int, lanes: int, *, by_problem: bool) -> list[list[Request]]:
+    """The answers that a lane draws between two writes. With `by_problem` all of a problem are drawn together."""
+    whole = [
+        list(group) for _, group in groupby(missing, key=lambda request: request.row.id if by_problem else request)
+    ]
+    batches: list[list[Request]] = []
+    for together in whole[lane::lanes]:
+        if not batches or len(batches[-1]) + len(together) > ANSWERS_PER_WRITE:
+            batches.append([])
+        batches[-1] += together
+    return batches
 
 
 def codec_of(settings: EvaluationSettings) -> TextCodec:

@@ -37,6 +37,7 @@ from hacpo_mega.evaluation.keys import EvaluationTable
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.families.families import is_tied
 from hacpo_mega.models.files.folder import dtype_name
+from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.weight_files import require_one_reading, weights_fingerprint
 
@@ -96,6 +97,12 @@ class EvaluationSettings:
     def fingerprint(self) -> str:
         """A hash of the weights."""
         return weights_fingerprint(self.model) if self.stored is None else self.stored.fingerprint
+
+    @property
+    def agent(self) -> str:
+        """The name of the evaluated agent for graders: its own in a run, else that of its folder or on the Hub."""
+        on_hub = HubModel.of_snapshot(self.model)
+        return on_hub.repo if on_hub is not None else self.model.resolve().name
 
     @property
     def voted(self) -> str:

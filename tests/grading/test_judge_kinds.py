@@ -1,6 +1,7 @@
 """The judges of numbers, choices and JSON, by hand-made cases; hostile text takes them no time; verdicts explained."""
 
 import json
+import math
 
 import pytest
 from judged import questions
@@ -25,6 +26,31 @@ from hacpo_grading.judgement import Stop, Verdict
         ("10^{5}", 1e5),
         ("\\frac{1}{2}", 0.5),
         ("3/4 cup", 0.75),
+        ("\\frac12", 0.5),
+        ("\\dfrac 3 {40}.", 0.075),
+        ("x = \\frac{-1}{2}", -0.5),
+        ("-\\frac{-1}{-2}", -0.5),
+        ("5-\\frac12", 0.5),
+        ("3\\frac{1}{2}", 3.5),
+        ("- 1{,}002\\,\\tfrac12", -1002.5),
+        ("3 \\frac{5}{2}", 2.5),
+        ("3 \\frac{1}{-2}", -0.5),
+        ("1 \\frac{" + "1" * 5000 + "}{3}", math.inf),
+        ("x^2 \\frac{1}{2}", 0.5),
+        ("2 1/2 cups", 2.5),
+        ("1/2 1/3", 1 / 3),
+        ("1:\n2\n1/4", 0.25),
+        ("1 000 000", 1e6),
+        ("-12\u202f000.5 kg", -12_000.5),
+        ("1\\,000", 1000.0),
+        ("10 20 300", 300.0),
+        ("1 000 5", 5.0),
+        ("2024 300", 300.0),
+        ("cards of 9 $200 each", 200.0),
+        ("1.0×10⁻³", 1e-3),
+        ("1.0 \\times 10^{ -3}", 1e-3),
+        ("6⋅10²³ m·s⁻¹", 6e23),
+        ("5 m²", 5.0),
         ("1,234.5 cm", 1234.5),
         ("10{,}000", 10_000.0),
         ("x=-5", -5.0),
@@ -159,7 +185,7 @@ def test_a_gold_that_is_no_json_is_refused():
         json_equality.json_equality("", "1", "{")
 
 
-PIECES = ["9", "1,", "10^", "1 ", "-", "\\frac{1}{", "^{", "1.1", "e5", " ", "1/", "*", "(A", "answer ",
+PIECES = ["9", "1,", "111 ", "1 1", "\\frac1", "\\frac{-", "⁻", "10^", "1 ", "-", "\\frac{1}{", "^{", "1.1", "e5", " ", "1/", "*", "(A", "answer ",
           "answer is A or ",
           "answer:", "```\n", "[", '{"a":', "\\text{", "\\boxed{", "\n", "A\n"]  # fmt: skip
 

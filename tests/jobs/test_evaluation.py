@@ -20,10 +20,11 @@ CHARACTERS = (*"0123456789+-*=,;s", "<think>")
 
 # Whole evaluations: half of the answers of a random model are "correct" for this grader, so every score is in between.
 GRADER = '''
-def grade(prompt, answer, gold):
+def grade(answer, gold, agent, group):
     """An answer is right when it has, behind the prompt's <think>, an even number of characters, none when empty."""
     opened, text = answer[:7], answer[7:]
-    assert opened == "<think>"
+    assert opened == "<think>" and agent == "model"
+    assert len(group) == 30 and answer in group and {other[:7] for other in group} == {opened}
     return None if not text else float(len(text) % 2 == 0)
 '''
 
@@ -65,8 +66,10 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
     assert rank.is_alive(), (tmp_path / "0.err").read_text()
     rank.kill()
     rank.join()
-    before = [line for line in answer_lines(random_model) if line.endswith(b"\n")]
+    before = [line for line in answer_lines(random_model) if line.endswith(b"\n")][:-5]
     assert 0 < len(before) < 1500
+    (file,) = (random_model / "out" / "answers").iterdir()
+    file.write_bytes(b"".join(before))  # a problem has 25 answers, which the other 5 are judged beside
 
     process = start_command(*asked(random_model, "engines=2"))
     table, errors = process.communicate()

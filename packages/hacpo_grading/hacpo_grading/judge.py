@@ -7,6 +7,7 @@ is at fault when the gold fails too where it stands as the answer, when no worke
 what is no reward, and as long as a grader of the user's own has never come to a verdict.
 """
 
+import functools
 import json
 import math
 import threading
@@ -107,7 +108,8 @@ class Judge:
         self._grader: GraderCall | None = None
         self._workers: GuardedWorkers | None = None
         limits_sleep = self._kind.is_own
-        spec = GraderSpec(kind, self._kind.function, options, self._kind.explainer, limits_sleep, reward_range)
+        wall_s = functools.partial(self._kind.wall_s, options)
+        spec = GraderSpec(kind, self._kind.function, options, self._kind.explainer, limits_sleep, reward_range, wall_s)
         try:
             if self._kind.is_linear:
                 self._grader = GraderCall(spec.name, spec.options, reward_range)

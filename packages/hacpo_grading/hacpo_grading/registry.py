@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hacpo_grading.graders import program
 from hacpo_grading.options import MODEL_OPTIONS, NUMBER_OPTIONS, PROGRAM_OPTIONS, SHARE, Option, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, last_boxed, plain
 
@@ -42,6 +43,7 @@ class Grader:
     acts          it runs the answer's code or sends it to a server (`asks_server`), and so is tried with care
     gold_as_answer    makes of a gold a text that answers with it, to see whether the gold itself can be judged
     solution          makes of a gold an answer that earns the full reward; None: `gold_as_answer` does
+    wall_s        seconds of wall time that the processes it starts may take, by its options and a gold
     vote          the text that an answer votes for under maj@k: its final answer, normalised
     """
 
@@ -58,6 +60,7 @@ class Grader:
     asks_server: bool = False
     gold_as_answer: Callable[[str], str] = str
     solution: Callable[[str], str] | None = None
+    wall_s: Callable[[Mapping[str, Any], str], float] = lambda options, gold: 0.0
     vote: Callable[[str], str | None] = _whole_text
 
 
@@ -102,6 +105,7 @@ _BUILT_IN = (
         options=PROGRAM_OPTIONS,
         graded_by="graded",
         acts=True,
+        wall_s=program.wall_s,
         solution=lambda gold: PROGRAM.format(gold=gold),
     ),
     Grader(name="exact", function=f"{HERE}.graders:exact", explainer=f"{HERE}.graders:explain", is_linear=True),

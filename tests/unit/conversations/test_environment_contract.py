@@ -4,6 +4,7 @@ The expected tools and texts are written by hand from TRL's source and a run of 
 """
 
 import asyncio
+import json
 import re
 from typing import Optional
 
@@ -197,6 +198,24 @@ def test_the_number_game_ends_with_the_number_and_shares_its_reward():
     assert game.respond(said("37")) is None and game.get_reward() == pytest.approx(1 / 3)
     game.reset(gold="5")
     assert game.respond(said("five")) is None and game.get_reward() == 0.0
+
+
+def test_a_program_that_is_slow_over_many_cases_is_judged_in_its_turn():
+    """Each case is within its limits, and all together are not within the turn's."""
+    cases = json.dumps([{"stdin": "", "stdout": "1"}] * 40)
+    slow = "```python\nimport time\ntime.sleep(0.4)\nprint(1)\n```"
+
+    async def conversation(repair):
+        episode = repair.episode()
+        await episode.begin({"prompt": "Print 1.", "gold": cases})
+        told = await episode.respond(said(slow))
+        outcome = told, await episode.reward(), episode.failure
+        episode.close()
+        return outcome
+
+    with EnvironmentClass.load("repair", call_s=3.0) as repair:
+        (told,), reward, failure = asyncio.run(conversation(repair))
+    assert "\nending: out of wall time\n" in told["content"] and (reward, failure) == (0.0, None)
 
 
 def test_a_program_is_repaired_after_its_tests_fail():

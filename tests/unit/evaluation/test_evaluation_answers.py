@@ -1,6 +1,7 @@
 """The file of an evaluation's answers: continued, never mixed with another's, and unjudged answers count nowhere."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, clai
 from hacpo_mega.evaluation.benchmarks import (
     Benchmark,
 )
-from hacpo_mega.evaluation.evaluate import Request, request_seed
+from hacpo_mega.evaluation.evaluate import Request, batches_of, request_seed
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import (
     Answers,
@@ -145,6 +146,21 @@ def test_a_seed_belongs_to_a_problem_and_not_to_its_place():
     seeds = {request_seed(seed, Request(row, i)) for seed in (0, 1) for row in rows for i in (0, 1)}
     assert len(seeds) == 8
     assert request_seed(0, Request(rows[0], 1)) == request_seed(0, Request(PromptRow("x", "other", "z"), 1))
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_problem_that_a_grader_compares_is_whole_in_one_batch(lanes):
+    """Else answers are dealt one by one, and no engine has two more than another."""
+    rows = [PromptRow(str(i), str(i), "1") for i in range(40)]
+    missing = [Request(row, i) for row in rows for i in range(30)][7:]  # the first problem has seven
+    whole = [batch for lane in range(lanes) for batch in batches_of(missing, lane, lanes, by_problem=True)]
+    assert sorted(Counter(request.row.id for batch in whole for request in set(batch)).values()) == [23] + [30] * 39
+    assert sum(len({request.row.id for request in batch}) for batch in whole) == 40
+    assert max(map(len, whole)) <= 512
+    dealt = [batches_of(missing, lane, lanes, by_problem=False) for lane in range(lanes)]
+    assert Counter(request for of_lane in dealt for batch in of_lane for request in batch) == Counter(missing)
+    sizes = [sum(map(len, of_lane)) for of_lane in dealt]
+    assert max(sizes) - min(sizes) <= 1 and all(len(batch) == 512 for of_lane in dealt for batch in of_lane[:-1])
 
 
 @pytest.mark.parametrize(

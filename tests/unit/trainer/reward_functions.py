@@ -78,3 +78,10 @@ async def awaited(answer, gold):
         raise Unjudged("nobody there")
     await asyncio.sleep(0.2)
     return float(answer == gold)
+
+
+async def awaited_in_a_list(completions, **kwargs):
+    """Asks a server for one after another; the reward says how many there were."""
+    for completion in completions:
+        await asyncio.sleep(3600 if completion == "hang" else 0.2)
+    return [1 / len(completions)] * len(completions)

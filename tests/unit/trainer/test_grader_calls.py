@@ -10,6 +10,7 @@ from judged import questions
 
 from hacpo_grading.judge import Judge
 from hacpo_grading.texts.chat_messages import messages_text
+from hacpo_grading.workers import guarded_workers
 from hacpo_grading.workers.grader_calls import GraderCall
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.config.user_code import named_function
@@ -99,6 +100,16 @@ def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
     ]
     assert found[30].reward == found[31].reward == 0.0 and math.isnan(found[32].reward)
     assert report.errors == {"the worker died (exit status 3)": 1, "Unjudged: nobody there": 1}
+
+
+def test_an_async_grader_of_lists_has_the_time_of_all_its_answers(monkeypatch):
+    """Five waits of .2 s in one call are more than the .4 s that one answer may sleep; one that hangs is found."""
+    with monkeypatch.context() as patch:
+        patch.setattr(guarded_workers, "WALL_FACTOR", 3.0)  # 5 x .6 + .3 s of wall time
+        patch.setattr(guarded_workers, "WALL_GRACE_S", 0.3)
+        assert rewards("awaited_in_a_list", [*"12345"], timeout_s=0.2) == [1 / 5] * 5
+    (answered, hung), _ = judged("awaited_in_a_list", ["1", "hang"], timeout_s=0.2)
+    assert (answered.reward, hung.reward, hung.verdict) == (1.0, 0.0, Verdict.TIMEOUT)
 
 
 def test_trl_s_completions_are_messages_where_the_prompts_are():
@@ -269,6 +280,17 @@ def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
     source = "def own(answer, number): return 1 / number"
     assert "ZeroDivisionError" in trial_of(tmp_path, source).refusal
     assert trial_of(tmp_path, source, num_rows=2).refusal is None
+
+
+def test_a_right_program_with_many_cases_has_the_wall_time_of_all(monkeypatch):
+    """On a busy machine: the workers' own limit is for one run."""
+    monkeypatch.setattr(guarded_workers, "WALL_FACTOR", 0.0)
+    monkeypatch.setattr(guarded_workers, "WALL_GRACE_S", 0.3)
+    gold = json.dumps([{"stdin": "", "stdout": "1"}] * 3)
+    answer = "```python\nimport time\ntime.sleep(0.2)\nprint(1)\n```"
+    with Judge("program", options={"isolated": False}) as judge:
+        (found,) = judge.judge(questions(["p"], [gold], [answer], [Stop.EOS]))
+    assert (found.verdict, found.reward) == (Verdict.CORRECT, 1.0)
 
 
 def test_built_in_graders_and_parts_are_tried_in_their_own_answer_format(tmp_path):

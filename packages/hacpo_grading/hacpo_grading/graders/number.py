@@ -1,11 +1,13 @@
 r"""The judge of numbers with units: 3.0e8 m/s against 3.00 \times 10^8, within a relative tolerance.
 
 The number is the last one of the last box, or of the whole text without a box; so it is in gold. Exponents and indices
-of units and names (m/s^2, v_1, H2O) are no numbers. Units are not converted: 50 % equals 50 and not 0.5.
+of units and names (m/s^2, v_1, H2O) are no numbers. Units are not converted: 50 % equals 50 and not 0.5. "1 000" is a
+thousand, "3 1/2" a mixed number.
 """
 
 import math
 import re
+import unicodedata
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,10 +15,20 @@ from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed
 
 SPACING = re.compile(r"\\[,;!: ]|\\left|\\right|\$")
+SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+# The lookbehinds let a match begin at the first digit of a run alone, or a long text would take quadratic time.
+THIN = r"[ ~\u00a0\u2009\u202f]"
+GROUPED = re.compile(rf"(?<![\w.,^])(?<!\d{THIN})[1-9]\d{{0,2}}(?:{THIN}\d{{3}}){{1,6}}(?! ?\d)")
 PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({PLAIN})\s*\}}\s*\{{\s*({PLAIN})\s*\}}")
+ARGUMENT = rf"\s*(?:\{{\s*(?:([+-])\s?)?({PLAIN})\s*\}}|(\d))"
+WHOLE = r"(?<![\w.^/])(?<!/ )(\d{1,3}(?:,\d{3}){1,4}(?!\d)|\d{1,15}) *"
+FRACTION = re.compile(
+    rf"(?:(?<![\w)\]}}])([+-])\s?)?(?:{WHOLE})?\\(?:[cdt]?frac|nicefrac|sfrac)(?![A-Za-z]){ARGUMENT}{ARGUMENT}(?!\.?\d)"
+)
+MAX_DIGITS = 30  # of a proper fraction: Python makes no int of thousands
+MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?![\w.])")
 TEN_TO = re.compile(
-    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*x×·])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*(\{?)\s*([+-]?\d{1,6})"
+    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*x×·⋅])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*(\{?)\s*([+-]?\d{1,6})"
 )
 RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|\*\*\s*[+-]?\d+")
 COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -67,14 +79,33 @@ class Number:
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None without any."""
+    text = SUPERSCRIPT.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
+    text = GROUPED.sub(lambda grouped: re.sub(r"\D", "", grouped[0]), text)  # before "9 $200" loses its dollar
     text = SPACING.sub("", text).replace("{,}", ",").replace("−", "-")
-    text = FRACTION.sub(r" \1/\2 ", text)
+    text = MIXED.sub(lambda mixed: _with_whole(*mixed.groups()) or mixed[0], FRACTION.sub(_as_quotient, text))
     text = TEN_TO.sub(_as_exponent, text)
     text = COMMAND.sub(" ", RAISED.sub(" ", text))
     last = None
     for last in NUMBER.finditer(text):  # noqa: B007
         pass
     return None if last is None else _value(*last.groups())
+
+
+def _as_quotient(fraction: re.Match[str]) -> str:
+    """Sign, numerator and denominator in one line; a number before it that is no whole part of it stays apart."""
+    before, whole, sign, above, digit, sign_below, below, digit_below = fraction.groups("")
+    above, below = above or digit, below or digit_below
+    quotient = _with_whole(whole, above, below) if whole and not sign + sign_below else None
+    apart, before = (before + whole, "") if whole and quotient is None else ("", before)
+    is_negative = (before + sign + sign_below).count("-") % 2
+    return f"{apart} {'-' if is_negative else ''}{quotient or f'{above}/{below}'} "
+
+
+def _with_whole(whole: str, above: str, below: str) -> str | None:
+    """A mixed number as a quotient; None where the rest is no proper fraction."""
+    if len(above + below) > MAX_DIGITS or not (above + below).isdigit() or not int(above) < int(below):
+        return None
+    return f"{int(whole.replace(',', '')) * int(below) + int(above)}/{below}"
 
 
 def _as_exponent(power: re.Match[str]) -> str:

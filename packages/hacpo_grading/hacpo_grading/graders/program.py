@@ -8,12 +8,14 @@ reach; where the kernel does not allow that isolation, nothing is run unless `is
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,22 +101,22 @@ class Program:
                 return 0.0
         return num_passed / len(cases)
 
-    def explain(self, answer: str, gold: str) -> dict[str, Any]:
-        """The program, and what it did on the first case that it does not pass."""
-        cases = read_cases(gold)
+    def explain(self, answer: str, gold: str, limit_s: float = math.inf) -> dict[str, Any]:
+        """The program, and what it did on the first case that it does not pass, within `limit_s` for all cases."""
+        cases, deadline = read_cases(gold), time.monotonic() + limit_s
         program, is_fenced = fenced(after_thinking(answer))
         if not is_fenced:
             return {"extracted": None, "rule": "the last fenced block of the answer is its program"}
         found = {"extracted": program[:MAX_SAID_BYTES], "rule": "every case ends with status 0 and prints its stdout"}
         for number, case in enumerate(cases, start=1):
-            run = self.run(program, case)
+            run = self.run(program, case, deadline)
             if not run.passes(case):
                 said = {"ending": run.ending, "printed": _shown(run.stdout), "standard error": _shown(run.stderr)}
                 return found | {"failed case": number, "expected": case.stdout[:MAX_SAID_BYTES]} | said
         return found | {"failed case": None}
 
-    def run(self, program: str, case: Case) -> Run:
-        """Runs a program on one case, and ends it with everything it started."""
+    def run(self, program: str, case: Case, deadline: float = math.inf) -> Run:
+        """Runs a program on one case, and ends it with everything it started, by `deadline` (monotonic)."""
         order = {
             "program": program,
             "stdin": case.stdin,
@@ -141,7 +143,7 @@ class Program:
                 with contextlib.suppress(BrokenPipeError):  # it never began to read: its exit status says why
                     process.stdin.write(json.dumps(order).encode() + b"\n")
                 process.stdin.close()
-                printed, said, cut = self._listen(process)
+                printed, said, cut = self._listen(process, deadline)
             finally:
                 if cut is not None:
                     process.kill()
@@ -150,9 +152,9 @@ class Program:
                     os.killpg(process.pid, signal.SIGKILL)  # without namespaces nothing else ends its children
         return Run(printed, said, cut or _ending(status))
 
-    def _listen(self, process: subprocess.Popen) -> tuple[bytes, bytes, str | None]:
+    def _listen(self, process: subprocess.Popen, deadline: float) -> tuple[bytes, bytes, str | None]:
         """The text that a process prints until it ends, and why it was cut short, if it was."""
-        deadline = time.monotonic() + WALL_FACTOR * self.cpu_s + WALL_GRACE_S
+        deadline = min(deadline, time.monotonic() + WALL_FACTOR * self.cpu_s + WALL_GRACE_S)
         printed, said = bytearray(), bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ, printed)
@@ -180,6 +182,12 @@ def read_cases(gold: str) -> list[Case]:
     if not cases or not all(isinstance(text, str) for case in cases for text in (case.stdin, case.stdout)):
         raise ValueError(f'gold must be a JSON list of {{"stdin", "stdout"}} with texts, found {gold[:80]!r}')
     return cases
+
+
+def wall_s(options: Mapping[str, Any], gold: str) -> float:
+    """The wall time that all cases of a gold text may take, however crowded the machine is; about one that is none,
+    too."""
+    return WALL_FACTOR * options.get("cpu_s", Program.cpu_s) * gold.count('"stdout"')
 
 
 def visible_folders() -> list[str]:

@@ -30,7 +30,7 @@ class GraderCall:
     """A grader with its options, and how it is called.
 
     reward_range   lowest and highest reward it may return; they become 0 and 1, and what lies between, linearly
-    patience_s     seconds that an async grader may take over an answer; None: it limits itself
+    patience_s     seconds that an async grader may take for each answer of a call; None: it limits itself
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class GraderCall:
         signature = self.signature
         if signature.takes_lists:
             columns = _columns(signature, asked)
-            found = self._awaited([self.grader(**columns)])[0] if signature.is_async else self.grader(**columns)
+            called = self.grader(**columns)
+            found = self._awaited([called], len(asked))[0] if signature.is_async else called
             if isinstance(found, BaseException):
                 raise found
             return found if isinstance(found, Sequence) and not isinstance(found, str) else list(found)
@@ -82,9 +83,12 @@ class GraderCall:
             return self.grader(asked.prompt, asked.answer, asked.gold)
         return self.grader(**(_verl if self.signature.style == "verl" else _single)(self.signature, asked))
 
-    def _awaited(self, calls: Sequence[Any]) -> list[Any]:
+    def _awaited(self, calls: Sequence[Any], num_answers: int = 1) -> list[Any]:
+        """The results or errors of calls about `num_answers` each."""
+        limit_s = None if self._patience_s is None else self._patience_s * num_answers
+
         async def together() -> list[Any]:
-            waits = [asyncio.wait_for(call, self._patience_s) for call in calls]
+            waits = [asyncio.wait_for(call, limit_s) for call in calls]
             return await asyncio.gather(*waits, return_exceptions=True)
 
         return asyncio.run(together())

@@ -13,7 +13,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -46,7 +46,8 @@ MAX_HUNG = 3
 class GraderSpec:
     """The grader that a worker runs: "module:name" or "file.py:name", its options, and what explains its verdicts.
 
-    `limits_sleep` is for graders of the user's own; those of the house limit themselves what they wait for.
+    `limits_sleep` is for graders of the user's own; those of the house limit themselves what they wait for, and
+    `wall_s` says by the gold how long that may take.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class GraderSpec:
     explainer: str | None = None
     limits_sleep: bool = False
     reward_range: tuple[float, float] = UNIT
+    wall_s: Callable[[str], float] = lambda gold: 0.0
 
 
 class _CannotStart(Exception):
@@ -114,6 +116,7 @@ class GuardedWorkers:
             "path": sys.path,
             "memory_bytes": memory_bytes,
             "cpu_s": timeout_s,
+            "wall_s": None,  # is kept here
         }
         self._selector = selectors.DefaultSelector()
         self._workers: list[Worker] = []
@@ -214,9 +217,10 @@ class GuardedWorkers:
         batch.waiting.clear()
 
     def _sleep_limit_s(self, worker: Worker) -> float:
-        # an async grader ends what takes longer by itself, for each answer apart; this is for one that cannot
-        times = 2.0 if self.signature.is_async else self._num_at_once(worker)
-        return SLEEP_FACTOR * self._timeout_s * times
+        # an async grader ends what takes longer by itself, a list at first as a whole; this is for one that cannot
+        is_each_awaited = self.signature.is_async and not self.signature.takes_lists
+        times = 1 if is_each_awaited else self._num_at_once(worker)
+        return SLEEP_FACTOR * self._timeout_s * times * (2.0 if self.signature.is_async else 1.0)
 
     @property
     def _look_s(self) -> float:
@@ -228,7 +232,8 @@ class GuardedWorkers:
         indices = [batch.waiting.popleft()]
         while len(indices) < share and not batch.alone & {indices[0], batch.waiting[0]}:
             indices.append(batch.waiting.popleft())
-        if not worker.ask({i: batch.tasks[i] for i in indices}, self._wall_limit_s(worker)):
+        tasks = {i: batch.tasks[i] for i in indices}
+        if not worker.ask(tasks, self._wall_limit_s([*tasks.values()])):
             self._replace(worker, None, batch)  # it died while it was idle, so none of these answers is to blame
 
     @property
@@ -239,8 +244,10 @@ class GuardedWorkers:
         """Answers that the call is about which a worker is at: its limits are as many times those of one."""
         return max(1, len(worker.tasks)) if self._takes_many else 1
 
-    def _wall_limit_s(self, worker: Worker) -> float:
-        return WALL_FACTOR * self._timeout_s * self._num_at_once(worker) + WALL_GRACE_S
+    def _wall_limit_s(self, waiting: Sequence[Asked]) -> float:
+        """Wall time for what a worker is at, of the answers that it has been given."""
+        at_once = waiting if self._takes_many else waiting[:1]
+        return sum(WALL_FACTOR * self._timeout_s + self._grader.wall_s(one.gold) for one in at_once) + WALL_GRACE_S
 
     def _receive(self, worker: Worker, batch: _Batch) -> None:
         replies = worker.read()
@@ -266,7 +273,7 @@ class GuardedWorkers:
         if worker.has_intruder:
             self._replace(worker, Outcome(None, error=NOT_A_REPLY), batch)
         elif replies:
-            worker.begin(self._wall_limit_s(worker))
+            worker.begin(self._wall_limit_s([batch.tasks[i] for i in worker.tasks]))
 
     def _fill_up(self) -> None:
         while len(self._workers) < self._num_workers:
