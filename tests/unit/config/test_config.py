@@ -264,6 +264,16 @@ def test_a_partial_table_keeps_the_warm_starts_rate():
     assert [WarmStartConfig(**table).optimizer.lr for table in tables] == [3e-3, 3e-3]
 
 
+def test_own_advantages_keep_the_files_capability_options(tmp_path):
+    """An override of the method drops what nothing reads any more: functions of one's own read the capability."""
+    file, mine = tmp_path / "run.toml", "configs/methods/value.py:value"
+    text = QUICKSTART.read_text(encoding="utf-8").replace("delta = 0.5", "delta = 0.5\ncapability_window = 3")
+    file.write_text(text, encoding="utf-8")
+    found = load_config(file, ["algorithm.method=naive", f"algorithm.advantages={ROOT / mine}"]).algorithm
+    assert (found.capability_window, found.delta) == (3, 0.2)
+    assert load_config(file, ["algorithm.method=naive"]).algorithm.capability_window == 5
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_alpha_is_refused_where_nothing_reads_it(method, tmp_path, monkeypatch):
     """In a file and by an override, for every method but HACPO, and for HACPO with the own clip or an own objective."""
