@@ -375,8 +375,7 @@ class Trainer:
         self.capability.load_state_dict(start.capability)
         self.skips.go_on(agent.num_skipped)
         self.schedule.take_up(start)
-        # Another number of cells deals them out again.
-        self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
+        self.report.load_state_dicts(agent.alarms)
 
     def _state(self, accuracy: float | None) -> RunState:
         """State for a checkpoint beside the agents' own; `_take_up` is its inverse."""
