@@ -31,6 +31,21 @@ def test_own_advantages_are_what_is_trained():
     assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[False, False], [True, True]]]
 
 
+def test_what_own_functions_change_in_place_stays_theirs():
+    """Each learner's advantages are of the lane's answers, and statistics of the packed ones, as nobody changed them."""
+    config = AlgorithmConfig(method="naive", advantages=f"{FILE}:others_successes")
+    whole = replace(judged(REWARDS_PNG, EQUAL_N, 1), num_tokens_PNG=torch.ones(2, 2, 2, dtype=torch.int64))
+    learning = learning_of(whole, config)
+    assert learning.advantages_PNG.tolist() == [[[1, 0], [0, 0]], [[0, 0], [0, 0]]]
+    assert learning.wanted_PG.tolist() == [[False, False], [True, False]]
+    assert whole.successes_PNG.sum() == 2 and whole.num_tokens_PNG.sum() == 8
+    logprob_R = torch.full((10,), -1.0, dtype=torch.float64, requires_grad=True)
+    _, (_, advantage_B, is_self_B, _), (_, terms) = packed(logprob_R, "in_place")
+    assert terms.weight_B.tolist() == [-1.0] * 4
+    assert terms.advantage_B.tolist() == advantage_B.tolist() == [1.0, 0.5, -2.0, 1.5]
+    assert terms.is_self_B.tolist() == is_self_B.tolist() == [True, False, True, False]
+
+
 def test_a_method_that_shares_nothing_shares_nothing():
     config = AlgorithmConfig(method="gspo", advantages=f"{FILE}:own_mean")
     assert learning_of(judged(REWARDS_PNG, EQUAL_N, 1), config).advantages_PNG[:, 0].abs().sum() == 0.0
