@@ -95,16 +95,19 @@ def objective_loss(
         shape = tuple(answers.log_ratio_B.shape)
         raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {what}")
     with torch.no_grad():
-        weight_B = _weights(loss_B, answers, name)
         ratio_B = answers.log_ratio_B.exp().masked_fill(answers.num_tokens_B == 0, torch.nan)
         if config.is_token_level:
             of_tokens_B = answers.mean(answers.ratio_R)
             ratio_B = torch.where(of_tokens_B.isnan() | ratio_B.isnan(), ratio_B, of_tokens_B)
+        weight_B = _weights(loss_B, ratio_B, answers, name)
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
 
 
-def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
-    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
+def _weights(loss_B: Tensor, ratio_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
+    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A.
+
+    Where A is 0 it is s, as in the kernels: a weight of 0 would count such an answer as clipped.
+    """
     if not answers.logprob_R.requires_grad:
         return torch.zeros_like(answers.advantage_B)
     slope_R = None
@@ -114,4 +117,5 @@ def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
     if slope_R is None:
         raise ValueError(f"{name} returned a loss that does not depend on log_ratio_B or logprob_R")
     slope_B = answers.mean(slope_R) * answers.length_B
-    return torch.where(answers.advantage_B == 0.0, 0.0, -slope_B / answers.advantage_B)
+    plain_B = ratio_B.masked_fill(answers.num_tokens_B == 0, 0.0)
+    return torch.where(answers.advantage_B == 0.0, plain_B, -slope_B / answers.advantage_B)
