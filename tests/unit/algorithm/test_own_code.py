@@ -129,6 +129,12 @@ def test_an_answer_without_advantage_is_not_clipped(options):
     assert not outside_band(SimpleNamespace(reports=[report]))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_unchanged_policy_has_a_ratio_of_1_under_an_own_objective(seed):
+    report = report_of([1.0] * 12, seed, method="naive", objective=f"{FILE}:clipped")
+    assert report.terms.ratio_B.tolist() == [1.0] * 12
+
+
 def test_an_objective_that_the_policy_does_not_enter_is_refused():
     with pytest.raises(ValueError, match="does not depend on log_ratio_B or logprob_R"):
         packed(torch.zeros(10, dtype=torch.float64, requires_grad=True), "flat")
