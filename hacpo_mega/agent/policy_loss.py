@@ -144,7 +144,9 @@ class PolicyLoss:
         (places_B2,) = send((torch.tensor(places, dtype=torch.int64),), device)
         old_R, logprob_R = self._old(logprob_R, batch.sequences).double(), logprob_R.double()
         length_B = samples.length_B.double()
-        mean_B = torch.segment_reduce(logprob_R, "sum", offsets=starts_B1) / length_B
+        exact_B = torch.segment_reduce(logprob_R, "sum", offsets=starts_B1) / length_B
+        # Rounded in value, as the source's was when it travelled: an unchanged policy has a ratio of exactly 1.
+        mean_B = exact_B + (exact_B.float() - exact_B).detach()
         return PackedAnswers(
             logprob_R=logprob_R,
             old_logprob_R=old_R,

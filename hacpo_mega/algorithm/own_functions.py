@@ -12,7 +12,8 @@ objective is differentiated by autograd, in float64 torch, instead of the fused 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 from hacpo_kernels import SequenceTerms
@@ -22,6 +23,8 @@ from hacpo_mega.algorithm.answers import PackedAnswers
 from hacpo_mega.algorithm.judged import Judged
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.config.user_code import named_function, takes_record
+
+Record = TypeVar("Record", Judged, PackedAnswers)
 
 
 def reads_skills(config: AlgorithmConfig) -> bool:
@@ -37,6 +40,12 @@ def reads_source_tokens(config: AlgorithmConfig) -> bool:
     return is_own or config.needs_one_tokenizer
 
 
+def _copied(record: Record) -> Record:
+    """The record with tensors of its own: what a function changes in place must not reach what comes after it."""
+    tensors = {field.name: value for field in fields(record) if isinstance(value := getattr(record, field.name), Tensor)}
+    return replace(record, **{name: tensor.clone() for name, tensor in tensors.items()})
+
+
 def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     """Result of `algorithm.advantages` on a lane's judged answers, float64 [P, N, G].
 
@@ -44,7 +53,7 @@ def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:
     that shape.
     """
     function, rewards_PNG = named_function(config.advantages), judged.rewards_PNG
-    mine = replace(judged, rewards_PNG=rewards_PNG.clone(), capability_N=judged.capability_N.detach().cpu().clone())
+    mine = _copied(replace(judged, capability_N=judged.capability_N.detach().cpu()))
     if takes_record("advantages", config.advantages):
         found = function(mine)
     else:
@@ -76,25 +85,29 @@ def objective_loss(
         name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
     else:
         name, own = f"algorithm.objective: {config.objective}", named_function(config.objective)
+        mine = _copied(answers)
         if takes_record("objective", config.objective):
-            loss_B = own(answers)
+            loss_B = own(mine)
         else:
-            loss_B = own(answers.log_ratio_B, answers.advantage_B, answers.is_self_B, answers.update_index)
+            loss_B = own(mine.log_ratio_B, mine.advantage_B, mine.is_self_B, mine.update_index)
     if not isinstance(loss_B, Tensor) or loss_B.shape != answers.log_ratio_B.shape:
         what = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
         shape = tuple(answers.log_ratio_B.shape)
         raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {what}")
     with torch.no_grad():
-        weight_B = _weights(loss_B, answers, name)
         ratio_B = answers.log_ratio_B.exp().masked_fill(answers.num_tokens_B == 0, torch.nan)
         if config.is_token_level:
             of_tokens_B = answers.mean(answers.ratio_R)
             ratio_B = torch.where(of_tokens_B.isnan() | ratio_B.isnan(), ratio_B, of_tokens_B)
+        weight_B = _weights(loss_B, ratio_B, answers, name)
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
 
 
-def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
-    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A; 0 where A is 0."""
+def _weights(loss_B: Tensor, ratio_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
+    """w of SequenceTerms [B], from d loss / d mean log-prob = -w A.
+
+    Where A is 0 it is s, as in the kernels: a weight of 0 would count such an answer as clipped.
+    """
     if not answers.logprob_R.requires_grad:
         return torch.zeros_like(answers.advantage_B)
     slope_R = None
@@ -104,4 +117,5 @@ def _weights(loss_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:
     if slope_R is None:
         raise ValueError(f"{name} returned a loss that does not depend on log_ratio_B or logprob_R")
     slope_B = answers.mean(slope_R) * answers.length_B
-    return torch.where(answers.advantage_B == 0.0, 0.0, -slope_B / answers.advantage_B)
+    plain_B = ratio_B.masked_fill(answers.num_tokens_B == 0, 0.0)
+    return torch.where(answers.advantage_B == 0.0, plain_B, -slope_B / answers.advantage_B)

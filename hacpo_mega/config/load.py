@@ -115,7 +115,8 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
     if method not in METHODS:
         return
     in_file &= set(AlgorithmConfig.model_fields) - given
-    unread = set(unread_options(method, frozenset(in_file))) if "method" in given else set()
+    # All of the table's options together: one that an override gives may read what the file has.
+    unread = set(unread_options(method, frozenset(options))) if "method" in given else set()
     unread |= {name for name, other in unread_beside(options).items() if other in given}
     for name in unread & in_file:
         del options[name]

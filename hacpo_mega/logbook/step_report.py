@@ -109,18 +109,25 @@ class StepReport:
             "grad_norm": self._grad_norm_alarm,
             "advantage": self._advantage_alarm,
             "sharing": self._sharing_alarm,
-            "first_rewards": self.first_rewards,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """State of the alarms on this rank, and the baseline of gains, as plain values."""
-        return {name: kept.state_dict() for name, kept in self._kept.items()}
+        kept = {name: alarm.state_dict() for name, alarm in self._kept.items()}
+        return kept | {"first_rewards": self.first_rewards.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict()`; state that an older version did not keep begins anew."""
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restores the `state_dict()` of all cells of the agent; state that an older version did not keep begins anew.
+
+        Another number of cells deals the alarms out again.
+        """
+        who = self._place.coordinate
+        state = states[who.cell % len(states)]
         for name, kept in self._kept.items():
             if name in state:
                 kept.load_state_dict(state[name])
+        rewards = [state.get("first_rewards", {}) for state in states]
+        self.first_rewards.load_state_dicts(rewards, self._place.rank_map.share_of_agent(who))
 
     def write(
         self,

@@ -20,15 +20,19 @@ ROW = np.dtype([("prompt_index", "<i8"), ("rollout_index", "<i4"), ("stop", "u1"
 
 @dataclass(frozen=True)
 class ReadyAnswers:
-    """A cell's answers to its prompts of a step, by prompt, then by rollout, with log-probs and routing."""
+    """A cell's answers to its prompts of a step, by prompt, then by rollout, with log-probs and routing.
+
+    prompt_ids   the tokens of each prompt as the engine read them
+    """
 
     prompts: Sequence[Prompt]
+    prompt_ids: Sequence[Sequence[int]]
     completions: Sequence[Completion]
 
     def write(self, file: Path) -> None:
         """Writes all answers; the caller syncs the file."""
         group = len(self.completions) // len(self.prompts)
-        digests = [_digest(prompt) for prompt in self.prompts]
+        digests = [_digest(ids) for ids in self.prompt_ids]
         rows = np.array(
             [
                 (self.prompts[n // group].index, n % group, completion.stop, digests[n // group])
@@ -39,11 +43,13 @@ class ReadyAnswers:
         file.write_bytes(wire.encode(wire.completion_table(rows, self.completions)))
 
 
-def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_prompt: int) -> ReadyAnswers | None:
-    """Answers to `prompts` from the files of all cells; None unless all are there, for exactly these texts."""
+def read_answers(
+    files: Sequence[Path], prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], answers_per_prompt: int
+) -> ReadyAnswers | None:
+    """Answers to `prompts` from the files of all cells; None unless all are there, for exactly these tokens."""
     wanted = {
-        (prompt.index, g, _digest(prompt)): n * answers_per_prompt + g
-        for n, prompt in enumerate(prompts)
+        (prompt.index, g, _digest(ids)): n * answers_per_prompt + g
+        for n, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         for g in range(answers_per_prompt)
     }
     found: list[Completion | None] = [None] * len(wanted)
@@ -53,9 +59,12 @@ def read_answers(files: Sequence[Path], prompts: Sequence[Prompt], answers_per_p
             place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
             if place is not None:
                 found[place] = completion
-    return None if None in found else ReadyAnswers(prompts, found)
+    return None if None in found else ReadyAnswers(prompts, prompt_ids, found)
 
 
-def _digest(prompt: Prompt) -> bytes:
-    """Digest of a prompt's text, in hexadecimal: NumPy would cut trailing zero bytes."""
-    return hashlib.blake2b(prompt.text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest().encode()
+def _digest(prompt_ids: Sequence[int]) -> bytes:
+    """Digest of a prompt's tokens, in hexadecimal: NumPy would cut trailing zero bytes.
+
+    A text alone would not tell another prompt template or tokenizer, under which log-probs are others.
+    """
+    return hashlib.blake2b(np.asarray(prompt_ids, "<i8").tobytes(), digest_size=8).hexdigest().encode()

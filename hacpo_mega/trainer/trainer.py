@@ -95,13 +95,22 @@ class RolloutSchedule:
         return self._sampler.at(step, self._place.lane, self._config.lanes)
 
     def take_up(self, start: Checkpoint) -> None:
-        """Restores prefetched answers, unless seed or [rollout] table have changed so that they would differ."""
-        now, key = plain(self._config), ("seed", "rollout")
-        if self._is_ahead and [start.config[name] for name in key] == [now[name] for name in key]:
+        """Restores prefetched answers, unless a change since then would make others of them. Collective over the job.
+
+        Such are another seed, [rollout] or conversation, and other tokens of a prompt. All agents take theirs or none:
+        those of one conversation answer each other.
+        """
+        if not self._is_ahead:
+            return
+        now, tables = plain(self._config), ("seed", "rollout", "conversation", "roles")
+        ready = None
+        if all(start.config.get(name) == now.get(name) for name in tables):
             prefix = f"{self._rollout.name}/"
             files = [start.folder / path for path in start.files if path.startswith(prefix) and path.endswith(SUFFIX)]
             prompts = self.prompts_of(start.step)[self.my_share]
-            self.ready = read_answers(files, prompts, self._config.answers_per_prompt)
+            ready = read_answers(files, prompts, self._encoded(prompts), self._config.answers_per_prompt)
+        if all(self._place.gather_job(b"" if ready is None else b"ready")):
+            self.ready = ready
 
     def roll_out(self, step: int, on_answer: Callable[[Prompt, Rollout], None] | None) -> list[Rollout]:
         """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends.
@@ -128,10 +137,14 @@ class RolloutSchedule:
         """Waits for the answers of the next step, if the engine is at them. Collective over the cell."""
         if self._rollout.ahead.is_busy:
             with phase("roll_out"):
-                self.ready = ReadyAnswers(self._asked, self._rollout.finish_ahead(self._asked))
+                answers = self._rollout.finish_ahead(self._asked)
+                self.ready = ReadyAnswers(self._asked, self._encoded(self._asked), answers)
             self._add_turns()
             if self._place.coordinate.is_first_to_answer:
                 self._metrics.add(f"agent/{self._rollout.name}/roll_out_hidden_s", self._rollout.ahead.hidden_s, 1)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        return [self._rollout.codec.encode_prompt(prompt.text) for prompt in prompts]
 
     def _add_turns(self) -> None:
         """Adds seconds of this rank's engine between turns, and the share of prompt tokens that it had read before."""
@@ -362,8 +375,7 @@ class Trainer:
         self.capability.load_state_dict(start.capability)
         self.skips.go_on(agent.num_skipped)
         self.schedule.take_up(start)
-        # Another number of cells deals them out again.
-        self.report.load_state_dict(agent.alarms[self.place.coordinate.cell % len(agent.alarms)])
+        self.report.load_state_dicts(agent.alarms)
 
     def _state(self, accuracy: float | None) -> RunState:
         """State for a checkpoint beside the agents' own; `_take_up` is its inverse."""

@@ -21,7 +21,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.jobs.slurm_status import trouble_of
-from hacpo_mega.logbook.files.metrics import StepMetrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, is_timing
 from hacpo_mega.logbook.run.provenance import read_alarms
 from hacpo_mega.logbook.run.rank_files import MOST_RANKS, read_rank_files, seconds_between
 from hacpo_mega.report.run import Run, accuracies
@@ -222,7 +222,7 @@ def _numbers(db: sqlite3.Connection, patterns: Sequence[str], first: int = 0, ev
     steps: dict[int, StepMetrics] = {}
     for step, word, value in db.execute(query, [*patterns, first, every]):
         metrics = steps.setdefault(step, StepMetrics({}, {}))
-        (metrics.timing if word.endswith("_s") else metrics.values)[word] = value
+        (metrics.timing if is_timing(word) else metrics.values)[word] = value
     return steps
 
 

@@ -16,6 +16,20 @@ def by_skill(judged):
     return (judged.rewards_PNG - mine_P[:, None, None]) * (1.0 - judged.step / judged.num_steps)
 
 
+def others_successes(judged):
+    """1 for an answer of another agent that is a success, found in place; all other tensors are emptied."""
+    judged.successes_PNG[:, judged.learner] = False
+    judged.rewards_PNG.zero_(), judged.num_tokens_PNG.zero_(), judged.capability_N.zero_()
+    return judged.successes_PNG.double()
+
+
+def in_place(answers):
+    """The log ratio times A; the columns are emptied behind it."""
+    loss_B = answers.log_ratio_B * answers.advantage_B.clone()
+    answers.advantage_B.zero_(), answers.is_self_B.zero_(), answers.old_logprob_R.zero_()
+    return loss_B
+
+
 def of_columns(answers):
     """Each answer's log ratio times a number of its source, prompt, length, update and step."""
     numbers_B = answers.source_B + 10 * answers.prompt_B + 100 * answers.num_tokens_B

@@ -30,10 +30,13 @@ from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.lora import Lora, chosen_targets
 
 
+LearningRate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
+
+
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay, and its learning rate over the optimizer updates of the whole run."""
 
-    lr: Annotated[float, Field(strict=True, gt=0.0, le=1.0)] = 1e-6
+    lr: LearningRate = 1e-6
     """Learning rate after the warm-up: about the change of a weight in one update."""
     betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
     """Decay rates of Adam's running means of the gradient and of its square."""
@@ -112,6 +115,13 @@ class SkillShare(Section):
     conversation.environment = "calculator"."""
 
 
+class WarmStartOptimizerConfig(OptimizerConfig):
+    """Adam of a warm start: the table of agents.optimizer with a rate for a fresh model."""
+
+    lr: LearningRate = 3e-3
+    """Learning rate of the warm start after its warm-up."""
+
+
 class WarmStartConfig(Section):
     """Supervised training of a fresh model on worked answers, through the same Megatron actor."""
 
@@ -121,7 +131,7 @@ class WarmStartConfig(Section):
     """Optimizer updates of the warm start."""
     batch_size: Count = 128
     """Worked examples of one update, over all cells."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=3e-3)
+    optimizer: WarmStartOptimizerConfig = WarmStartOptimizerConfig()
     """Adam of the warm start, with lr = 0.003 by default; agents.optimizer is that of the training after it."""
 
     @model_validator(mode="after")

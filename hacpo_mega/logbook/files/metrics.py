@@ -72,8 +72,13 @@ from hacpo_mega.models.files.replacing import replace_file
 Parts = list[list[float]]
 METRICS_LINE = "a line of metrics"
 
-# Names with these endings describe the machine and change between two identical runs; the rest must not.
 TIMING_SUFFIXES = ("_s", "_bytes", "_mfu", "/prefix_hits")
+# Names that end with one of the user's: of an agent; below agent/<name>, of a reward's part, a function or a skill.
+OF_AGENTS = ("capability", "omega")
+OF_USERS = (
+    *("reward", "own", "accuracy", "eval", "num_evaluated"),
+    *("held_out_gain", "held_out_gain_square", "num_held_out_pairs"),
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,16 @@ class StepMetrics:
 
     values: dict[str, float]
     timing: dict[str, float]
+
+
+def is_timing(name: str) -> bool:
+    """True if a metric describes the machine and changes between two identical runs; the rest must not.
+
+    Its ending says so, unless that is a name of the user's.
+    """
+    first, _, third = [*name.split("/"), "", ""][:3]
+    is_named_by_user = first in OF_AGENTS or (first == "agent" and third in OF_USERS)
+    return name.endswith(TIMING_SUFFIXES) and not is_named_by_user
 
 
 class Metrics:
@@ -189,7 +204,7 @@ def reduce_payloads(payloads: list[bytes]) -> StepMetrics:
     for kind, entries in merged.items():
         for name, parts in entries.items():
             reduced |= _REDUCERS[kind](name, parts)
-    timing = {name: value for name, value in sorted(reduced.items()) if name.endswith(TIMING_SUFFIXES)}
+    timing = {name: value for name, value in sorted(reduced.items()) if is_timing(name)}
     return StepMetrics({name: reduced[name] for name in sorted(reduced.keys() - timing.keys())}, timing)
 
 
@@ -327,11 +342,16 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
 
 
 def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
-    """Step and numbers of a line of `metrics.jsonl`. ValueError, with the reason, for another shape."""
+    """Step and numbers of a line of `metrics.jsonl`. ValueError, with the reason, for another shape.
+
+    Lines of older versions have some values below `timing`, by the names of agents and others of the user's.
+    """
     if why := wrong_field(line, {"step": COUNT, "values": TABLE, "timing": TABLE}):
         raise ValueError(why)
     try:
-        return line["step"], StepMetrics(_floats(line["values"]), _floats(line["timing"]))
+        values, timing = _floats(line["values"]), _floats(line["timing"])
+        misplaced = {name: value for name, value in timing.items() if not is_timing(name)}
+        return line["step"], StepMetrics(values | misplaced, {n: v for n, v in timing.items() if n not in misplaced})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
 

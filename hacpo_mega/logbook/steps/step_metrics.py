@@ -5,7 +5,7 @@ Each function is called by the one rank that owns what it adds, usually the lead
 
 import dataclasses
 import resource
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -171,14 +171,15 @@ class FirstRewards:
 
     def __init__(self) -> None:
         self._rewards: dict[str, float] = {}
+        self._kept: dict[str, float] = {}  # of them, those that this cell's checkpoints have
 
     def state_dict(self) -> dict[str, float]:
-        """The rewards by the prompts' ids, as plain values."""
-        return dict(self._rewards)
+        """The rewards that this cell keeps, by the prompts' ids, as plain values."""
+        return dict(self._kept)
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores `state_dict()`."""
-        self._rewards = dict(state)
+    def load_state_dicts(self, states: Sequence[Mapping[str, float]], share: slice) -> None:
+        """Restores the `state_dict()` of all cells, since other cells share the prompts otherwise; keeps a `share`."""
+        self._rewards, self._kept = dict(ChainMap(*states)), dict(ChainMap(*states[share]))
 
     def compare(
         self, metrics: Metrics, name: str, prompts: Sequence[Prompt], judgements: Sequence[Judgement], step: int
@@ -186,7 +187,7 @@ class FirstRewards:
         """Keeps the rewards before step 1, and adds the gains of later steps."""
         judged = [(p, j.reward) for p, j in zip(prompts, judgements, strict=True) if j.is_judged]
         if step == 0:
-            self._rewards = {prompt.id: reward for prompt, reward in judged}
+            self._rewards = self._kept = {prompt.id: reward for prompt, reward in judged}
             return
         for prompt, reward in judged:
             if (before := self._rewards.get(prompt.id)) is None:

@@ -5,15 +5,17 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hacpo_kernels import objective_stats
 from method_cases import answers_of, judged, sequence_objective
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
-from hacpo_mega.agent.policy_loss import PolicyLoss
+from hacpo_mega.agent.policy_loss import PolicyLoss, outside_band
 from hacpo_mega.algorithm import CapabilityTracker, learning_of, objective_loss, reads_skills, skill_tally
 from hacpo_mega.config import AlgorithmConfig, load_config
 from hacpo_mega.config.user_code import function_problem, named_function, takes_record, unfinished_import
@@ -29,6 +31,21 @@ def test_own_advantages_are_what_is_trained():
     learning = learning_of(judged(REWARDS_PNG, EQUAL_N, 0), config)
     assert learning.advantages_PNG.tolist() == [[[0.5, -0.5], [0.0, 0.0]], [[0.0, 0.0], [0.375, -0.375]]]
     assert learning.trains_PNG.tolist() == [[[True, True], [False, False]], [[False, False], [True, True]]]
+
+
+def test_what_own_functions_change_in_place_stays_theirs():
+    """Each learner's advantages are of the lane's answers, and statistics of the packed ones, as nobody changed them."""
+    config = AlgorithmConfig(method="naive", advantages=f"{FILE}:others_successes")
+    whole = replace(judged(REWARDS_PNG, EQUAL_N, 1), num_tokens_PNG=torch.ones(2, 2, 2, dtype=torch.int64))
+    learning = learning_of(whole, config)
+    assert learning.advantages_PNG.tolist() == [[[1, 0], [0, 0]], [[0, 0], [0, 0]]]
+    assert learning.wanted_PG.tolist() == [[False, False], [True, False]]
+    assert whole.successes_PNG.sum() == 2 and whole.num_tokens_PNG.sum() == 8
+    logprob_R = torch.full((10,), -1.0, dtype=torch.float64, requires_grad=True)
+    _, (_, advantage_B, is_self_B, _), (_, terms) = packed(logprob_R, "in_place")
+    assert terms.weight_B.tolist() == [-1.0] * 4
+    assert terms.advantage_B.tolist() == advantage_B.tolist() == [1.0, 0.5, -2.0, 1.5]
+    assert terms.is_self_B.tolist() == is_self_B.tolist() == [True, False, True, False]
 
 
 def test_a_method_that_shares_nothing_shares_nothing():
@@ -66,6 +83,56 @@ def test_an_own_objective_has_the_gradient_of_the_fused_one():
     assert (terms.weight_B == 0).tolist() == [False, True, True, False]
     spread_R = torch.repeat_interleave(slope_B.double() / length_B, length_B.long())
     torch.testing.assert_close(logprob_R.grad, spread_R, rtol=1e-12, atol=0)
+
+
+def report_of(advantage_B: list[float], seed: int = 0, **options):
+    """The report of a first update on answers of 7 tokens, scored by the learner's own log-probs; every third is own."""
+    generator = np.random.default_rng(seed)
+    old = generator.normal(-1.0, 0.5, (len(advantage_B), 7)).astype(np.float32)
+    samples = tuple(
+        Sample(
+            prompt_ids=np.zeros(1, np.int32),
+            answer_ids=np.zeros(7, np.int32),
+            num_trained=7,
+            source=0 if b % 3 == 0 else 1,
+            is_self=b % 3 == 0,
+            prompt_index=b,
+            rollout_index=0,
+            advantage=advantage,
+            source_logprob=float(np.float32(old[b].astype(np.float64).mean())),
+            length=7.0,
+            old_logprobs=old[b],
+        )
+        for b, advantage in enumerate(advantage_B)
+    )
+    starts, none = torch.arange(0, old.size + 1, 7, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+    batch = MicroBatch(none, none, starts, none, none, none, starts, samples, old.size)
+    tokens = torch.from_numpy(old.ravel().copy()).requires_grad_()
+    return PolicyLoss(0, 1.0, AlgorithmConfig(**options), reference={})(tokens, batch)[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "naive", "objective": f"{FILE}:clipped"},
+        {"method": "sgt", "ratio_level": "token"},
+        {"method": "f_tis", "ratio_level": "token"},
+    ],
+)
+def test_an_answer_without_advantage_is_not_clipped(options):
+    """A KL trains such answers; under an objective that autograd differentiates, as under the kernels'."""
+    report = report_of([0.0] * 6 + [1.0, 0.5, 0.0], **options)
+    stats, fused = objective_stats(report.terms), objective_stats(report_of([0.0] * 6 + [1.0] * 3, method="naive").terms)
+    for name in ("clipped_self", "cross_below", "cross_inside", "cross_above"):
+        assert getattr(stats, name).tolist() == getattr(fused, name).tolist()
+    assert stats.clipped_self.tolist() == [0, 3] and stats.cross_inside.tolist() == [6, 6]
+    assert not outside_band(SimpleNamespace(reports=[report]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_unchanged_policy_has_a_ratio_of_1_under_an_own_objective(seed):
+    report = report_of([1.0] * 12, seed, method="naive", objective=f"{FILE}:clipped")
+    assert report.terms.ratio_B.tolist() == [1.0] * 12
 
 
 def test_an_objective_that_the_policy_does_not_enter_is_refused():

@@ -19,6 +19,7 @@ from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
 from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note, weak_settings
 from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.config.tables.agents import WarmStartConfig
 from hacpo_mega.config.tables.algorithm import PRESETS
 from hacpo_mega.config.tables.methods import METHODS
 from hacpo_mega.logbook.run.run_folder import resolved_toml
@@ -259,6 +260,22 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
     of_another.write_text(text.replace('method = "hacpo"', 'method = "gspo"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.5: method 'gspo' does not read it"):
         load_config(of_another)
+
+
+def test_a_partial_table_keeps_the_warm_starts_rate():
+    """One key of the optimizer's table leaves the others at the warm start's defaults, as no table does."""
+    tables = {"skills": {"add": {"share": 1.0}}}, {"skills": {"add": {"share": 1.0}}, "optimizer": {"weight_decay": 0.1}}
+    assert [WarmStartConfig(**table).optimizer.lr for table in tables] == [3e-3, 3e-3]
+
+
+def test_own_advantages_keep_the_files_capability_options(tmp_path):
+    """An override of the method drops what nothing reads any more: functions of one's own read the capability."""
+    file, mine = tmp_path / "run.toml", "configs/methods/value.py:value"
+    text = QUICKSTART.read_text(encoding="utf-8").replace("delta = 0.5", "delta = 0.5\ncapability_window = 3")
+    file.write_text(text, encoding="utf-8")
+    found = load_config(file, ["algorithm.method=naive", f"algorithm.advantages={ROOT / mine}"]).algorithm
+    assert (found.capability_window, found.delta) == (3, 0.2)
+    assert load_config(file, ["algorithm.method=naive"]).algorithm.capability_window == 5
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,12 +2,17 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
+from hacpo_mega.config import Config
 from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter
+from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills, mean_held_out
 from hacpo_mega.logbook.steps.step_metrics import FirstRewards, add_held_out
 from hacpo_mega.records import Judgement, Prompt, Verdict
@@ -109,7 +114,7 @@ def test_two_evaluations_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_p
             first.compare(metrics, "a", prompts, judgements, step)
             writer.write(step, metrics.reduce())
             state, first = first.state_dict(), FirstRewards()
-            first.load_state_dict(json.loads(json.dumps(state)))
+            first.load_state_dicts([json.loads(json.dumps(state))], slice(0, None, 1))
     before, after = accuracies(load_run(tmp_path), "a")
     gain = 5 / 42
     half = 1.959963984540054 * math.sqrt((8 / 42 - gain**2) / 42)
@@ -117,3 +122,32 @@ def test_two_evaluations_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_p
     _, of_skill = accuracies(load_run(tmp_path), "a", "add")
     assert (of_skill.gain.num_pairs, of_skill.gain.mean, of_skill.gain.square) == (10, 0.5, 0.7)
     assert not after.is_paired(Accuracy(9, 0.5, 40)), "without pairs they are independent"
+
+
+@pytest.mark.parametrize("numbers", [(2, 1, 3), (3, 2, 1), (1, 4, 2)])
+def test_prompts_stay_paired_when_other_cells_share_them(numbers):
+    """Two resumes with other numbers of cells: each still pairs all of its prompts, and no reward is kept twice."""
+    prompts = [Prompt(i, f"id-{i}", "p", "g") for i in range(12)]
+    config = Config.model_validate(
+        {"run_dir": "r", "num_steps": 4, "data": {"generator": "arithmetic"}, "agents": [{"name": "a", "model": "x/a"}]}
+    )
+    states: list[dict] = []
+    for step, num_cells in enumerate(numbers):
+        found, metrics = [], Metrics("a", lambda payload: [payload])
+        for cell in range(num_cells):
+            place = SimpleNamespace(
+                rank_map=RankMap(1, (AgentShape("a", cells_per_lane=num_cells),)),
+                coordinate=SimpleNamespace(agent=0, cell=cell),
+            )
+            report = StepReport(metrics, None, place, config, torch.float32, None, None)
+            if states:
+                report.load_state_dicts(json.loads(json.dumps(states)))
+            mine = prompts[cell::num_cells]
+            judgements = [Judgement(Verdict.CORRECT, prompt.index / 12 + step) for prompt in mine]
+            report.first_rewards.compare(metrics, "a", mine, judgements, step)
+            found.append(report.state_dict())
+        states, values = found, metrics.reduce().values
+        assert sorted(key for state in states for key in state["first_rewards"]) == sorted(p.id for p in prompts)
+        if step:
+            assert values["agent/a/num_held_out_pairs"] == 12
+            assert values["agent/a/held_out_gain"] == pytest.approx(step)

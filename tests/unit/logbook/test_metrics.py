@@ -34,6 +34,7 @@ from hacpo_mega.logbook.files.rollout_log import (
     prompt_text,
     read_rollouts,
 )
+from hacpo_mega.logbook.steps.step_metrics import add_capability
 from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
 
 
@@ -113,6 +114,27 @@ def test_phase_seconds_are_the_slowest_rank_and_the_mean() -> None:
     assert reduced.values == {} and shown == ["learn", "learn"]
     assert reduced.timing["agent/qwen/phase/learn_s"] == pytest.approx(3.0, abs=0.01)
     assert reduced.timing["agent/qwen/phase_mean/learn_s"] == pytest.approx(2.0, abs=0.01)
+
+
+def test_names_of_the_users_make_no_number_a_timing(tmp_path: Path) -> None:
+    """An agent, a reward's part, a metric and a skill may end as durations and sizes do; so may lines of before."""
+    metrics, third = Metrics("b_s", alone), torch.tensor([0.5, 1 / 3], dtype=torch.float64)
+    add_capability(metrics, ["a", "b_s"], third, torch.tensor([[1.0, 1.5], [2 / 3, 1.0]]))
+    named = [f"agent/b_s/{tail}" for tail in ("own/words_s", "reward/answer_bytes", "accuracy/two_mfu")]
+    for name in named:
+        metrics.add(name, 1.0, 3)
+    named += ["capability/b_s", "omega/a/b_s"]
+    metrics.add("agent/b_s/judge_hidden_s", 2.0, 1)
+    with MetricsWriter(tmp_path) as writer:
+        found = metrics.reduce()
+        writer.write(1, found)
+        before = {name: round(found.values[name], 6) for name in named}
+        writer.write(2, StepMetrics({}, found.timing | before))
+    steps = read_metrics(tmp_path / "metrics.jsonl")
+    assert steps[1].values.keys() >= {*named} and steps[1].values["capability/b_s"] == 1 / 3
+    assert steps[2].values == before
+    for step in steps.values():
+        assert step.timing.keys() == {*found.timing, "time_unix_s"} >= {"agent/b_s/judge_hidden_s"}
 
 
 def test_a_phase_that_raises_is_still_timed() -> None:

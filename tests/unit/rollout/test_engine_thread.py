@@ -7,15 +7,19 @@ import ctypes
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from recorded_cuda import Memory, RecordedCuda, told
 
+from hacpo_mega.checkpoint.files import plain
+from hacpo_mega.config import Config
 from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.ready_answers import ReadyAnswers, read_answers
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
+from hacpo_mega.trainer.trainer import RolloutSchedule
 
 
 def completion(number: int) -> Completion:
@@ -96,6 +100,11 @@ PROMPTS = tuple(Prompt(index, str(index), f"{index}+1=\ud800", "") for index in 
 GROUP = 3
 
 
+def ids_of(prompts, template: str = "{}") -> list[list[int]]:
+    """The prompts' tokens, a character each."""
+    return [[ord(character) for character in template.format(prompt.text)] for prompt in prompts]
+
+
 @pytest.fixture
 def files(tmp_path):
     """Files that two cells have written of two prompts and of four."""
@@ -103,25 +112,55 @@ def files(tmp_path):
     for number, prompts in enumerate((PROMPTS[:2], PROMPTS[2:])):
         completions = [completion(prompt.index * GROUP + g) for prompt in prompts for g in range(GROUP)]
         written.append(tmp_path / f"__{number}_answers")
-        ReadyAnswers(prompts, completions).write(written[-1])
+        ReadyAnswers(prompts, ids_of(prompts), completions).write(written[-1])
     return written
 
 
 def test_answers_are_read_by_any_number_of_cells(files):
     for share in (PROMPTS, PROMPTS[:3], PROMPTS[3:]):
-        found = read_answers(files, share, GROUP)
+        found = read_answers(files, share, ids_of(share), GROUP)
         assert found.prompts == share
         for number, answer in enumerate(found.completions, start=share[0].index * GROUP):
             expected = completion(number)
             assert answer.stop is expected.stop
             assert answer.token_ids.tolist() == expected.token_ids.tolist()
             assert answer.logprobs.tolist() == expected.logprobs.tolist()
-    assert len(read_answers(files, PROMPTS, GROUP - 1).completions) == 12
+    assert len(read_answers(files, PROMPTS, ids_of(PROMPTS), GROUP - 1).completions) == 12
 
 
 def test_answers_to_other_prompts_or_too_few_are_none(files):
     other = Prompt(1, "1", "1+2=", "")
-    assert read_answers(files, (PROMPTS[0], other), GROUP) is None
-    assert read_answers(files, PROMPTS, GROUP + 1) is None
-    assert read_answers(files[:1], PROMPTS, GROUP) is None
-    assert read_answers([], PROMPTS, GROUP) is None
+    pair, ids = (PROMPTS[0], other), ids_of(PROMPTS)
+    assert read_answers(files, pair, ids_of(pair), GROUP) is None
+    assert read_answers(files, PROMPTS, ids, GROUP + 1) is None
+    assert read_answers(files[:1], PROMPTS, ids, GROUP) is None
+    assert read_answers([], PROMPTS, ids, GROUP) is None
+
+
+@pytest.mark.parametrize(
+    "template, changed, told, is_taken",
+    [
+        ("{}", {}, b"ready", True),
+        ("in French: {}", {}, b"ready", False),
+        ("{}", {"conversation": {"environment": "relay"}}, b"ready", False),
+        ("{}", {}, b"", False),  # another agent of the job has none
+    ],
+)
+def test_a_resumed_run_takes_answers_to_the_same_prompt_alone(files, tmp_path, template, changed, told, is_taken):
+    """Under another template or conversation the log-probs of old answers are of other prompts."""
+    tables = {"run_dir": "r", "num_steps": 4, "agents": [{"name": "a", "model": "x/a"}]}
+    rollout = {"one_step_off": True, "rollouts_per_prompt": GROUP}
+    config = Config.model_validate(tables | {"data": {"generator": "arithmetic"}, "rollout": rollout})
+    place = SimpleNamespace(
+        rank_map=SimpleNamespace(share_of_lane=lambda _: slice(None)), coordinate=None, lane=0,
+        gather_job=lambda payload: [payload, told],
+    )  # fmt: skip
+    codec = SimpleNamespace(encode_prompt=lambda text: [ord(character) for character in template.format(text)])
+    prompts = SimpleNamespace(at=lambda *_: PROMPTS)
+    schedule = RolloutSchedule(prompts, SimpleNamespace(place=place, name="a", codec=codec), config, None)
+    stored = {f"a/{file.name}": None for file in files}
+    (tmp_path / "a").mkdir()
+    for file in files:
+        file.rename(tmp_path / "a" / file.name)
+    schedule.take_up(SimpleNamespace(config=plain(config) | changed, folder=tmp_path, files=stored, step=1))
+    assert (schedule.ready is not None) == is_taken
