@@ -167,7 +167,7 @@ class Seat:
         """Sets the prompt, if it is short enough."""
         try:
             head = list(self._voice.codec.encode_prompt(self.prompt.text, opening))
-        except ValueError as error:  # a character without a token, or a control token
+        except ValueError as error:  # a character without a token
             raise _Unreadable from error
         if len(head) > self._voice.limits.max_prompt_tokens:
             return "too_long"
