@@ -45,6 +45,8 @@ class Turn:
     stop         reason why an own turn ended; None for others. The last turn of a conversation of several agents has
                  one, too, where another of them said it: this agent has not read it (num_tokens 0)
     name         of the tool that answered, or of another agent's role; empty for others
+    opened       start of an agent's turn that the prompt before it has written (a <think>): `content` continues it, and
+                 both together are judged
     A turn of the role HISTORY stands behind what others said and begins a segment: its tokens are a prompt of their
     own, and nothing before them is read. Its content is a History as JSON.
     """
@@ -54,6 +56,7 @@ class Turn:
     num_tokens: int
     stop: Stop | None = None
     name: str = ""
+    opened: str = ""
 
     @property
     def message(self) -> dict[str, str]:

@@ -200,7 +200,7 @@ class _Run:
 
     def _judged(self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion]) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
-        opened = [self.codec.opened_thinking(request.row.text) for request in batch]
+        opened = [self._opened(*answer) for answer in zip(batch, completions, strict=True)]
         whole = [start + text for start, text in zip(opened, texts, strict=True)]
         asked = zip([request.row for request in batch], whole, completions, strict=True)
         questions = [Asked(row.text, text, row.gold, done.stop, row.row) for row, text, done in asked]
@@ -233,6 +233,10 @@ class _Run:
             next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
             for talk, is_settled in zip(talks, settled, strict=True)
         ]
+
+    def _opened(self, request: Request, completion: Completion) -> str:
+        talk = completion.conversation
+        return self.codec.opened_thinking(request.row.text) if talk is None else talk.answer.opened
 
     def _text(self, completion: Completion) -> str:
         if completion.conversation is not None:

@@ -254,6 +254,18 @@ class TextCodec:
         """Start of the thinking block that a prompt opens and its answer continues; empty if it opens none."""
         return self._opened(text)
 
+    def opened_before(self, text: str, head: Sequence[int]) -> str:
+        """Start of the thinking block that a turn in a conversation on the task `text` continues; empty without one.
+
+        `head` are all tokens before the turn. A template may open thinking behind some turns alone; a prompt without a
+        template opens it once.
+        """
+        if not (opened := self._opened(text)):
+            return ""
+        last = list(head[-len(opened.encode()) - 1 :])
+        shown = self.tokenizer.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return opened if shown.rstrip().endswith(opened.rstrip()) else ""
+
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         """Ids of an answer that follows a prompt, then `eos_id` if the answer ended by itself.
 
