@@ -331,13 +331,12 @@ def _reread(
             return answer
     else:
         try:
-            answer = _conversation(rollout, own, asked, prompt_ids, codec, rules)
+            answer = _conversation(trajectory, own, asked, prompt_ids, codec, rules)
         except ValueError:  # the learner has no token for what another said
             tally["num_unencodable"] += 1
             return "unencodable"
         if isinstance(answer, str):
             return answer
-        answer = answer._replace(is_sampled=is_twin and answer.is_sampled)
     if len(answer.ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
         tally["num_too_long"] += 1
         return "too_long"
@@ -347,7 +346,7 @@ def _reread(
 
 
 def _conversation(
-    rollout: Rollout,
+    trajectory: Trajectory,
     own: Callable[[str, Stop, np.ndarray, Opened], np.ndarray | DropReason],
     asked: tuple[str, str],
     prompt_ids: np.ndarray,
@@ -358,15 +357,17 @@ def _conversation(
 
     ValueError for a text that has no token.
     """
-    ids: list[int] = []
+    rollout, ids = trajectory.rollout, list[int]()
     prompt = prompt_ids.tolist()
     start = 0  # of the segment, whose prompt is `prompt`, or the tokens that stand there
-    turns, rest, is_sampled = list[Turn](), iter(rollout.own_turns), True
+    turns, rest = list[Turn](), iter(rollout.own_turns)
+    is_twin = is_sampled = _are_twins(rules.sources[trajectory.agent], codec)
     heard = (turn for turn in rollout.conversation.turns if turn.is_own or turn.stop is None)
     for is_own, group in itertools.groupby(heard, key=operator.attrgetter("is_own")):
         for turn in group if is_own else ():
             opened = Opened(turn.opened, codec.opened_before(asked[0], [*prompt, *ids[start:]]))
-            found = own(*next(rest), opened)
+            text, stop, token_ids = next(rest)
+            found = own(text, stop, token_ids, opened)
             if isinstance(found, str):
                 return found
             ids += found.tolist()
@@ -380,13 +381,30 @@ def _conversation(
                 new = rules.turns.segment(*task, history.messages)
                 prompt, start = [], len(ids)
             else:
-                ended = turns[-1].stop is Stop.EOS
-                new = rules.turns.continuation([*prompt, *ids[start:]], [turn.message for turn in said], ended=ended)
+                ended, messages = turns[-1].stop is Stop.EOS, [turn.message for turn in said]
+                new = rules.turns.continuation([*prompt, *ids[start:]], messages, ended=ended)
+                if ended and not (is_twin and ids[-1] == token_ids[-1]):
+                    ids[-1], new = _with_own_end([*prompt, *ids[start:]], new, messages, codec, rules.turns)
             ids += new
             turns.append(Turn(said[-1].role, "", len(new)))
     read = Conversation(tuple(turns))
     places = read.trained_places(rules.eos_in_loss)
     return ReadAnswer(np.array(ids, dtype=np.int32), len(places), places, read.segment_starts, is_sampled)
+
+
+def _with_own_end(
+    head: list[int], new: list[int], messages: Sequence[dict[str, Any]], codec: TextCodec, turns: TurnWriter
+) -> tuple[int, list[int]]:
+    """The end token of the turn that `head` ends with, and what follows it.
+
+    An end may be the first token of what follows, such as of a tool's result (GLM). Then `new`, the continuation behind
+    another end, begins with it, and goes on behind it alike.
+    """
+    if new and new[0] in codec.ends.ids:
+        behind = turns.continuation([*head[:-1], new[0]], messages, ended=True)
+        if behind == new[1:]:
+            return new[0], behind
+    return head[-1], new
 
 
 def _in_own_tokens(

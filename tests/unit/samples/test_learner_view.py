@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from run_cases import CHARACTERS
+from turn_cases import GLM_TOOLS, TOOLS, ByHand, TurnCase, said
 from view_cases import (
     PAIRS,
     PROMPTS,
@@ -21,6 +22,7 @@ from view_cases import (
 )
 
 from hacpo_mega.config import Prompting
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.records import (
     HISTORY,
     Conversation,
@@ -320,6 +322,22 @@ def test_an_own_conversation_keeps_what_was_sampled_and_what_was_read(codecs):
     assert own.answer_ids.tolist() == pool.trajectories_PNG[0][0][0].rollout.token_ids.tolist()
     assert own.trained_places.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
     assert own.target_ids.tolist() == [*codecs[0].encode_answer("12+3", True), *codecs[0].encode_answer("15", True)]
+
+
+def test_a_call_of_a_tool_ends_as_the_learners_template_goes_on(tmp_path):
+    """GLM's ends are headers of what follows. A twin's sampled end stays, as in its own record."""
+    by_hand, call = ByHand(tmp_path), '{"name": "calculate", "arguments": {"term": "6*7"}}'
+    reader = by_hand.codec(TurnCase(GLM_TOOLS, "<|user|>", said, named=["<|endoftext|>", "<|observation|>"]))
+    turns, text = TurnFormat.of(reader, TOOLS), f"<tool_call>{call}</tool_call>"
+    writer = TextCodec(make_tokenizer(tmp_path / "writer", sorted({*text, *"42"})))
+    for source, end in ((writer, ""), (reader, "⟦<|user|>⟧")):
+        pool = one_prompt([played(source, 0, [text, "42", "42"])], [trajectory(reader, 1, 0, "7")])
+        rules = rules_of((source, reader), turns=turns, max_answer_tokens=99)
+        samples, _ = view_by_source(pool, constant(pool), 1, reader, rules)
+        own = f"⟦<tool_call>⟧{call}⟦</tool_call>⟧{end}", "⟦<|observation|>⟧", "\n42⟦<|assistant|>⟧\n", "42⟦<|user|>⟧"
+        first, header, result, last = map(by_hand.ids, own)
+        assert samples[0].answer_ids.tolist() == [*first, *header, *result, *last]
+        assert samples[0].target_ids.tolist() == [*first, *([] if end else header), *last]
 
 
 @pytest.fixture(scope="module")
