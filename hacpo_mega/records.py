@@ -45,6 +45,8 @@ class Turn:
     stop         reason why an own turn ended; None for others. The last turn of a conversation of several agents has
                  one, too, where another of them said it: this agent has not read it (num_tokens 0)
     name         of the tool that answered, or of another agent's role; empty for others
+    opened       start of an agent's turn that the prompt before it has written (a <think>): `content` continues it, and
+                 both together are judged
     A turn of the role HISTORY stands behind what others said and begins a segment: its tokens are a prompt of their
     own, and nothing before them is read. Its content is a History as JSON.
     """
@@ -54,6 +56,7 @@ class Turn:
     num_tokens: int
     stop: Stop | None = None
     name: str = ""
+    opened: str = ""
 
     @property
     def message(self) -> dict[str, str]:
@@ -411,6 +414,7 @@ DropReason = Literal[
     "unencodable",
     "changed",
     "control_tokens",
+    "no_thinking",
     "not_finite",
 ]
 DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
@@ -435,6 +439,8 @@ class ReencodingCounts:
     num_undecodable      if their text does not show what was sampled: an id without a token, a control token before the
                          end, half a character. Own ones are counted too, and trained on; half a character also where
                          the learner has the source's tokenizer and takes its ids
+    num_no_thinking      if they do not begin with the thinking that the learner's prompt opens (a <think>), or the
+                         prompts of both open otherwise and a ratio per token needs the source's own tokens
     num_not_finite       if their log-prob under their source is not finite, since the source's weights are broken
     num_zero_advantage   if they would change no gradient: neither scored nor trained, own ones too
 
@@ -451,6 +457,7 @@ class ReencodingCounts:
     num_too_long: int = 0
     num_unencodable: int = 0
     num_control_tokens: int = 0
+    num_no_thinking: int = 0
     num_empty: int = 0
     num_truncated: int = 0
     num_undecodable: int = 0

@@ -42,7 +42,9 @@ def reads_source_tokens(config: AlgorithmConfig) -> bool:
 
 def _copied(record: Record) -> Record:
     """The record with tensors of its own: what a function changes in place must not reach what comes after it."""
-    tensors = {field.name: value for field in fields(record) if isinstance(value := getattr(record, field.name), Tensor)}
+    tensors = {
+        field.name: value for field in fields(record) if isinstance(value := getattr(record, field.name), Tensor)
+    }
     return replace(record, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 

@@ -269,6 +269,7 @@ class ForeignConversation:
             empty = Conversation((Turn("assistant", "", 0, Stop.ABORT),), counts={**counted, "failed": 1})
             return Completion(np.zeros(0, np.int32), Stop.ABORT, np.zeros(0, np.float32), None, empty)
         turns, ids, logprobs = [], list[int](), list[np.ndarray]()
+        task = found[0].prompt.task or ""
         for n, turn in enumerate(found):
             before, between = turn.prompt.parent, ()
             if before is not None:
@@ -283,12 +284,12 @@ class ForeignConversation:
             ]
             own, ended = turn.completion.token_ids.tolist(), turn.completion.stop is Stop.EOS
             text = codec.decode_answer(own[:-1] if ended else own)
-            turns.append(Turn("assistant", text, len(own), turn.completion.stop))
+            opens = codec.opened_before(task, turn.prompt.ids)
+            turns.append(Turn("assistant", text, len(own), turn.completion.stop, opened=opens))
             ids += [*between, *own]
             logprobs += [np.zeros(len(between), np.float32), turn.completion.logprobs]
         stop = Stop.LENGTH if self.is_limited else found[-1].completion.stop
         counted["truncated"] += stop is Stop.LENGTH
-        task = found[0].prompt.task or ""
         conversation = Conversation(tuple(turns), "", reward, dict(+counted), task)
         return Completion(np.array(ids, np.int32), stop, np.concatenate(logprobs), None, conversation)
 

@@ -128,7 +128,7 @@ class OtherSeat:
         """The other agent's next turn."""
         found = await self._ask(do="speak", heard=list(heard), opening=opening)
         calls = tuple((str(name), dict(arguments)) for name, arguments in found["tool_calls"])
-        return Spoken(found["text"], found["content"], calls, Stop(found["stop"]), found["trouble"])
+        return Spoken(found["text"], found["content"], calls, Stop(found["stop"]), found["trouble"], found["opened"])
 
     async def end(self, ending: Ending) -> None:
         """Ends the conversation there."""

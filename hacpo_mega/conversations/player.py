@@ -51,7 +51,7 @@ class Course:
         self._seats, self._roles, self._episode, self._max_turns = seats, roles, episode, max_turns
         self._unheard: list[list[Message]] = [[] for _ in seats]
         self._num_turns = [0] * len(seats)
-        self._last: tuple[int, str] | None = None  # seat and text of the last turn
+        self._last: tuple[int, Spoken] | None = None  # the last turn, and its seat
         self.messages: list[Message] = []
         self.stop = Stop.ABORT
         self.trouble = ""
@@ -87,7 +87,7 @@ class Course:
 
     def _note(self, speaker: int, spoken: Spoken) -> None:
         self._num_turns[speaker] += 1
-        self._last, self.stop = (speaker, spoken.text), spoken.stop
+        self._last, self.stop = (speaker, spoken), spoken.stop
         named = {"name": self._roles[speaker]} if self._roles else {}
         self.messages.append({"role": "assistant", "content": spoken.text, **named})
 
@@ -105,8 +105,10 @@ class Course:
     def ending(self, seat: int, reward: Any, counts: Counter[str]) -> Ending:
         """The end as a seat is told it; a mapping of rewards has one for each role."""
         mine = reward[self._roles[seat]] if isinstance(reward, dict) else reward
-        is_others = self._last is not None and self._last[0] != seat
-        answer = (self._roles[self._last[0]], self._last[1]) if is_others else None
+        answer = None
+        if self._last is not None and self._last[0] != seat:
+            speaker, spoken = self._last
+            answer = self._roles[speaker], spoken.text, spoken.opened
         return Ending(self.stop, mine, dict(counts), answer)
 
 

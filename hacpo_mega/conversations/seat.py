@@ -44,6 +44,7 @@ class Spoken:
     tool_calls   (name, arguments) of each
     stop         reason why it ended
     trouble      the reason why nothing was said: the prompt is too long, a text has no tokens, the conversation is full
+    opened       as Turn.opened
     """
 
     text: str = ""
@@ -51,6 +52,7 @@ class Spoken:
     tool_calls: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     stop: Stop = Stop.ABORT
     trouble: Trouble = ""
+    opened: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class Ending:
     stop       of its last turn; LENGTH where a limit ended it
     reward     of the environment for this seat's agent; None: the judge grades the last turn
     counts     EVENTS of the whole conversation
-    answer     (role, text) of the last turn where another agent said it, else None
+    answer     (role, text, opened) of the last turn where another agent said it, else None
     """
 
     stop: Stop
     reward: float | None = None
     counts: Mapping[str, int] = field(default_factory=dict)
-    answer: tuple[str, str] | None = None
+    answer: tuple[str, str, str] | None = None
 
 
 class AnySeat(Protocol):
@@ -155,8 +157,8 @@ class Seat:
             self._counts["failed" if ending.answer is None else "silent"] = 1
             self._turns.append(Turn("assistant", "", 0, Stop.ABORT))
         if ending.answer is not None:
-            role, text = ending.answer
-            self._turns.append(Turn("user", text, 0, ending.stop, role))
+            role, text, opens = ending.answer
+            self._turns.append(Turn("user", text, 0, ending.stop, role, opens))
         conversation = Conversation(tuple(self._turns), self._opening, reward, dict(+self._counts))
         logprobs = np.array(self._logprobs, dtype=np.float32) if self._voice.how["return_logprobs"] else None
         ids = np.array(self._ids, dtype=np.int32)
@@ -167,7 +169,7 @@ class Seat:
         """Sets the prompt, if it is short enough."""
         try:
             head = list(self._voice.codec.encode_prompt(self.prompt.text, opening))
-        except ValueError as error:  # a character without a token, or a control token
+        except ValueError as error:  # a character without a token
             raise _Unreadable from error
         if len(head) > self._voice.limits.max_prompt_tokens:
             return "too_long"
@@ -218,11 +220,12 @@ class Seat:
         text = voice.codec.decode_answer(ids[:-1] if ended else ids)
         self._ids += ids
         self._logprobs += [0.0] * len(ids) if completion.logprobs is None else completion.logprobs.tolist()
-        self._turns.append(Turn("assistant", text, len(ids), completion.stop))
+        opens = voice.codec.opened_before(self.prompt.text, before)
+        self._turns.append(Turn("assistant", text, len(ids), completion.stop, opened=opens))
         if not ended:
-            return Spoken(text, stop=completion.stop)
+            return Spoken(text, stop=completion.stop, opened=opens)
         parsed = voice.format.parse(ids, before)
         self._said.append(parsed.message)
         self._counts["unreadable_calls"] += parsed.error is not None
         self._counts["calls"] += len(parsed.tool_calls)
-        return Spoken(text, parsed.content, parsed.tool_calls, completion.stop)
+        return Spoken(text, parsed.content, parsed.tool_calls, completion.stop, opened=opens)

@@ -56,6 +56,7 @@ class TurnFormat(abc.ABC):
 
     kind: str
     _codec: TextCodec
+    _ordinary: OrdinaryText
     stop_ids: tuple[int, ...]
     rewrites: str | None = None
     around_heard: tuple[str, str] = ("\n\n", "")
@@ -87,6 +88,7 @@ class TurnFormat(abc.ABC):
     def heard(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
         before, behind = self.around_heard
+        self.num_control += sum(self._ordinary.num_control(message["content"]) for message in messages)
         return "".join(f"{before}{message['content']}{behind}" for message in messages)
 
     @abc.abstractmethod
@@ -123,7 +125,7 @@ class PlainFormat(TurnFormat):
     def __init__(self, codec: TextCodec, tools: Sequence[Mapping[str, Any]]) -> None:
         """ValueError if the vocabulary can write no separator, or tools cannot be called."""
         self._codec, self.stop_ids = codec, codec.ends.ids
-        self._ordinary = OrdinaryText(codec, "")
+        self._ordinary = codec.ordinary_text
         found = [sign for sign in SEPARATORS if len(codec.encode_answers([sign])[0] or ()) == 1]
         if not found:
             raise ValueError(
@@ -140,8 +142,14 @@ class PlainFormat(TurnFormat):
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         first, *rest = messages
-        ids = list(self._codec.encode_rendered(first["content"]))
-        for message in rest:
+        return [*self._codec.encode_rendered(first["content"]), *self._history(rest)]
+
+    def segment(self, task: str, opening: str, messages: Sequence[Message]) -> list[int]:
+        return [*self._codec.encode_prompt(task, opening), *self._history(messages)]
+
+    def _history(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
             is_own = message["role"] == "assistant"
             ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._said([message])
         return ids
@@ -197,7 +205,7 @@ class TemplateFormat(TurnFormat):
         self._codec, self._tools = codec, [dict(tool) for tool in tools]
         self._name = f"the chat template of {codec.tokenizer.name_or_path}"
         template = str(codec.tokenizer.chat_template)
-        self._ordinary, self._knows_thinking = OrdinaryText(codec, template), CLOSES in template
+        self._ordinary, self._knows_thinking = codec.ordinary_text, CLOSES in template
         self._before = codec.prompting.messages(QUESTION)
         family, self._renderer = self._find_renderer()
         self.kind = "template" if self._renderer is None else f"renderer {family}"

@@ -192,7 +192,7 @@ class _Run:
                 completions = self._draw(benchmark, batch)
                 if file is not None:
                     rows = {request.row.id: request.row for request in batch}
-                    others = [self._asked(rows[a.id], a.text, Stop[a.stop.upper()]) for a in there if a.id in rows]
+                    others = [self._stored(rows[answer.id], answer) for answer in there if answer.id in rows]
                     file.append(self._judged(self._judge_of(benchmark), batch, completions, others))
 
     def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
@@ -211,8 +211,8 @@ class _Run:
         self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion], others: Sequence[Asked]
     ) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
-        drawn = zip(batch, texts, completions, strict=True)
-        questions = [self._asked(request.row, text, completion.stop) for request, text, completion in drawn]
+        drawn = list(zip(batch, texts, completions, strict=True))
+        questions = [self._asked(one.row, self._opened(one, done) + text, done.stop) for one, text, done in drawn]
         judgements = self._judgements(judge, questions, [completion.conversation for completion in completions], others)
         parts = zip(batch, completions, texts, questions, judgements, strict=True)
         return [
@@ -233,10 +233,11 @@ class _Run:
         ]
 
     def _asked(self, row: PromptRow, text: str, stop: Stop) -> Asked:
-        """An answer as it is judged, with the thinking that its prompt has opened."""
-        return Asked(
-            row.text, self.codec.opened_thinking(row.text) + text, row.gold, stop, row.row, self.settings.agent
-        )
+        """An answer as it is judged; `text` has the thinking that its prompt opened."""
+        return Asked(row.text, text, row.gold, stop, row.row, self.settings.agent)
+
+    def _stored(self, row: PromptRow, answer: Answer) -> Asked:
+        return self._asked(row, self.codec.opened_thinking(row.text) + answer.text, Stop[answer.stop.upper()])
 
     def _judgements(
         self,
@@ -254,6 +255,10 @@ class _Run:
             next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
             for talk, is_settled in zip(talks, settled, strict=True)
         ]
+
+    def _opened(self, request: Request, completion: Completion) -> str:
+        talk = completion.conversation
+        return self.codec.opened_thinking(request.row.text) if talk is None else talk.answer.opened
 
     def _text(self, completion: Completion) -> str:
         if completion.conversation is not None:

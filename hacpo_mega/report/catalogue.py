@@ -22,6 +22,7 @@ FATE_COLOURS = {
     "unencodable": "#5f6fc4",
     "changed": "#36a9c4",
     "control_tokens": "#8d6e63",
+    "no_thinking": "#8fb04e",
     "not_finite": "#d17ba3",
     "unjudged": "#70757f",
     "zero_advantage": "#b9bfc8",

@@ -150,7 +150,7 @@ def conversation_text(conversation: Conversation | None) -> str:
     """A conversation as JSON text; "" for None."""
     if conversation is None:
         return ""
-    turns = [[turn.role, turn.content, turn.num_tokens, turn.stop, turn.name] for turn in conversation.turns]
+    turns = [[t.role, t.content, t.num_tokens, t.stop, t.name, *filter(None, [t.opened])] for t in conversation.turns]
     parts = [turns, conversation.opening, conversation.reward, dict(conversation.counts), conversation.task]
     return LONE_SURROGATE.sub("\ufffd", json.dumps(parts, ensure_ascii=False))
 
@@ -162,8 +162,8 @@ def conversation_of(text: str) -> Conversation | None:
     try:
         turns, opening, reward, counts, task = json.loads(text)
         read = [
-            Turn(str(role), str(content), int(num_tokens), None if stop is None else Stop(stop), str(name))
-            for role, content, num_tokens, stop, name in turns
+            Turn(str(role), str(content), int(num_tokens), None if stop is None else Stop(stop), *map(str, names))
+            for role, content, num_tokens, stop, *names in turns
         ]
         numbers = {str(name): int(number) for name, number in counts.items()}
         return Conversation(tuple(read), str(opening), None if reward is None else float(reward), numbers, str(task))

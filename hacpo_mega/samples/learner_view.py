@@ -4,9 +4,10 @@ Own answers keep the ids that were sampled: decoding and encoding them again wou
 sampled. So do answers of a source with the identical tokenizer, except for a final EOS that is no end token of the
 learner's (a base model and its instruct twin may differ in that one token). Other answers are encoded from text as a
 continuation of a prompt, and end with the learner's own end token (models/files/answer_ends.py).
-The judged object is the text. An answer is dropped, and counted, if its text is not what the source sampled (an id
-without a token, a control token inside it, half a character) or not what the learner would train on (its encoding holds
-a control token, or decodes to another text).
+The judged object is the text, with a <think> that its prompt has opened. It crosses without what the learner's own
+prompt opens. An answer is dropped, and counted, if its text is not what the source sampled (an id without a token, a
+control token inside it, half a character) or not what the learner would train on (its encoding holds a control token,
+or decodes to another text, or the text does not begin as the learner's prompt does).
 
 Not here: the advantages (algorithm/), the split into updates (packing.py).
 """
@@ -15,8 +16,9 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -67,6 +69,7 @@ class ReencodingRules:
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
     max_prompt_tokens   so is one whose prompt an environment or a program has made longer than this
     turns               writes others' turns in the learner's tokens; None without conversations
+    needs_same_tokens   whether an answer is dropped if it is not trained on in the tokens that its source sampled
     """
 
     sources: tuple[TextCodec, ...]
@@ -77,6 +80,7 @@ class ReencodingRules:
     max_answer_tokens: int
     max_prompt_tokens: int
     turns: TurnWriter | None = None
+    needs_same_tokens: bool = False
 
     @classmethod
     def of(cls, config: Config, sources: tuple[TextCodec, ...], turns: TurnWriter | None = None) -> Self:
@@ -93,19 +97,22 @@ class ReencodingRules:
             max_answer_tokens=config.longest_rollout,
             max_prompt_tokens=rollout.max_prompt_tokens,
             turns=turns,
+            needs_same_tokens=algorithm.needs_one_tokenizer,
         )
 
 
 class ReadAnswer(NamedTuple):
     """An answer in the learner's tokens, int32, and the places of the trained ones; None: the leading `num_trained`.
 
-    starts  as TokenSequence.segment_starts
+    starts      as TokenSequence.segment_starts
+    is_sampled  whether the trained ones are those that another agent sampled, but for its end tokens
     """
 
     ids: np.ndarray
     num_trained: int
     places: np.ndarray | None = None
     starts: np.ndarray | None = None
+    is_sampled: bool = False
 
 
 def scores_by_answer(rollouts: Sequence[Rollout], scores: Sequence[Score | None]) -> dict[AnswerKey, Score]:
@@ -165,7 +172,7 @@ def learner_view(
                 advantage = advantages[p][j][g] if trajectory.is_judged else 0.0
                 own = (own_scores.get(key), own_routing.get(key)) if is_self else (None, None)
                 sample = _sample(prompt, prompt_ids, trajectory, answer, advantage, is_self, *own, rules)
-                if not is_self and _are_twins(rules.sources[j], codec) and trajectory.num_scored == sample.num_trained:
+                if answer.is_sampled and trajectory.num_scored == sample.num_trained:
                     sample = replace(sample, old_logprobs=trajectory.token_logprobs)
                 samples.append(sample)
     return samples, tuple(ReencodingCounts(**tally, dropped=tuple(left)) for tally, left in zip(tallies, dropped))
@@ -204,21 +211,45 @@ class Reading(NamedTuple):
 def _readings(
     pool: Pool, trains: list[list[list[bool]]], learner: int, codec: TextCodec, rules: ReencodingRules
 ) -> dict[str, Reading]:
-    """Encodes and decodes each text that the learner may take from another tokenizer: all at once, equal ones once."""
-    foreign = [j for j, source in enumerate(rules.sources) if j != learner and not _are_twins(source, codec)]
-    texts = {
-        text: None
-        for p, group_N in enumerate(pool.trajectories_PNG)
-        for j in (foreign if rules.shares_answers else ())
-        for g, trajectory in enumerate(group_N[j])
-        if trains[p][j][g]
-        for text, *_ in trajectory.rollout.own_turns
-        if REPLACEMENT not in text
-    }
-    ids = codec.encode_answers(list(texts), torch.get_num_threads())
+    """Reads each text that the learner may take from other tokens: all at once, equal ones once.
+
+    Turns that are not opened as their prompt is are read later, one by one.
+    """
+    others = [(j, source) for j, source in enumerate(rules.sources) if j != learner and rules.shares_answers]
+    texts: dict[str, None] = {}
+    for prompt, trains_NG, group_N in zip(pool.prompts, trains, pool.trajectories_PNG, strict=True):
+        for j, source in others:
+            opened = Opened(source.opened_thinking(prompt.text), codec.opened_thinking(prompt.text))
+            if opened.are_equal and _are_twins(source, codec):
+                continue
+            wanted = (t.rollout for t, is_trained in zip(group_N[j], trains_NG[j], strict=True) if is_trained)
+            found = (opened.crossing(text) for rollout in wanted for text, *_ in rollout.own_turns)
+            texts |= {text: None for text in found if text is not None and REPLACEMENT not in text}
+    return _read(list(texts), codec)
+
+
+def _read(texts: Sequence[str], codec: TextCodec) -> dict[str, Reading]:
+    """Encodes and decodes texts."""
+    ids = codec.encode_answers(texts, torch.get_num_threads())
     steers = [found is None or not codec.control_ids.isdisjoint(found) for found in ids]
     read = [None if steer else codec.decode_answer(found) for found, steer in zip(ids, steers)]
     return dict(zip(texts, map(Reading, ids, read)))
+
+
+class Opened(NamedTuple):
+    """Starts of a turn that the prompts before it have written: its source's and the learner's."""
+
+    source: str
+    learner: str
+
+    @property
+    def are_equal(self) -> bool:
+        return self.source == self.learner
+
+    def crossing(self, text: str) -> str | None:
+        """The text that the learner's turn has; None if the judged one does not begin as the learner's prompt does."""
+        judged = self.source + text
+        return judged[len(self.learner) :] if judged.startswith(self.learner) else None
 
 
 def _are_twins(source: TextCodec, codec: TextCodec) -> bool:
@@ -285,51 +316,62 @@ def _reread(
     tally: Counter[str],
 ) -> ReadAnswer | DropReason:
     """Another agent's answer or conversation in the learner's tokens: its turns encoded, the others' rendered anew."""
-    rollout = trajectory.rollout
-    is_twin = _are_twins(rules.sources[trajectory.agent], codec)
-    own = [_in_own_tokens(*turn, is_twin, codec, rules, readings, tally) for turn in rollout.own_turns]
-    if reasons := [found for found in own if isinstance(found, str)]:
-        return reasons[0]
+    rollout, source = trajectory.rollout, rules.sources[trajectory.agent]
+    is_twin = _are_twins(source, codec)
+    own = partial(_in_own_tokens, is_twin=is_twin, codec=codec, rules=rules, readings=readings, tally=tally)
+    answer: ReadAnswer | DropReason
     if rollout.conversation is None:
-        ids, places, starts = own[0], None, None
+        opened = Opened(*(reader.opened_thinking(asked[0]) for reader in (source, codec)))
+        ids = own(*rollout.own_turns[0], opened)
+        if isinstance(ids, str):
+            return ids
         num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
+        answer = ReadAnswer(ids, num_trained, is_sampled=is_twin and opened.are_equal)
+        if answer.is_sampled:
+            return answer
     else:
         try:
-            ids, places, starts = _conversation(rollout.conversation, own, asked, prompt_ids, rules)
+            answer = _conversation(trajectory, own, asked, prompt_ids, codec, rules)
         except ValueError:  # the learner has no token for what another said
             tally["num_unencodable"] += 1
             return "unencodable"
-        num_trained = len(places)
-    if is_twin and rollout.conversation is None:
-        return ReadAnswer(ids, num_trained)
-    if len(ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
+        if isinstance(answer, str):
+            return answer
+    if len(answer.ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
         tally["num_too_long"] += 1
         return "too_long"
-    tally["num_reencoded"] += not is_twin
-    tally["token_ratio_sum"] += 0.0 if is_twin else len(ids) / max(1, len(rollout.token_ids))
-    return ReadAnswer(ids, num_trained, places, starts)
+    tally["num_reencoded"] += not answer.is_sampled
+    tally["token_ratio_sum"] += 0.0 if answer.is_sampled else len(answer.ids) / max(1, len(rollout.token_ids))
+    return answer
 
 
 def _conversation(
-    conversation: Conversation,
-    own: Sequence[np.ndarray],
+    trajectory: Trajectory,
+    own: Callable[[str, Stop, np.ndarray, Opened], np.ndarray | DropReason],
     asked: tuple[str, str],
     prompt_ids: np.ndarray,
+    codec: TextCodec,
     rules: ReencodingRules,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Tokens after the prompt, places of the trained ones, and starts of segments, all int32.
+) -> ReadAnswer | DropReason:
+    """A conversation whose own turns `own` reads, in order, or its reason for dropping one.
 
     ValueError for a text that has no token.
     """
-    ids: list[int] = []
+    rollout, ids = trajectory.rollout, list[int]()
     prompt = prompt_ids.tolist()
     start = 0  # of the segment, whose prompt is `prompt`, or the tokens that stand there
-    turns, rest = list[Turn](), iter(own)
-    heard = (turn for turn in conversation.turns if turn.is_own or turn.stop is None)
+    turns, rest = list[Turn](), iter(rollout.own_turns)
+    is_twin = is_sampled = _are_twins(rules.sources[trajectory.agent], codec)
+    heard = (turn for turn in rollout.conversation.turns if turn.is_own or turn.stop is None)
     for is_own, group in itertools.groupby(heard, key=operator.attrgetter("is_own")):
         for turn in group if is_own else ():
-            found = next(rest).tolist()
-            ids += found
+            opened = Opened(turn.opened, codec.opened_before(asked[0], [*prompt, *ids[start:]]))
+            text, stop, token_ids = next(rest)
+            found = own(text, stop, token_ids, opened)
+            if isinstance(found, str):
+                return found
+            ids += found.tolist()
+            is_sampled &= opened.are_equal
             turns.append(replace(turn, num_tokens=len(found)))
         if not is_own:
             said = list(group)
@@ -339,18 +381,37 @@ def _conversation(
                 new = rules.turns.segment(*task, history.messages)
                 prompt, start = [], len(ids)
             else:
-                ended = turns[-1].stop is Stop.EOS
-                new = rules.turns.continuation([*prompt, *ids[start:]], [turn.message for turn in said], ended=ended)
+                ended, messages = turns[-1].stop is Stop.EOS, [turn.message for turn in said]
+                new = rules.turns.continuation([*prompt, *ids[start:]], messages, ended=ended)
+                if ended and not (is_twin and ids[-1] == token_ids[-1]):
+                    ids[-1], new = _with_own_end([*prompt, *ids[start:]], new, messages, codec, rules.turns)
             ids += new
             turns.append(Turn(said[-1].role, "", len(new)))
     read = Conversation(tuple(turns))
-    return np.array(ids, dtype=np.int32), read.trained_places(rules.eos_in_loss), read.segment_starts
+    places = read.trained_places(rules.eos_in_loss)
+    return ReadAnswer(np.array(ids, dtype=np.int32), len(places), places, read.segment_starts, is_sampled)
+
+
+def _with_own_end(
+    head: list[int], new: list[int], messages: Sequence[dict[str, Any]], codec: TextCodec, turns: TurnWriter
+) -> tuple[int, list[int]]:
+    """The end token of the turn that `head` ends with, and what follows it.
+
+    An end may be the first token of what follows, such as of a tool's result (GLM). Then `new`, the continuation behind
+    another end, begins with it, and goes on behind it alike.
+    """
+    if new and new[0] in codec.ends.ids:
+        behind = turns.continuation([*head[:-1], new[0]], messages, ended=True)
+        if behind == new[1:]:
+            return new[0], behind
+    return head[-1], new
 
 
 def _in_own_tokens(
     text: str,
     stop: Stop,
     token_ids: np.ndarray,
+    opened: Opened,
     is_twin: bool,
     codec: TextCodec,
     rules: ReencodingRules,
@@ -358,7 +419,14 @@ def _in_own_tokens(
     tally: Counter[str],
 ) -> np.ndarray | DropReason:
     """One turn of another agent in the learner's tokens, or the reason for dropping the answer."""
-    text_ids = _sampled(stop, token_ids).tolist() if is_twin else _reencoded(text, readings, rules, tally)
+    text_ids: Sequence[int] | DropReason
+    if is_twin and opened.are_equal:
+        text_ids = _sampled(stop, token_ids).tolist()
+    elif (crossing := opened.crossing(text)) is None or (rules.needs_same_tokens and not opened.are_equal):
+        tally["num_no_thinking"] += 1
+        return "no_thinking"
+    else:
+        text_ids = _reencoded(crossing, codec, readings, rules, tally)
     if isinstance(text_ids, str):
         return text_ids
     if not codec.control_ids.isdisjoint(text_ids):
@@ -374,12 +442,12 @@ def _end(own: int, codec: TextCodec, is_twin: bool) -> int:
 
 
 def _reencoded(
-    text: str, readings: Mapping[str, Reading], rules: ReencodingRules, tally: Counter[str]
+    text: str, codec: TextCodec, readings: Mapping[str, Reading], rules: ReencodingRules, tally: Counter[str]
 ) -> tuple[int, ...] | DropReason:
     """The text in the learner's tokens, or the reason for dropping it."""
     if REPLACEMENT in text:
         return "undecodable"
-    ids, read = readings[text]
+    ids, read = readings.get(text) or _read([text], codec)[text]
     if ids is None:
         tally["num_unencodable"] += 1
         return "unencodable"

@@ -8,13 +8,12 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
-from hacpo_mega.samples.tokenizers import TextCodec
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -29,18 +28,16 @@ class OrdinaryText:
     Names and marks hold a random number, so no text can spell them.
     """
 
-    def __init__(self, codec: TextCodec, template: str) -> None:
-        """Control tokens are the codec's, those of thinking, and added ones in `template`, such as <tool_response>.
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control_ids: Collection[int], template: str) -> None:
+        """Control tokens are `control_ids`, those of thinking, and added ones in `template`, such as <tool_response>.
 
         ValueError for a tokenizer in Python, whose control tokens cannot be renamed.
         """
-        if not isinstance(codec.tokenizer, PreTrainedTokenizerFast):
-            raise ValueError(
-                f"the tokenizer of {codec.tokenizer.name_or_path} has no tokenizer.json: conversations need it"
-            )
-        self._tokenizer = codec.tokenizer
-        added = codec.tokenizer.added_tokens_decoder.items()
-        steering = {token.content for number, token in added if number in codec.control_ids}
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"the tokenizer of {tokenizer.name_or_path} has no tokenizer.json: conversations need it")
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        steering = {token.content for number, token in added if number in control_ids}
         words = {token.content for _, token in added if token.content in template and token.content.strip()}
         thinking = {token.content for _, token in added if token.content in (OPENS, CLOSES)}
         self._texts = sorted(steering | words | thinking, key=lambda text: (-len(text), text))
@@ -62,21 +59,24 @@ class OrdinaryText:
         """The text without those that are no words, as `TextCodec.decode_answer` leaves them out."""
         return self._steering.sub("", text)
 
-    def encode(self, text: str, usual: Callable[[str], Sequence[int]]) -> list[int]:
-        """Ids of a text with marks; of one without by `usual`. ValueError if a character has no token."""
+    def encode(self, text: str, usual: Callable[[str], Sequence[int]], *, begins: bool = False) -> list[int]:
+        """Ids of a text with marks; of one without by `usual`. ValueError if a character has no token.
+
+        `begins` adds what the tokenizer puts around every text, such as BOS.
+        """
         if self._mark.search(text) is None:
             return list(usual(text))
         named = self._control.sub(lambda found: self._names[found[0]], text)
         restored = self._mark.sub(lambda found: self._texts[int(found[1])], named)
         try:
-            return self._renamed.encode(restored, add_special_tokens=False).ids
+            return self._renamed.encode(restored, add_special_tokens=begins).ids
         except Exception as error:  # the Rust tokenizers raise a bare Exception
             raise ValueError(f"the tokenizer cannot encode a text of others: {error}") from error
 
     @functools.cached_property
     def _renamed(self) -> tokenizers.Tokenizer:
         content = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        content.update(post_processor=None, truncation=None, padding=None)
+        content.update(truncation=None, padding=None)
         for token in content["added_tokens"]:
             token["content"] = self._names.get(token["content"], token["content"])
         model = content["model"]

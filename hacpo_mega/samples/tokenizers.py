@@ -32,6 +32,7 @@ from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, 
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import named_ends, read_config, read_json
 from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES, mapping_digest
+from hacpo_mega.samples.ordinary_text import OrdinaryText
 
 PAD, EOS = "<pad>", "<eos>"
 PROBES = ("x", "1", "a")
@@ -191,14 +192,14 @@ class TextCodec:
     def encode_prompt(self, text: str, opening: str = "") -> tuple[int, ...]:
         """Ids of a prompt for the model: with BOS if the tokenizer adds one, or inside the chat template.
 
-        `opening` follows the task's text: in messages, that of the last one.
+        `opening` follows the task's text: in messages, that of the last one. Others wrote it, so it is ordinary text.
 
         With a chat template the text is one user message and the assistant's turn is opened; a text that spells out a
         control token is then refused, for it would end that turn. Without one, special tokens spelled out in a prompt
         are special tokens: a data file may contain a template of its own, and its BOS is not doubled.
         ValueError also if a character has no token, or there is no token from which to predict the answer's first one.
         """
-        return self._prompt_ids(opened(text, opening) if opening else text)
+        return self._prompt_ids(text, opening)
 
     def prompt_lengths(self, texts: Sequence[str], most: int | None = None) -> list[int]:
         """Number of ids that `encode_prompt` gives for each text, in a quarter of the time. ValueError as there.
@@ -253,6 +254,18 @@ class TextCodec:
         """Start of the thinking block that a prompt opens and its answer continues; empty if it opens none."""
         return self._opened(text)
 
+    def opened_before(self, text: str, head: Sequence[int]) -> str:
+        """Start of the thinking block that a turn in a conversation on the task `text` continues; empty without one.
+
+        `head` are all tokens before the turn. A template may open thinking behind some turns alone; a prompt without a
+        template opens it once.
+        """
+        if not (opened := self._opened(text)):
+            return ""
+        last = list(head[-len(opened.encode()) - 1 :])
+        shown = self.tokenizer.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return opened if shown.rstrip().endswith(opened.rstrip()) else ""
+
     def encode_answer(self, text: str, ended: bool) -> tuple[int, ...]:
         """Ids of an answer that follows a prompt, then `eos_id` if the answer ended by itself.
 
@@ -301,8 +314,18 @@ class TextCodec:
         known = self._has_token_V.take(ids, mode="clip").all() and ids.max(initial=0) < len(self._has_token_V)
         return bool(known) and self.control_ids.isdisjoint(ids.tolist())
 
-    def _encode_prompt(self, text: str) -> tuple[int, ...]:
-        return self._checked(text, self.encode_rendered(self._as_read(text)))
+    @functools.cached_property
+    def ordinary_text(self) -> OrdinaryText:
+        """Encoder of texts that others say. ValueError as of OrdinaryText."""
+        template = self._template if self.prompting.chat_template else ""
+        return OrdinaryText(self.tokenizer, self.control_ids, template)
+
+    def _encode_prompt(self, text: str, opening: str) -> tuple[int, ...]:
+        if not opening:
+            return self._checked(text, self.encode_rendered(self._as_read(text)))
+        whole, begins = opened(text, self.ordinary_text.hidden(opening)), self._prompt_options["add_special_tokens"]
+        read = self._as_read(whole)
+        return self._checked(whole, self.ordinary_text.encode(read, self.encode_rendered, begins=begins))
 
     def encode_rendered(self, read: str) -> list[int]:
         """Ids of a prompt's text that stands inside its template already. ValueError names characters without token."""

@@ -45,8 +45,8 @@ class RolloutJudge:
         of_environment: Callable[[float | None], Judgement] = partial(environment_judgement, RewardConfig()),  # noqa: B008
     ) -> None:
         """`agent` writes the answers. `opened` returns the start of an answer that a prompt, as the agent reads it,
-        already contains (a <think>): it is judged as part of the answer. `of_environment` judges a conversation by its
-        environment's reward; the judge is asked about those without one.
+        already contains (a <think>): it is judged as part of the answer. Turns of a conversation know theirs.
+        `of_environment` judges a conversation by its environment's reward; the judge is asked about those without one.
 
         `while_sampling` asks for judging beside the engine. A grader in this process cannot do that, nor one that
         compares the answers of a group. On other ranks than the leader it judges nothing: only the leader needs
@@ -99,7 +99,8 @@ class RolloutJudge:
         return {_key(rollout): judgement for (_, rollout), judgement in zip(asked, judgements, strict=True)}
 
     def _question(self, prompt: Prompt, rollout: Rollout) -> Asked:
-        answer = self._opened(prompt.text) + rollout.text
+        talk = rollout.conversation
+        answer = (self._opened(prompt.text) if talk is None else talk.answer.opened) + rollout.text
         return Asked(prompt.text, answer, prompt.gold, rollout.stop, prompt.row, self._agent, prompt.index)
 
     def _run(self) -> None:

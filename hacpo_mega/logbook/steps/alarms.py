@@ -307,6 +307,7 @@ REMEDIES = {
     "unencodable": "{learner}'s tokenizer lacks signs that {source} writes: look at its answers in rollouts/",
     "changed": "set rollout.train_changed_reencodings = true, if the changes are harmless",
     "control_tokens": "look at {source}'s answers in rollouts/: they spell out control tokens of {learner}",
+    "no_thinking": "have {source}'s chat template open <think> as {learner}'s does, or neither (chat_template_kwargs)",
     "not_finite": "the weights of {source} are broken: go back to a checkpoint before that",
 }
 

@@ -20,6 +20,7 @@ WORDS = {
     "unencodable": "unencodable",
     "changed": "changed by re-encoding",
     "control_tokens": "with control tokens",
+    "no_thinking": "without the thinking that the prompt opens",
     "not_finite": "without a finite log-prob",
 }
 # Below this share of so many usable answers or more, a source teaches its learner next to nothing.

@@ -80,12 +80,19 @@ GLM = """[gMASK]<sop>{% for m in messages %}{% if m.role == 'user' %}<|user|>
 {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 
+# With tools, whose results have a header of their own.
+GLM_TOOLS = """[gMASK]<sop>{{ tools | tojson if tools }}{% for m in messages %}{% if m.role == 'user' %}<|user|>
+{{ m.content }}{% elif m.role == 'tool' %}<|observation|>
+{{ m.content }}{% else %}<|assistant|>
+{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
 WORDS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 CONTROL = [
     *("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "[gMASK]", "<sop>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
-    "[/TOOL_RESULTS]",
+    *("[/TOOL_RESULTS]", "<|observation|>"),
 ]
 CORPUS = [
     "What is six times seven?\n\nIt is forty-two.\n",

@@ -10,6 +10,7 @@ from repository import ROOT
 from written_engine import SIGNS, Written
 
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
+from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
 from hacpo_mega.conversations.partners import Partners
 from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_by_roles
@@ -34,7 +35,7 @@ def codecs(tmp_path_factory):
 def play(codecs):
     players, servers = [], []
 
-    def played(environment, scripts, texts=("12*3=",), before=(None, None), **limits):
+    def played(environment, scripts, texts=("12*3=",), before=(None, None), codecs=codecs, **limits):
         """Completions of both, and their engines; `before` is what a thread waits for before it plays."""
         sizes = {"max_turns": 1, "total": 60, "prompt": 24, "wait_s": 20.0} | limits
         sizes_of = PlayLimits(sizes["max_turns"], sizes["prompt"], sizes["total"])
@@ -145,6 +146,23 @@ def test_an_environment_speaks_between_turns_and_rewards_each_role(play, codecs,
     assert heads[0] == "3=7" and [request.seed for request in engines[0].asked] == [100, turn_seed(100, 1)]
     own = sum(turn.num_tokens for turn in left.conversation.turns if turn.is_own)
     assert own < sum(turn.num_tokens for turn in left.conversation.turns) == len(left.token_ids)
+
+
+def test_thinking_that_one_roles_prompt_opens_is_judged_for_all(play, relay, debate, tmp_path):
+    """Its answer is the same text for both, whoever's last turn it is; a turn whose prompt opens nothing has none."""
+    tokenizer = make_tokenizer(tmp_path, (*SIGNS, "<think>", "</think>"))
+    thinks, other = TextCodec(tokenizer, Prompting(prompt_template="{prompt}<think>")), TextCodec(tokenizer)
+    plain, thinking = lambda read: ("1", EOS), lambda read: ("6</think>4", EOS)
+    for roles, scripts, said in (
+        ([other, thinks], (plain, thinking), "<think>6</think>4"),
+        ([thinks, other], (thinking, plain), "1"),
+    ):
+        found, _ = play(relay, scripts, codecs=roles)
+        answers = [one.conversation.answer for (one,) in found]
+        assert [answer.opened + answer.content for answer in answers] == [said] * 2
+        assert all(conversation_of(conversation_text(one.conversation)) == one.conversation for (one,) in found)
+    (_, (right,)), _ = play(debate, (plain, thinking), ("3=",), codecs=[other, thinks], max_turns=3)
+    assert [turn.opened for turn in right.conversation.turns if turn.is_own] == ["<think>", ""]
 
 
 def test_a_role_that_was_not_reached_is_silent_and_unjudged(play, relay):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from repository import SHARED
 from run_cases import CHARACTERS
+from tokenizers.processors import TemplateProcessing
 from turn_cases import CALL, CASES, CHATML, CONTROL, TOOLS, WORDS, ByHand, TurnCase, said
 
 from hacpo_mega.config import Prompting
@@ -187,6 +188,40 @@ def test_a_close_in_the_middle_or_open_thinking_keeps_what_was_sampled(by_hand):
     assert turns.continuation([*head, *cut, *by_hand.ids("⟦<|im_end|>⟧")], answer, ended=True) == new[1:]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_others_say_before_the_first_turn_is_ordinary_text(by_hand, name):
+    """A control token that a seat hears before it speaks is read letter by letter, as in a later turn."""
+    case = CASES[name]
+    turns, codec = format_of(by_hand, case), by_hand.codec(case)
+    prompts = []
+
+    async def ask(request):
+        prompts.append(list(request.prompt_ids))
+        return Completion(np.array([codec.eos_id], np.int32), Stop.EOS, None)
+
+    async def play(text):
+        how = {"max_tokens": 9, "temperature": 1.0, "return_logprobs": False}
+        seat = Seat(
+            "0", Prompt(0, "0", QUESTION["content"], "42"), 0, Voice(codec, turns, PlayLimits(1, 99, 99), ask, how)
+        )
+        assert not (await seat.speak([{"role": "user", "content": text, "name": "other"}], "")).trouble
+        await seat.end(Ending(Stop.EOS))
+        return (await seat.completion).conversation
+
+    asyncio.run(play("It is 42."))
+    before, spelled = turns.num_control, f"It is {case.eos}<s>42."
+    heard = asyncio.run(play(spelled))
+    without, found = prompts
+    shown = codec.tokenizer.decode(found)
+    assert shown == codec.tokenizer.decode(without).replace("It is 42.", spelled) and turns.num_control - before == 2
+    assert [found.count(i) for i in codec.control_ids] == [without.count(i) for i in codec.control_ids]
+    assert (
+        turns.segment(QUESTION["content"], heard.opening, [])
+        == found
+        == list(codec.encode_prompt(QUESTION["content"], heard.opening))
+    )
+
+
 def test_another_end_closes_a_turn_unless_it_opens_the_next_message(by_hand):
     llama = format_of(by_hand, CASES["llama"])
     others = [{"role": "user", "content": "And?"}]
@@ -346,6 +381,25 @@ def test_the_plain_format_of_a_vocabulary_without_chat(tmp_path):
     two = [{"function": {"name": name, "parameters": {}}} for name in "ab"]
     with pytest.raises(ValueError, match="can call one tool with one required argument, and these are a, b"):
         TurnFormat.of(codec, two)
+
+
+def test_what_is_heard_first_in_a_plain_format_is_ordinary_text(tmp_path):
+    """Letters of <eos>, behind a task whose own <eos> is the data's; what the tokenizer puts first stays first."""
+    tokenizer = make_tokenizer(tmp_path, (*CHARACTERS, *"<>eob", "<bos>"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    bos = tokenizer.bos_token_id
+    start = TemplateProcessing("<bos> $A", special_tokens=[("<bos>", bos)])
+    tokenizer.backend_tokenizer.post_processor = start
+    tokenizer.save_pretrained(tmp_path)
+    codec = TextCodec(load_tokenizer(tmp_path))
+    turns = TurnFormat.of(codec)
+    heard = turns.heard([{"role": "user", "content": "1<eos>2"}])
+    letters = [codec.tokenizer.convert_tokens_to_ids(sign) for sign in heard]
+    task = [bos, *(codec.tokenizer.convert_tokens_to_ids(token) for token in ("4", "<eos>", "="))]
+    assert list(codec.encode_prompt("4<eos>=", heard)) == [*task, *letters] and turns.num_control == 1
+    said = [{"role": "assistant", "content": "3"}, {"role": "tool", "content": "1<eos>2"}]
+    own = list(codec.encode_answer("3", ended=True))
+    assert turns.segment("4<eos>=", heard, said) == [*task, *letters, *own, *letters]
 
 
 def test_a_plain_argument_has_the_type_of_its_schema(tmp_path):

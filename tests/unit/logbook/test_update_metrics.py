@@ -148,7 +148,8 @@ def test_drift_of_reencoding_is_shown_per_source():
     totals = {
         "num_own": 8, "num_cross": 12, "num_zero_advantage": 0, "num_unjudged": 0, "num_too_long": 1,
         "num_unencodable": 0, "num_control_tokens": 0, "num_empty": 1, "num_truncated": 0, "num_undecodable": 1,
-        "num_compared": 8, "num_reencoded": 5, "num_changed": 2, "num_not_finite": 0, "token_ratio_mean": 6 / 5,
+        "num_compared": 8, "num_reencoded": 5, "num_changed": 2, "num_not_finite": 0, "num_no_thinking": 0,
+        "token_ratio_mean": 6 / 5,
     }  # fmt: skip
     assert {name: value for name, value in found.items() if "agent/b/view/" in name} == {
         f"agent/b/view/{name}": value for name, value in totals.items()

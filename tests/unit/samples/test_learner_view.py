@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from run_cases import CHARACTERS
+from turn_cases import GLM_TOOLS, TOOLS, ByHand, TurnCase, said
 from view_cases import (
     PAIRS,
     PROMPTS,
@@ -20,6 +21,8 @@ from view_cases import (
     view_by_source,
 )
 
+from hacpo_mega.config import Prompting
+from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.records import (
     HISTORY,
     Conversation,
@@ -319,6 +322,89 @@ def test_an_own_conversation_keeps_what_was_sampled_and_what_was_read(codecs):
     assert own.answer_ids.tolist() == pool.trajectories_PNG[0][0][0].rollout.token_ids.tolist()
     assert own.trained_places.tolist() == [0, 1, 2, 3, 4, 7, 8, 9]
     assert own.target_ids.tolist() == [*codecs[0].encode_answer("12+3", True), *codecs[0].encode_answer("15", True)]
+
+
+def test_a_call_of_a_tool_ends_as_the_learners_template_goes_on(tmp_path):
+    """GLM's ends are headers of what follows. A twin's sampled end stays, as in its own record."""
+    by_hand, call = ByHand(tmp_path), '{"name": "calculate", "arguments": {"term": "6*7"}}'
+    reader = by_hand.codec(TurnCase(GLM_TOOLS, "<|user|>", said, named=["<|endoftext|>", "<|observation|>"]))
+    turns, text = TurnFormat.of(reader, TOOLS), f"<tool_call>{call}</tool_call>"
+    writer = TextCodec(make_tokenizer(tmp_path / "writer", sorted({*text, *"42"})))
+    for source, end in ((writer, ""), (reader, "⟦<|user|>⟧")):
+        pool = one_prompt([played(source, 0, [text, "42", "42"])], [trajectory(reader, 1, 0, "7")])
+        rules = rules_of((source, reader), turns=turns, max_answer_tokens=99)
+        samples, _ = view_by_source(pool, constant(pool), 1, reader, rules)
+        own = f"⟦<tool_call>⟧{call}⟦</tool_call>⟧{end}", "⟦<|observation|>⟧", "\n42⟦<|assistant|>⟧\n", "42⟦<|user|>⟧"
+        first, header, result, last = map(by_hand.ids, own)
+        assert samples[0].answer_ids.tolist() == [*first, *header, *result, *last]
+        assert samples[0].target_ids.tolist() == [*first, *([] if end else header), *last]
+
+
+@pytest.fixture(scope="module")
+def thinkers(tmp_path_factory):
+    """Codecs whose prompts open <think>, and codecs whose prompts do not, in two tokenizers."""
+    folders = [tmp_path_factory.mktemp("thinkers") for _ in range(2)]
+    tokenizers = [
+        make_tokenizer(folder, (*vocabulary, "<think>", "</think>"))
+        for folder, vocabulary in zip(folders, (CHARACTERS, PAIRS), strict=True)
+    ]
+    return [(TextCodec(t, Prompting(prompt_template="{prompt}<think>")), TextCodec(t)) for t in tokenizers]
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_an_answer_crosses_with_the_thinking_that_its_prompt_opened(thinkers, other):
+    """Prompt and answer together are the judged text behind the task, for identical and for different tokenizers."""
+    (opens, _), (_, plain) = thinkers[0], thinkers[other]
+    sources = opens, plain
+    texts = ("12</think>3", "5"), ("<think>12</think>3", "5")
+    by_agent = [
+        [replace(one, token_logprobs=np.zeros(one.num_scored, np.float32)) for one in group]
+        for group in ([trajectory(sources[j], j, g, text) for g, text in enumerate(texts[j])] for j in range(2))
+    ]
+    pool = one_prompt(*by_agent)
+    for learner, judged in enumerate((["<think>12</think>3"], ["<think>12</think>3", "<think>5"])):
+        codec = sources[learner]
+        samples, counts = learner_view(pool, constant(pool), learner, codec, rules_of(sources))
+        others = [sample for sample in samples if not sample.is_self]
+        whole = [codec.decode_answer([*sample.prompt_ids, *sample.answer_ids]) for sample in others]
+        assert whole == [PROMPTS[0].text + text for text in judged]
+        assert all(sample.old_logprobs is None and sample.answer_ids[-1] == codec.eos_id for sample in others)
+        found = counts.num_cross, counts.num_no_thinking, counts.num_compared, counts.num_reencoded
+        assert found == (len(judged), 2 - len(judged), len(judged), len(judged))
+        exact = rules_of(sources, needs_same_tokens=True)
+        assert learner_view(pool, constant(pool), learner, codec, exact)[1].num_no_thinking == 2
+    # Where both prompts open alike, ids of identical tokenizers stay as they were sampled.
+    odd = [*opens.encode_answer("1", False), *opens.encode_answer("2</think>3", True)]
+    pool = one_prompt([trajectory(opens, 0, 0, "7")], [trajectory(opens, 1, 0, "12</think>3", ids=odd)])
+    samples, counts = learner_view(pool, constant(pool), 0, opens, rules_of((opens, opens)))
+    assert samples[1].answer_ids.tolist() == odd and (counts.num_compared, counts.num_reencoded) == (0, 0)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_turns_cross_with_the_thinking_that_was_opened_before_each(thinkers, other):
+    """The learner's second turn is opened, or not, by what it reads before that turn."""
+    (opens, _), (_, plain) = thinkers[0], thinkers[other]
+    think = list(opens.encode_answer("<think>", False))
+    for texts, opened, learner_opens, read in (
+        (["1</think>2", "5", "3</think>4"], ["<think>"] * 2, think, ["1</think>2", "3</think>4"]),
+        (["1</think>2", "5", "<think>3</think>4"], ["<think>", ""], think, ["1</think>2", "3</think>4"]),
+        (["<think>1</think>2", "5", "34"], ["", ""], [], ["1</think>2", "34"]),
+        (["<think>1</think>2", "5", "34"], ["", ""], think, None),
+    ):
+        source = played(plain, 0, texts)
+        said = iter(opened)
+        turns = [replace(t, opened=next(said)) if t.is_own else t for t in source.rollout.conversation.turns]
+        talk = replace(source.rollout.conversation, turns=tuple(turns))
+        assert conversation_of(conversation_text(talk)) == talk
+        source = replace(source, rollout=replace(source.rollout, conversation=talk))
+        pool = one_prompt([source], [trajectory(opens, 1, 0, "7")])
+        continuation = SimpleNamespace(continuation=lambda *_, new=learner_opens, **__: [3, *new])
+        rules = rules_of((plain, opens), turns=continuation)
+        samples, (counts, _) = view_by_source(pool, constant(pool), 1, opens, rules)
+        assert (counts.num_cross, counts.num_no_thinking) == ((1, 0) if read else (0, 1))
+        if read:
+            first, last = (opens.encode_answer(text, True) for text in read)
+            assert samples[0].answer_ids.tolist() == [*first, 3, *learner_opens, *last]
 
 
 def test_a_segment_is_read_behind_its_history_alone(codecs):

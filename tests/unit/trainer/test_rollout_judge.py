@@ -10,7 +10,7 @@ from judged import questions
 from hacpo_grading.judge import Judge
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
-from hacpo_mega.records import Prompt, Rollout, Stop, Verdict
+from hacpo_mega.records import Conversation, Prompt, Rollout, Stop, Turn, Verdict
 from hacpo_mega.trainer.rollout_judge import MOST_AT_ONCE, RolloutJudge
 
 PROMPTS = [Prompt(index, str(index), f"{index} + 1", str(index + 1)) for index in range(4)]
@@ -108,3 +108,14 @@ def test_thinking_that_a_prompt_opens_is_judged_with_its_answer():
             for rollout in asked[:3]:
                 beside.on_answer(PROMPTS[rollout.prompt_index], rollout)
             assert beside.judge(PROMPTS, asked) == expected
+        # Turns of a conversation: the agent's own, another role's, and both without the thinking of the one before.
+        own = Turn("assistant", r"7</think>\boxed{1}", 1, Stop.EOS, opened="<think>")
+        others = Turn("user", own.content, 0, Stop.EOS, "solver", "<think>")
+        last = (own, others, replace(own, content="7"), replace(others, content=r"\boxed{1}", opened=""))
+        told = [
+            Rollout(0, g, np.zeros(talk.num_tokens, np.int32), talk.answer.content, Stop.EOS, conversation=talk)
+            for g, talk in enumerate(Conversation((own, turn)) for turn in last)
+        ]
+        with RolloutJudge(judge, while_sampling=False, opened=lambda prompt: "<think>") as of_agent:
+            verdicts = [judgement.verdict for judgement in of_agent.judge(PROMPTS, told)]
+        assert verdicts == [Verdict.CORRECT, Verdict.CORRECT, Verdict.NO_ANSWER, Verdict.CORRECT]
