@@ -111,13 +111,8 @@ class _Nursery:
         self._num_live = self._next = 0
         self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = (
-            str(theirs.fileno()),
-            name,
-            str(start_s),
-            str(call_s),
-            json.dumps([path or "." for path in sys.path]),
-        )
+        path = json.dumps([folder or "." for folder in sys.path])
+        arguments = (str(theirs.fileno()), name, str(start_s), str(call_s), path)
         with theirs:
             self.process = subprocess.Popen(
                 ["/usr/bin/env", *SETTINGS, sys.executable, "-P", "-c", PROGRAM, *arguments],

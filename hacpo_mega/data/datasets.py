@@ -58,6 +58,10 @@ ARCHIVES = (".tar.gz", ".tgz", ".tar")
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
+# The fields of a row that verl's reward functions are called with.
+VERL_FIELDS = ("data_source", "reward_model", "extra_info")
+
+
 @dataclass(frozen=True)
 class Problem:
     """A problem in the common schema; empty fields are missing in the source.
@@ -66,7 +70,7 @@ class Problem:
     prompt     the text a model is given        gold      the gold answer alone, as LaTeX or plain text
     solution   the reference solution           level, subject   as the source writes them
     source     file name, and the row's own id where it has one      line   in its file, from 1
-    fields     every field of its row as JSON text, for graders; a written data set does not have it
+    fields     every field of its row as JSON text, for graders; of these a written data set has VERL_FIELDS
     """
 
     id: str
@@ -369,8 +373,8 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
 def write_dataset(problems: Iterable[Problem], file: Path, own: Sequence[str] = ()) -> None:
     """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is.
 
-    Where the prompt and gold fields of a user's own rows are named (`own`), the other fields of a row stay, too. An old
-    file stays as it is until the new one is whole. ValueError when there is no such folder.
+    VERL_FIELDS of a row stay, and where the prompt and gold fields of a user's own rows are named (`own`), all others.
+    An old file stays as it is until the new one is whole. ValueError when there is no such folder.
     """
     with replacing(file) as out:
         out.writelines(json.dumps(_written(p, own), ensure_ascii=False) + "\n" for p in problems)
@@ -380,8 +384,10 @@ def _written(problem: Problem, own: Sequence[str]) -> Record:
     written = [field.name for field in fields(Problem) if field.name != "fields"]
     row = {"answer" if name == "gold" else name: getattr(problem, name) for name in written}
     row["prompt"] = messages_of(problem.prompt) or problem.prompt  # data.files reads chats as lists
+    found = json.loads(problem.fields) if problem.fields else {}
+    row |= {name: found[name] for name in VERL_FIELDS if name in found}
     if own:  # its own fields win, and a field without a value is left out
-        others = {name: value for name, value in json.loads(problem.fields).items() if name not in own}
+        others = {name: value for name, value in found.items() if name not in own}
         asked = {name: row[name] for name in ("prompt", "answer")}
         row = {name: value for name, value in row.items() if value} | others | asked
     return row

@@ -130,7 +130,6 @@ class _Run:
         self._stack = stack
         self._num_judges = num_judges
         self._judges: dict[float, AnyJudge] = {}
-        self._compares_groups = False
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
@@ -167,8 +166,8 @@ class _Run:
             self.player = Player(environment, codec_of(settings), limits)  # with a tokenizer of its own thread
             self._stack.callback(self.player.close)
         is_first = self.place.coordinate.global_rank == 0
-        compares = self._judge_of(first).compares_groups if is_first else False
-        self._compares_groups = self.place.share_in_job(b"1" if compares else b"") == b"1"
+        compares = is_first and self._judge_of(first).compares_groups
+        self.compares_groups = bool(self.place.share_in_job(b"1" if compares else b""))
 
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
@@ -180,13 +179,13 @@ class _Run:
         return self._judges[relative]
 
     def _answer(self, benchmark: Benchmark, missing: Sequence[Request]) -> None:
-        place, by_problem = self.place, self._compares_groups
+        place, by_problem = self.place, self.compares_groups
         # of an evaluation that was killed; what other lanes write meanwhile belongs to other problems
         there = read_answers(self.out, benchmark.name).values() if by_problem and place.is_leader else ()
         with ExitStack() as stack:
             file = None
-            if self.place.is_leader:
-                file = AnswerFile(self.out, benchmark.name, self.place.lane)
+            if place.is_leader:
+                file = AnswerFile(self.out, benchmark.name, place.lane)
                 stack.callback(file.close)
             for batch in batches_of(missing, place.lane, place.rank_map.lanes, by_problem=by_problem):
                 completions = self._draw(benchmark, batch)
@@ -211,9 +210,10 @@ class _Run:
         self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion], others: Sequence[Asked]
     ) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
-        drawn = list(zip(batch, texts, completions, strict=True))
+        drawn = zip(batch, texts, completions, strict=True)
         questions = [self._asked(one.row, self._opened(one, done) + text, done.stop) for one, text, done in drawn]
-        judgements = self._judgements(judge, questions, [completion.conversation for completion in completions], others)
+        talks = [completion.conversation for completion in completions]
+        judgements = self._judgements(judge, [*questions, *others], talks)
         parts = zip(batch, completions, texts, questions, judgements, strict=True)
         return [
             Answer(
@@ -240,17 +240,13 @@ class _Run:
         return self._asked(row, self.codec.opened_thinking(row.text) + answer.text, Stop[answer.stop.upper()])
 
     def _judgements(
-        self,
-        judge: AnyJudge,
-        questions: Sequence[Asked],
-        talks: Sequence[Conversation | None],
-        others: Sequence[Asked],
+        self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
     ) -> list[Judgement]:
-        """Judgements by the environment where it gives a reward or has failed, else by the judge, which compares with
-        the `others`, too."""
+        """Judgements by the environment where it gives a reward or has failed, else by the judge. Questions after
+        those of the talks are there to be compared with."""
         rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
-        open_ones = [one for one, is_settled in zip(questions, settled, strict=True) if not is_settled]
-        judged = iter(judge.judge([*open_ones, *others]))
+        asked = [one for one, is_settled in zip(questions, settled) if not is_settled]
+        judged = iter(judge.judge([*asked, *questions[len(talks) :]]))
         return [
             next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
             for talk, is_settled in zip(talks, settled, strict=True)
@@ -270,9 +266,7 @@ class _Run:
 
 def batches_of(missing: Sequence[Request], lane: int, lanes: int, *, by_problem: bool) -> list[list[Request]]:
     """The answers that a lane draws between two writes. With `by_problem` all of a problem are drawn together."""
-    whole = [
-        list(group) for _, group in groupby(missing, key=lambda request: request.row.id if by_problem else request)
-    ]
+    whole = [list(group) for _, group in groupby(missing, key=lambda one: one.row.id if by_problem else one)]
     batches: list[list[Request]] = []
     for together in whole[lane::lanes]:
         if not batches or len(batches[-1]) + len(together) > ANSWERS_PER_WRITE:

@@ -185,7 +185,8 @@ def test_a_gold_that_is_no_json_is_refused():
         json_equality.json_equality("", "1", "{")
 
 
-PIECES = ["9", "1,", "111 ", "1 1", "\\frac1", "\\frac{-", "⁻", "10^", "1 ", "-", "\\frac{1}{", "^{", "1.1", "e5", " ", "1/", "*", "(A", "answer ",
+PIECES = ["9", "1,", "111 ", "1 1", "\\frac1", "\\frac{-", "⁻",
+          "10^", "1 ", "-", "\\frac{1}{", "^{", "1.1", "e5", " ", "1/", "*", "(A", "answer ",
           "answer is A or ",
           "answer:", "```\n", "[", '{"a":', "\\text{", "\\boxed{", "\n", "A\n"]  # fmt: skip
 

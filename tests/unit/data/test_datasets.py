@@ -10,6 +10,8 @@ import pyarrow.parquet
 import pytest
 from dataset_rows import VERL, problem, write_lines
 
+from hacpo_grading.judgement import Asked
+from hacpo_grading.workers.grader_calls import GraderCall
 from hacpo_mega.data.dataset_checks import (
     overlap,
 )
@@ -91,6 +93,19 @@ def test_what_is_written_is_read_by_a_run(tmp_path):
     assert [(p.id, p.prompt, p.gold, p.solution) for p in again.problems] == [
         (p.id, p.prompt, p.gold, p.solution) for p in found.problems
     ]
+
+
+def test_a_reward_function_of_verl_gets_its_fields_of_what_is_written(tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float((data_source, solution_str, extra_info) == ('gsm8k', ground_truth['target'], {'index': 7}))\n"
+    )
+    row = {**VERL, "data_source": "gsm8k", "extra_info": {"index": 7}}
+    write_dataset(read_dataset(write_lines(tmp_path / "in.jsonl", row)).problems, tmp_path / "out.jsonl")
+    (prompt,) = load_prompts([tmp_path / "out.jsonl"])
+    call = GraderCall(f"{tmp_path}/reward.py:compute_score", {})
+    asked = [Asked(prompt.text, answer, prompt.gold, row=prompt.row) for answer in ("2", "3")]
+    assert [outcome.reward for outcome in call.grade(asked)] == [1.0, 0.0]
 
 
 def test_a_gold_with_letters_is_a_formula_and_no_choice():

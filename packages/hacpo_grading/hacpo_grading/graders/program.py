@@ -185,8 +185,7 @@ def read_cases(gold: str) -> list[Case]:
 
 
 def wall_s(options: Mapping[str, Any], gold: str) -> float:
-    """The wall time that all cases of a gold text may take, however crowded the machine is; about one that is none,
-    too."""
+    """The wall time that all cases of a gold text may take, however crowded the machine is; 0 without a case."""
     return WALL_FACTOR * options.get("cpu_s", Program.cpu_s) * gold.count('"stdout"')
 
 
