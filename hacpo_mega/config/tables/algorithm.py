@@ -178,15 +178,17 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_capability(self) -> bool:
-        """True if omega changes an advantage."""
-        return METHODS[self.method].reads >= MECHANISMS and (self.capability_baseline or self.omega_in_loss)
+        """True if omega changes an advantage of the method's."""
+        is_on = self.advantages is None and (self.capability_baseline or self.omega_in_loss)
+        return METHODS[self.method].reads >= MECHANISMS and is_on
 
     @property
     def success_readers(self) -> tuple[str, ...]:
         """Parts of the method that need to know which answers are a success (reward.success), by name."""
         if METHODS[self.method].reads_successes:
             return (self.method,)
-        if self.uses_capability and self.capability_metric == "positive_rate":
+        reads_capability = self.uses_capability or self.advantages is not None
+        if reads_capability and self.capability_metric == "positive_rate":
             return ("capability (positive_rate)",)
         return ()
 

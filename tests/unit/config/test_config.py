@@ -301,6 +301,32 @@ def test_alpha_is_refused_where_nothing_reads_it(method, tmp_path, monkeypatch):
         AlgorithmConfig(**table)
 
 
+@pytest.mark.parametrize(
+    "beside, value, unread",
+    [
+        ("cross_clip", "none", {"delta": 0.4, "delta_step": 0.1}),
+        (
+            *("advantages", "configs/methods/value.py:value"),
+            {"uniform_group_is_zero": False, "advantage_eps": 0.5, "omega_clip": [0.5, 2.0]},
+        ),
+    ],
+)
+def test_options_that_nothing_reads_beside_another_are_refused(beside, value, unread, tmp_path, monkeypatch):
+    """Together in a file or by overrides; a run of before, which took them, is read without them."""
+    monkeypatch.chdir(ROOT)
+    for key, number in unread.items():
+        found = tuple(number) if isinstance(number, list) else number
+        says = rf"algorithm: {key} = .*: not read beside {beside} = '{value}'. Leave one out"
+        with pytest.raises(ValueError, match=says):
+            load_config(QUICKSTART, [f"algorithm.{beside}={value}", f"algorithm.{key}={json.dumps(number)}"])
+        assert getattr(AlgorithmConfig(**{key: found}), key) == found
+        assert getattr(load_config(QUICKSTART, [f"algorithm.{beside}={value}"]).algorithm, beside) == value
+        table = tomllib.loads(resolved_toml(load_config(QUICKSTART, [f"algorithm.{beside}={value}"])))
+        table["algorithm"][key] = number
+        (tmp_path / "config.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
+        assert getattr(config_of_run(tmp_path).algorithm, key) == AlgorithmConfig.model_fields[key].default
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resolved_configuration_of_every_method_is_read_back(method, tmp_path):
     config = load_config(QUICKSTART, [f"algorithm.method={method}"])
