@@ -162,6 +162,15 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _equal_rewards_have_a_divisor(self) -> Self:
+        if self.advantage_eps == 0.0 and not self.uniform_group_is_zero:
+            raise ValueError(
+                "advantage_eps = 0.0 with uniform_group_is_zero = false: the advantages of a prompt whose answers all "
+                "earned the same are divided by 0. Nearest: advantage_eps = 1e-6, or uniform_group_is_zero = true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ordered_bounds(self) -> Self:
         if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
             low, high = self.omega_clip

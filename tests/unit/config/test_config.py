@@ -101,6 +101,10 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("agents.qwen.megatron.bf16=true", "megatron.bf16 is decided by this project"),
         ("data.files=['none.jsonl']", "exactly one of them"),
         ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
+        (
+            "algorithm={advantage_eps = 0.0, uniform_group_is_zero = false}",
+            "Nearest: advantage_eps = 1e-6, or uniform_group_is_zero = true",
+        ),
         ("algorithm.band='calibrated'", "algorithm: band = 'calibrated': removed, since the calibrated band lost"),
         ("algorithm.band_share=0.8", "band_share = 0.8: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
