@@ -92,9 +92,8 @@ UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
     ("ratio_level", "sequence", frozenset({"answer_divergence_limit"})),
     ("objective", ..., CLIPS | LIMITS),
     # omega_clip would change a metric alone: the function forms its own omega, from the capability.
-    ("advantages", ..., frozenset({"cross_baseline", "omega_clip", "baseline_guard", "capability_baseline"})),
-    ("advantages", ..., frozenset({"omega_in_loss", "uniform_group_is_zero", "advantage_eps"})),
-    ("advantages", ..., frozenset({"transfer_weight", "answer_group"})),
+    ("advantages", ..., MECHANISMS - CAPABILITY - CLIPS),
+    ("advantages", ..., frozenset({"uniform_group_is_zero", "advantage_eps", "transfer_weight", "answer_group"})),
 )
 
 

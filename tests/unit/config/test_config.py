@@ -264,7 +264,8 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
 
 def test_a_partial_table_keeps_the_warm_starts_rate():
     """One key of the optimizer's table leaves the others at the warm start's defaults, as no table does."""
-    tables = {"skills": {"add": {"share": 1.0}}}, {"skills": {"add": {"share": 1.0}}, "optimizer": {"weight_decay": 0.1}}
+    skills = {"add": {"share": 1.0}}
+    tables = {"skills": skills}, {"skills": skills, "optimizer": {"weight_decay": 0.1}}
     assert [WarmStartConfig(**table).optimizer.lr for table in tables] == [3e-3, 3e-3]
 
 

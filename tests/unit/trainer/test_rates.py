@@ -55,7 +55,8 @@ def test_rates_are_flops_over_the_peak_and_tokens_over_gpu_seconds(tmp_path, mon
 
 def test_a_metric_with_further_parameters_counts():
     """A function for several callers, with *numbers and **others, gets what its other parameters name."""
-    observer, metrics = OwnMetrics([f"{ROOT}/tests/support/own_code.py:words_of"]), Metrics("a", lambda payload: [payload])
+    observer = OwnMetrics([f"{ROOT}/tests/support/own_code.py:words_of"])
+    metrics = Metrics("a", lambda payload: [payload])
     observer.joins(SimpleNamespace(place=SimpleNamespace(is_leader=True), name="a"), metrics)
     answer = SimpleNamespace(
         rollout=SimpleNamespace(prompt_index=0, text="a b", token_ids=[1, 2]), verdict=Verdict.CORRECT, reward=1.0
