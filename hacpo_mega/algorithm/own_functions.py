@@ -12,7 +12,7 @@ objective is differentiated by autograd, in float64 torch, instead of the fused 
 """
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -42,10 +42,7 @@ def reads_source_tokens(config: AlgorithmConfig) -> bool:
 
 def _copied(record: Record) -> Record:
     """The record with tensors of its own: what a function changes in place must not reach what comes after it."""
-    tensors = {
-        field.name: value for field in fields(record) if isinstance(value := getattr(record, field.name), Tensor)
-    }
-    return replace(record, **{name: tensor.clone() for name, tensor in tensors.items()})
+    return replace(record, **{name: value.clone() for name, value in vars(record).items() if isinstance(value, Tensor)})
 
 
 def named_advantages(judged: Judged, config: AlgorithmConfig) -> Tensor:

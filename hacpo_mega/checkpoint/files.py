@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.changes import changes, refusals, unknown_keys
+from hacpo_mega.config.changes import changes, covers, effect_of, refusals, unknown_keys
 from hacpo_mega.config.checks.run_dirs import require_displaceable
 from hacpo_mega.config.checks.tokenizer_checks import with_times_of
+from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import completed
 from hacpo_mega.models.files.documents import parse_json, require_file
 from hacpo_mega.models.files.links import require_inside
@@ -33,6 +34,9 @@ from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 FORMAT = 2
 RECORD = "step.json"
+# Keys that set the held-out prompts and their rewards, but for some below them.
+MEASURE = ("evaluation", "reward", "data.generator", "data.skills")
+UNMEASURED = ("evaluation.every_steps", "reward.success")
 COMMITTED = re.compile(r"step_(\d{6,})")
 WRITING, REMOVING = ".writing", ".removing"
 
@@ -347,15 +351,28 @@ def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: boo
 
 
 def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
-    """The committed step with the best held-out reward, the newer of equals; None where none was evaluated."""
-    accuracies = []
+    """The committed step with the best held-out reward, the newer of equals; None where none was evaluated.
+
+    Evaluations of other prompts, or with other rewards, than the newest one are not compared with it.
+    """
+    evaluated = []
     for step in steps:
         folder = folder_of(run_dir, step)
         with suppress(ValueError, OSError):  # a damaged one is no candidate
             record = Checkpoint.parse(folder, (folder / RECORD).read_text(encoding="utf-8"))
             if record.accuracy is not None:
-                accuracies.append((record.accuracy, step))
-    return max(accuracies, default=(0.0, None))[1]
+                evaluated.append((record.accuracy, step, _measure_of(record)))
+    return max(((accuracy, step) for accuracy, step, of in evaluated if of == evaluated[-1][2]), default=(0.0, None))[1]
+
+
+def _measure_of(record: Checkpoint) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Keys that set the prompts and rewards whose mean `accuracy` is, and the digests of the prompts' files."""
+    measure = {
+        key: value
+        for key, value in flat(completed(record.config))
+        if any(covers(one, key) for one in MEASURE) and key not in UNMEASURED and effect_of(key) == "results"
+    }
+    return measure, record.inputs.get("evaluation.files")
 
 
 def remove_unfinished(run_dir: Path) -> None:

@@ -287,12 +287,13 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys of older runs that have moved or are gone.
 
     algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
-    The keys of the calibrated band are gone.
+    The keys of the calibrated band are gone, and older versions took options that nothing reads.
     """
     algorithm, reward = table.get("algorithm"), table.get("reward", {})
     if not isinstance(algorithm, dict) or not isinstance(reward, dict):
         return table
-    kept = {key: value for key, value in algorithm.items() if key not in {"success_reward", *REMOVED}}
+    gone = {"success_reward", *REMOVED, *unread_beside(algorithm)}
+    kept = {key: value for key, value in algorithm.items() if key not in gone}
     before = algorithm.get("success_reward", 1.0)
     return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
 

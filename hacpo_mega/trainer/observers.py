@@ -285,7 +285,8 @@ class OwnMetrics(Observer):
 
     def _add(self, name: str, function: Callable, known: Mapping[str, Any]) -> None:
         try:
-            wanted = inspect.signature(function).parameters
+            parameters = inspect.signature(function).parameters
+            wanted = {key: p for key, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
             missing = [key for key, p in wanted.items() if key not in known and p.default is p.empty]
             if missing:
                 raise ValueError(f"it asks for {missing[0]!r}; known here: {', '.join(known)}")

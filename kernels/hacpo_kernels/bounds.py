@@ -12,7 +12,7 @@ class Bounds:
     """Bounds of the ratio s in the loss (HACPO, arXiv 2603.02604), and the objective of others' answers.
 
     eps_low, eps_high   own answers: s is clipped to [1 - eps_low, 1 + eps_high] (eq. 47)
-    log_ratio_clamp     |log s| is clamped to this many nats before exp, against overflow; no gradient beyond it
+    log_ratio_clamp     |log s| is clamped to this many nats before exp, against overflow; no gradient of s beyond it
     cross               the objective of others' answers:
         band            HACPO's (eq. 50): c^alpha A with s clipped to [low(m), high], no gradient outside
         own             that of own answers

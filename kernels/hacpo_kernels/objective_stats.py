@@ -17,7 +17,7 @@ class SequenceTerms(NamedTuple):
     loss_B       as the objective returns it
     ratio_B      s, float64; NaN for a sequence without tokens
     weight_B     w, float64, with d loss / d mean log-prob = -w A. Own answers: s, 0 where clipped. Others' answers:
-                 s c^alpha inside the band, else 0. 0 where |log s| is beyond the clamp, NaN where the log-prob is
+                 s c^alpha inside the band, else 0. 0 where a ratio's log is beyond the clamp, NaN where the log-prob is
     advantage_B  A, with omega in it
     is_self_B    own answers
     """

@@ -178,7 +178,8 @@ def objective_from_mean(
         cross_loss_B, cross_weight_B = _cross_objective(mean_B, difference_B, ratio_B, advantage_B, low, bounds)
         loss_B = torch.where(is_self_B, loss_B, cross_loss_B)
         weight_B = torch.where(is_self_B, weight_B, cross_weight_B)
-    weight_B = torch.where(difference_B.abs() > bounds.log_ratio_clamp, 0.0, weight_B)
+    has_ratio_B = is_self_B | (bounds.cross != "likelihood")  # else there is none to bound
+    weight_B = torch.where(has_ratio_B & (difference_B.abs() > bounds.log_ratio_clamp), 0.0, weight_B)
     # A NaN in comes out as NaN: where() on a comparison with NaN would have made a silent 0 of it.
     return loss_B, ratio_B, torch.where(difference_B.isnan(), torch.nan, weight_B)
 

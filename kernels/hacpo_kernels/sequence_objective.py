@@ -174,7 +174,10 @@ def _objective_kernel(
         )
 
     loss = tl.where(empty, 0.0, tl.where(is_self, own_loss, cross_loss))
-    weight = tl.where(too_high | too_low, 0.0, tl.where(is_self, own_weight, cross_weight))
+    beyond = too_high | too_low
+    if cross == "likelihood":
+        beyond = beyond & is_self  # the loss of others' answers has no ratio to bound
+    weight = tl.where(beyond, 0.0, tl.where(is_self, own_weight, cross_weight))
     # A NaN log-prob must not become a silent 0 because comparisons with it are false.
     weight = tl.where(difference != difference, difference, weight)
     weight = tl.where(empty, 0.0, weight)

@@ -69,6 +69,11 @@ def length_of(answer, num_tokens, gold="", colour="none"):
     return len(answer)
 
 
+def words_of(answer, *numbers, **others):
+    """Words of the answer, for callers that give more."""
+    return len(answer.split()) + 10 * len(numbers) + 100 * len(others)
+
+
 def fails(answer):
     """A number that cannot be had."""
     raise RuntimeError("no number")

@@ -29,7 +29,6 @@ from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.sharding.layout import Layout
 from hacpo_mega.models.sharding.lora import Lora, chosen_targets
 
-
 LearningRate = Annotated[float, Field(strict=True, gt=0.0, le=1.0)]
 
 

@@ -162,6 +162,15 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _equal_rewards_have_a_divisor(self) -> Self:
+        if self.advantage_eps == 0.0 and not self.uniform_group_is_zero:
+            raise ValueError(
+                "advantage_eps = 0.0 with uniform_group_is_zero = false: the advantages of a prompt whose answers all "
+                "earned the same are divided by 0. Nearest: advantage_eps = 1e-6, or uniform_group_is_zero = true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ordered_bounds(self) -> Self:
         if self.omega_clip and not 0.0 < self.omega_clip[0] <= 1.0 <= self.omega_clip[1]:
             low, high = self.omega_clip
@@ -178,15 +187,17 @@ class AlgorithmConfig(Section):
 
     @property
     def uses_capability(self) -> bool:
-        """True if omega changes an advantage."""
-        return METHODS[self.method].reads >= MECHANISMS and (self.capability_baseline or self.omega_in_loss)
+        """True if omega changes an advantage of the method's."""
+        is_on = self.advantages is None and (self.capability_baseline or self.omega_in_loss)
+        return METHODS[self.method].reads >= MECHANISMS and is_on
 
     @property
     def success_readers(self) -> tuple[str, ...]:
         """Parts of the method that need to know which answers are a success (reward.success), by name."""
         if METHODS[self.method].reads_successes:
             return (self.method,)
-        if self.uses_capability and self.capability_metric == "positive_rate":
+        reads_capability = self.uses_capability or self.advantages is not None
+        if reads_capability and self.capability_metric == "positive_rate":
             return ("capability (positive_rate)",)
         return ()
 

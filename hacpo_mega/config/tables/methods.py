@@ -87,11 +87,13 @@ CLIPS = frozenset({"eps_low", "eps_high", "delta", "delta_step", "alpha", "cross
 LIMITS = frozenset({"divergence_limit", "answer_divergence_limit"})
 UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
     ("cross_clip", "own", frozenset({"alpha", "delta", "delta_step"})),
+    ("cross_clip", "none", frozenset({"delta", "delta_step"})),
     ("ratio_level", "token", frozenset({"divergence_limit", "ratio_length"})),
     ("ratio_level", "sequence", frozenset({"answer_divergence_limit"})),
     ("objective", ..., CLIPS | LIMITS),
-    ("advantages", ..., MECHANISMS & {"cross_baseline", "baseline_guard", "capability_baseline", "omega_in_loss"}),
-    ("advantages", ..., frozenset({"transfer_weight", "answer_group"})),
+    # omega_clip would change a metric alone: the function forms its own omega, from the capability.
+    ("advantages", ..., MECHANISMS - CAPABILITY - CLIPS),
+    ("advantages", ..., frozenset({"uniform_group_is_zero", "advantage_eps", "transfer_weight", "answer_group"})),
 )
 
 

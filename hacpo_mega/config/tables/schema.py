@@ -275,7 +275,7 @@ class CheckpointConfig(Section):
     """Keep the checkpoints of steps that are multiples of this number; 0: no such step."""
     keep_best: Flag = False
     """Keep the checkpoint with the highest held-out mean reward over all agents as well, the newest of equals. Only
-    steps that end with an evaluation count."""
+    steps that end with an evaluation of the newest prompts count."""
     wait_for_room_s: Seconds = 600.0
     """Seconds that the last checkpoint and the export wait for room on a full disk before the run ends without them."""
 

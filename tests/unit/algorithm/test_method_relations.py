@@ -128,6 +128,8 @@ def test_capability_is_used_by_hacpo_alone():
         )
         assert same == (method != "hacpo"), method
         assert config_of(method).uses_capability == (method == "hacpo")
+        own = config_of(method, advantages="mine.py:advantages", capability_metric="positive_rate")
+        assert not own.uses_capability and own.success_readers, "the function's omega is its own, the capability ours"
     assert capability_ratios(low, None)[1, 0].item() == pytest.approx(9.0)
 
 

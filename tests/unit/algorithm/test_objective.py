@@ -205,7 +205,9 @@ def test_the_bounds_are_those_of_the_configuration():
     found = dataclasses.asdict(objective_bounds(AlgorithmConfig(**own, **band)))
     assert found == {**own, **band, "cross": "band", "high": 1.0, "ratio_cap": 2.0, "divergence_limit": 0.2}
     open_band = {"delta": 1.0, "delta_step": 0.0, "high": math.inf}
-    assert dataclasses.asdict(objective_bounds(AlgorithmConfig(**own, **band, cross_clip="none"))) == found | open_band
+    assert (
+        dataclasses.asdict(objective_bounds(AlgorithmConfig(**own, alpha=2.5, cross_clip="none"))) == found | open_band
+    )
     rival = objective_bounds(AlgorithmConfig(method="f_tis", ratio_cap=3.0, divergence_limit=0.7))
     assert (rival.cross, rival.ratio_cap, rival.divergence_limit) == ("truncated", 3.0, 0.7)
     assert objective_bounds(AlgorithmConfig(method="sgt")).cross == "likelihood"

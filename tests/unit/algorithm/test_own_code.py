@@ -34,7 +34,7 @@ def test_own_advantages_are_what_is_trained():
 
 
 def test_what_own_functions_change_in_place_stays_theirs():
-    """Each learner's advantages are of the lane's answers, and statistics of the packed ones, as nobody changed them."""
+    """Each learner's advantages are of the lane's answers as judged, and statistics of the packed answers as packed."""
     config = AlgorithmConfig(method="naive", advantages=f"{FILE}:others_successes")
     whole = replace(judged(REWARDS_PNG, EQUAL_N, 1), num_tokens_PNG=torch.ones(2, 2, 2, dtype=torch.int64))
     learning = learning_of(whole, config)
@@ -86,7 +86,7 @@ def test_an_own_objective_has_the_gradient_of_the_fused_one():
 
 
 def report_of(advantage_B: list[float], seed: int = 0, **options):
-    """The report of a first update on answers of 7 tokens, scored by the learner's own log-probs; every third is own."""
+    """The report of a first update on answers of 7 tokens, scored by the learner's log-probs; every third is own."""
     generator = np.random.default_rng(seed)
     old = generator.normal(-1.0, 0.5, (len(advantage_B), 7)).astype(np.float32)
     samples = tuple(
@@ -122,7 +122,8 @@ def report_of(advantage_B: list[float], seed: int = 0, **options):
 def test_an_answer_without_advantage_is_not_clipped(options):
     """A KL trains such answers; under an objective that autograd differentiates, as under the kernels'."""
     report = report_of([0.0] * 6 + [1.0, 0.5, 0.0], **options)
-    stats, fused = objective_stats(report.terms), objective_stats(report_of([0.0] * 6 + [1.0] * 3, method="naive").terms)
+    stats = objective_stats(report.terms)
+    fused = objective_stats(report_of([0.0] * 6 + [1.0] * 3, method="naive").terms)
     for name in ("clipped_self", "cross_below", "cross_inside", "cross_above"):
         assert getattr(stats, name).tolist() == getattr(fused, name).tolist()
     assert stats.clipped_self.tolist() == [0, 3] and stats.cross_inside.tolist() == [6, 6]

@@ -102,6 +102,30 @@ def test_the_best_step_stays_although_a_job_died_before_it_looked(accuracies, be
     assert committed_steps(tmp_path) == [10]
 
 
+@pytest.mark.parametrize(
+    "override, best",
+    [
+        ("evaluation.num_prompts=40", 6),  # an easier set of before is no measure of a later one
+        ("reward.kind=exact", 6),
+        ("data.skills=['add', 'sub']", 6),
+        ("reward.success=0.5", 2),
+        ("evaluation.every_steps=2", 2),
+        ("num_steps=50", 2),
+    ],
+)
+def test_the_best_step_is_one_of_the_present_held_out_prompts(override, best, tmp_path):
+    config, changed = config_in(tmp_path), config_in(tmp_path, override)
+    for step, accuracy in {2: 0.9, 4: None}.items():
+        make_step(config, step, accuracy)
+    make_step(changed, 5)
+    remove_old(tmp_path, keep_last=1, keep_every=0, keep_best=True)
+    assert committed_steps(tmp_path) == [2, 5], "as long as no other evaluation is there"
+    for step, accuracy in {6: 0.6, 8: 0.5, 10: None}.items():
+        make_step(changed, step, accuracy)
+    remove_old(tmp_path, keep_last=1, keep_every=0, keep_best=True)
+    assert committed_steps(tmp_path) == [best, 10]
+
+
 def edit_record(folder: Path, **changed) -> None:
     table = json.loads((folder / RECORD).read_text())
     (folder / RECORD).write_text(json.dumps(table | changed))

@@ -101,6 +101,10 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("agents.qwen.megatron.bf16=true", "megatron.bf16 is decided by this project"),
         ("data.files=['none.jsonl']", "exactly one of them"),
         ("algorithm.omega_clip=[2.0, 3.0]", "needs 0 < low <= 1 <= high"),
+        (
+            "algorithm={advantage_eps = 0.0, uniform_group_is_zero = false}",
+            "Nearest: advantage_eps = 1e-6, or uniform_group_is_zero = true",
+        ),
         ("algorithm.band='calibrated'", "algorithm: band = 'calibrated': removed, since the calibrated band lost"),
         ("algorithm.band_share=0.8", "band_share = 0.8: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
@@ -264,7 +268,8 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
 
 def test_a_partial_table_keeps_the_warm_starts_rate():
     """One key of the optimizer's table leaves the others at the warm start's defaults, as no table does."""
-    tables = {"skills": {"add": {"share": 1.0}}}, {"skills": {"add": {"share": 1.0}}, "optimizer": {"weight_decay": 0.1}}
+    skills = {"add": {"share": 1.0}}
+    tables = {"skills": skills}, {"skills": skills, "optimizer": {"weight_decay": 0.1}}
     assert [WarmStartConfig(**table).optimizer.lr for table in tables] == [3e-3, 3e-3]
 
 
@@ -303,6 +308,32 @@ def test_alpha_is_refused_where_nothing_reads_it(method, tmp_path, monkeypatch):
         load_config(QUICKSTART, [f"algorithm.method={method}", "algorithm.alpha=3.0"])
     with pytest.raises(ValueError, match=rf"alpha = 3.0: method '{method}' does not read it"):
         AlgorithmConfig(**table)
+
+
+@pytest.mark.parametrize(
+    "beside, value, unread",
+    [
+        ("cross_clip", "none", {"delta": 0.4, "delta_step": 0.1}),
+        (
+            *("advantages", "configs/methods/value.py:value"),
+            {"uniform_group_is_zero": False, "advantage_eps": 0.5, "omega_clip": [0.5, 2.0]},
+        ),
+    ],
+)
+def test_options_that_nothing_reads_beside_another_are_refused(beside, value, unread, tmp_path, monkeypatch):
+    """Together in a file or by overrides; a run of before, which took them, is read without them."""
+    monkeypatch.chdir(ROOT)
+    for key, number in unread.items():
+        found = tuple(number) if isinstance(number, list) else number
+        says = rf"algorithm: {key} = .*: not read beside {beside} = '{value}'. Leave one out"
+        with pytest.raises(ValueError, match=says):
+            load_config(QUICKSTART, [f"algorithm.{beside}={value}", f"algorithm.{key}={json.dumps(number)}"])
+        assert getattr(AlgorithmConfig(**{key: found}), key) == found
+        assert getattr(load_config(QUICKSTART, [f"algorithm.{beside}={value}"]).algorithm, beside) == value
+        table = tomllib.loads(resolved_toml(load_config(QUICKSTART, [f"algorithm.{beside}={value}"])))
+        table["algorithm"][key] = number
+        (tmp_path / "config.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
+        assert getattr(config_of_run(tmp_path).algorithm, key) == AlgorithmConfig.model_fields[key].default
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -289,6 +289,27 @@ def example_of(cross, backend, **changes):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_following_an_answer_has_no_ratio_to_bound(backend):
+    """L = -A mean log-prob, however unlikely the learner finds a peer's answer; an own one ends at the clamp."""
+    lengths, A, is_self = (3, 2, 4, 1), [1.0, 0.5, 1.0, -2.0], [False, False, True, False]
+    tokens = (-torch.arange(1.0, 11.0, dtype=torch.float64)).requires_grad_()
+    arguments = torch.tensor([0.0, -3.0, 0.0, 20.0], dtype=torch.float64), torch.tensor(A), torch.tensor(is_self)
+    found, coefficient, terms = packed_objective(
+        tokens.detach().to(DEVICE), torch.tensor([0, *lengths]).cumsum(0), *(x.to(DEVICE) for x in arguments),
+        update_index=0, bounds=replace(BOUNDS, cross="likelihood", log_ratio_clamp=1.0), backend=backend,
+    )  # fmt: skip
+    parts = tokens.split(lengths)
+    losses = [-a * part.mean() for a, part, own in zip(A, parts, is_self) if not own]
+    torch.stack(losses).sum().backward()
+    slopes = [part[0].item() for part in tokens.grad.split(lengths)]
+    assert coefficient.tolist() == pytest.approx(slopes, rel=8 * UNIT[torch.float64])
+    assert [loss for loss, own in zip(found.tolist(), is_self) if not own] == pytest.approx(
+        [loss.item() for loss in losses], rel=8 * UNIT[torch.float64]
+    )
+    assert terms.weight_B.tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_objective_differs_from_every_other(backend):
     """A name that both backends know, but that shares another's branch, would train as that other."""
     names = get_args(CrossObjective)

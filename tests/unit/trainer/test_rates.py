@@ -1,9 +1,10 @@
-"""FLOP/s of a known device and tokens of all GPUs a second, by hand."""
+"""FLOP/s of a known device and tokens of all GPUs a second, by hand; what observers count of answers."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_mega.cluster.rank_map import RankMap
@@ -11,7 +12,8 @@ from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters
-from hacpo_mega.trainer.observers import Rates, peak_flops
+from hacpo_mega.records import Prompt, Verdict
+from hacpo_mega.trainer.observers import OwnMetrics, Rates, peak_flops
 
 
 def test_a_peak_is_claimed_of_known_devices_in_half_precision_alone(monkeypatch):
@@ -49,3 +51,16 @@ def test_rates_are_flops_over_the_peak_and_tokens_over_gpu_seconds(tmp_path, mon
     assert found["rate/learn_mfu"] == pytest.approx(flops / ((3 + 1) * 4 * 1e6), rel=1e-12)
     assert found["agent/a/learn_mfu"] == found["rate/learn_mfu"]
     assert found["rate/answer_tokens_per_gpu_s"] == pytest.approx(12 / (16 * 6))
+
+
+def test_a_metric_with_further_parameters_counts():
+    """A function for several callers, with *numbers and **others, gets what its other parameters name."""
+    observer = OwnMetrics([f"{ROOT}/tests/support/own_code.py:words_of"])
+    metrics = Metrics("a", lambda payload: [payload])
+    observer.joins(SimpleNamespace(place=SimpleNamespace(is_leader=True), name="a"), metrics)
+    answer = SimpleNamespace(
+        rollout=SimpleNamespace(prompt_index=0, text="a b", token_ids=[1, 2]), verdict=Verdict.CORRECT, reward=1.0
+    )
+    pool = SimpleNamespace(prompts=[Prompt(0, "id", "1+1=", "2")])
+    observer.before_writing(1, SimpleNamespace(pool=pool, trajectories=[answer]))
+    assert metrics.reduce().values == {"agent/a/own/words_of": 2.0}
