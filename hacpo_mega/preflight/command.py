@@ -44,6 +44,7 @@ from hacpo_mega.preflight.node_report import (
     look_findings,
     neighbours,
     report_findings,
+    shared_shortage,
     size,
     suspects,
     warnings,
@@ -77,15 +78,21 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        return not (self.findings or self.missing or self.failure)
+        return not (self.findings or self.missing or self.failure or self.shortage)
+
+    @property
+    def shortage(self) -> str:
+        """The line on a disk that no node can mend."""
+        return shared_shortage(self.reports)
 
     @property
     def exit_code(self) -> int:
-        """REFUSED if every node has the same complaint about the user's input."""
+        """REFUSED if every node has the same complaint about the user's input, or about the disk."""
         if self.is_good:
             return 0
         by_node = {tuple(report.problems) for report in self.reports}
-        if not self.missing and len(by_node) == 1 and not any(report.in_job for report in self.reports):
+        is_input = len(by_node) == 1 and not any(report.in_job for report in self.reports)
+        if not self.missing and (is_input or self.shortage):
             return REFUSED
         return NODE_BAD if self.bad_nodes or self.missing else FAILED
 
@@ -145,7 +152,7 @@ def table(outcome: Outcome, seconds: float) -> str:
     lines += _measured_lines(outcome.measured)
     lines += [f"{finding.node}: {finding.text}" for finding in outcome.findings]
     lines += warnings(outcome.reports)
-    lines += [outcome.failure]
+    lines += [outcome.failure or outcome.shortage]
     if outcome.missing:
         lines.append(f"ranks that did not come: {_spans(outcome.missing)}")
     lines.append(f"--exclude={','.join(outcome.bad_nodes)}" if outcome.bad_nodes else "")
@@ -163,7 +170,7 @@ def record(outcome: Outcome, seconds: float) -> dict[str, Any]:
         "bad_nodes": outcome.bad_nodes,
         "exclude": f"--exclude={','.join(outcome.bad_nodes)}" if outcome.bad_nodes else "",
         "findings": [asdict(finding) for finding in outcome.findings],
-        "failure": outcome.failure,
+        "failure": outcome.failure or outcome.shortage,
         "missing_ranks": outcome.missing,
         "groups": list(outcome.measured),
         "nodes": [asdict(report) | {"packages": len(report.packages)} for report in outcome.reports],
@@ -355,7 +362,7 @@ class Preflight:
         outcome = self._outcome
         seconds = time.monotonic() - self._started_s
         if outcome.exit_code == REFUSED:
-            say("\n".join(outcome.reports[0].problems), file=sys.stderr)
+            say(outcome.shortage or "\n".join(outcome.reports[0].problems), file=sys.stderr)
         else:
             say(table(outcome, seconds))
             self._write_file(record(outcome, seconds))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hacpo_mega.checkpoint.disk_space import CHECKPOINT_BYTES_PER_PARAMETER, free_bytes
+from hacpo_mega.checkpoint.disk_space import free_bytes, require_room
 from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine.driver import driver_problem, installed_driver, torch_cuda
 from hacpo_mega.cluster.machine.environment import (
@@ -25,7 +25,6 @@ from hacpo_mega.cluster.machine.machine_limits import free_memory_bytes
 from hacpo_mega.cluster.machine.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
-from hacpo_mega.models.files.folder import dtype_name
 
 OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
@@ -51,6 +50,7 @@ class NodeReport:
     cores       processors of each process; threads   how many it runs on them (OMP_NUM_THREADS)
     wanted      processors that a process needs at least
     *_bytes     free now: host memory, /dev/shm, the disk of the run folder
+    shortage    the line of `train` where the disk of the run folder cannot hold the run
     problems    what is wrong with it whatever the others say
     """
 
@@ -67,6 +67,7 @@ class NodeReport:
     memory_bytes: int = 0
     shm_bytes: int = 0
     disk_bytes: int = 0
+    shortage: str = ""
     problems: tuple[str, ...] = ()
 
 
@@ -79,27 +80,16 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     problems += mismatch
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}
     facts |= {f"{name}'s version": version for name, version in versions.items()}
-    model_bytes = checkpoint_bytes = 0
-    for agent in config.agents:
-        try:
-            text, weights, parameters = _model(agent.model)
-        except (OSError, ValueError) as error:
-            problems.append(f"agents.{agent.name}: {error}")
-            continue
-        facts[f"{agent.name}'s model folder"] = text
-        model_bytes += weights
-        checkpoint_bytes += CHECKPOINT_BYTES_PER_PARAMETER * parameters
-    is_saved = config.checkpoint.every_steps or config.checkpoint.every_minutes
-    # one checkpoint is written before the oldest goes
-    needed = model_bytes + (config.checkpoint.keep_last + 1) * checkpoint_bytes * bool(is_saved)
+    shortage = ""
+    try:
+        facts |= {f"{agent.name}'s model folder": _model(agent.model) for agent in config.agents}
+        require_room(config)
+    except OSError as error:
+        problems.append(f"agents: {error}")
+    except ValueError as short:
+        shortage = str(short)
     shm = free_bytes(Path("/dev/shm"))
     shm_needed = SHM_BYTES_WITH_GPUS if gpus else SHM_BYTES_PER_RANK * env.num_local
-    disk = free_bytes(config.run_dir)
-    if disk < needed:
-        problems.append(
-            f"disk of {config.run_dir}: {size(disk)} free, {size(needed)} needed for the exported agents and "
-            f"{config.checkpoint.keep_last + 1} checkpoints"
-        )
     if shm < shm_needed:
         problems.append(f"/dev/shm: {size(shm)} free, {size(shm_needed)} needed")
     devices = min(env.num_local, RankMap.of(config).num_devices)
@@ -119,7 +109,8 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
         wanted=config.reward.num_workers + 2 if gpus else 1,
         memory_bytes=free_memory_bytes(),
         shm_bytes=shm,
-        disk_bytes=disk,
+        disk_bytes=free_bytes(config.run_dir),
+        shortage=shortage,
         problems=tuple(problems),
     )
 
@@ -153,8 +144,8 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:SHORT]
 
 
-def _model(folder: Path) -> tuple[str, int, int]:
-    """A model's (digests of its files, bytes of the weights, parameters). OSError, ValueError if unreadable."""
+def _model(folder: Path) -> str:
+    """Digests of a model's files. OSError if they are unreadable."""
     config = (folder / "config.json").read_bytes()
     files = sorted(folder.glob("*.safetensors"))
     sizes = [file.stat().st_size for file in files]
@@ -162,8 +153,7 @@ def _model(folder: Path) -> tuple[str, int, int]:
         with file.open("rb") as weights:
             weights.read(8)
     names = _digest(repr([(file.name, number) for file, number in zip(files, sizes)]).encode())
-    text = f"config.json {_digest(config)}, {len(files)} weight files of {sum(sizes):,} bytes (names {names})"
-    return text, sum(sizes), sum(sizes) // (4 if dtype_name(folder) == "float32" else 2)
+    return f"config.json {_digest(config)}, {len(files)} weight files of {sum(sizes):,} bytes (names {names})"
 
 
 def _agents_of(env: LauncherEnv, config: Config) -> str:
@@ -222,6 +212,8 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
     """
     found = [Finding(report.node, problem) for report in reports for problem in report.problems]
     reports = [report for report in reports if report.in_job]
+    if not shared_shortage(reports):
+        found += [Finding(report.node, report.shortage) for report in reports if report.shortage]
     found += _differing((report.node, report.in_job) for report in reports)
     found += _other_packages(reports)
     for agents in dict.fromkeys(report.agents for report in reports):
@@ -230,6 +222,12 @@ def report_findings(reports: Sequence[NodeReport]) -> list[Finding]:
         found += _short_of_memory(peers)
         found += _short_of_cores(peers)
     return found
+
+
+def shared_shortage(reports: Sequence[NodeReport]) -> str:
+    """The line on a disk that all nodes find too small for the run: no node's fault. Empty if there is none."""
+    lines = [report.shortage for report in reports if report.in_job]
+    return lines[0] if lines and all(lines) else ""
 
 
 def warnings(reports: Sequence[NodeReport]) -> list[str]:

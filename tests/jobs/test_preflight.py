@@ -4,6 +4,7 @@ Four processes stand for four nodes of one rank each (preflight_job.py).
 """
 
 import json
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -95,15 +96,15 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     """Three faults at a time; the fourth node has none, and is not named."""
     visit = Visit(tmp_path, models, {1: "other version", 2: "full disk", 3: "no model"}).over()
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
-    assert visit.record["bad_nodes"] == ["n2", "n3", "n1"]
+    assert visit.record["bad_nodes"] == ["n3", "n2", "n1"]
     texts = visit.texts()
     version, packages = texts["n1"]
     assert version == f"torch's version: 0.0.1; on 2 other node(s): {metadata.version('torch')}"
     assert packages == f"installed packages: torch 0.0.1 ({metadata.version('torch')} on others)"
     (disk,) = texts["n2"]
-    assert disk.startswith("disk of run: 4 KiB free, ") and "3 checkpoints" in disk
+    assert re.match(r"run_dir: [\d,]+ bytes are needed, 4,096 are free .*: 3 checkpoints ", disk), disk
     assert any("nowhere does not exist" in text for text in texts["n3"]), texts
-    assert "\n--exclude=n2,n3,n1\n" in visit.outputs[0]
+    assert "\n--exclude=n3,n2,n1\n" in visit.outputs[0]
     assert visit.outputs[0].count(" BAD\n") == 3 and visit.outputs[0].count(" ok\n") == 1
 
 

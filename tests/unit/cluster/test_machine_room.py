@@ -10,10 +10,12 @@ from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from transformers import AutoModelForCausalLM
 
 from hacpo_mega.checkpoint import disk_space
+from hacpo_mega.cluster.launcher_env import LauncherEnv
 from hacpo_mega.cluster.machine import machine_limits
 from hacpo_mega.cluster.machine.machine_limits import require_processes
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.config import load_config
+from hacpo_mega.preflight.node_report import report_of
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,31 @@ def test_a_run_that_cannot_fit_its_disk_is_refused_with_the_arithmetic(config_fi
     assert not config.run_dir.exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
     disk_space.require_room(config)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_preflight_asks_for_as_much_room_as_training(goes_on, config_file, tmp_path, monkeypatch):
+    """For adapters alone, and less where checkpoints lie there, whose newest says how large the next one is."""
+    config = load_config(config_file, [f"run_dir={tmp_path}", "agents.tied.lora.rank=2", "agents.untied.lora.rank=2"])
+    trained, number = (sum(map(of, config.agents)) for of in (disk_space.num_trained, disk_space.num_parameters))
+    needed = 3 * 13 * trained + 4 * (trained + number)
+    if goes_on:
+        for step in (10, 20):
+            (tmp_path / f"checkpoints/step_{step:06}").mkdir(parents=True)
+        (tmp_path / "checkpoints/step_000020/state").write_bytes(bytes(1000))
+        needed = 1000 + 4 * (trained + number)
+    usage = shutil.disk_usage("/")
+    node = LauncherEnv(0, 2, 0, 1, "n0", ("n0", "n1"), "n0", 1, False)
+    for free in (needed, needed - 1):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        report = report_of(node, config, {})
+        assert not any(str(tmp_path) in problem for problem in report.problems), report.problems
+        if free == needed:
+            disk_space.require_room(config)
+            assert report.shortage == ""
+    with pytest.raises(ValueError, match=f"{needed:,} bytes are needed, {free:,} are free") as refusal:
+        disk_space.require_room(config)
+    assert report.shortage == str(refusal.value)
 
 
 def test_a_run_that_keeps_nothing_needs_no_room(config_file, monkeypatch):

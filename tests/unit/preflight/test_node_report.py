@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from hacpo_mega.cluster.launcher_env import LauncherEnv, expand_nodes, tasks_of_nodes
+from hacpo_mega.preflight.command import Outcome, table
 from hacpo_mega.preflight.node_report import (
     Look,
     NodeReport,
@@ -65,6 +66,20 @@ def test_less_than_half_of_the_others_memory_is_a_finding():
     assert named(report_findings(reports(n1={"memory_bytes": 49}))) == [
         ("n1", "host memory: 49 B free, 100 B on the other nodes")
     ]
+
+
+def outcome_of(found: list[NodeReport]) -> Outcome:
+    return Outcome({rank: {"report": vars(report)} for rank, report in enumerate(found)}, report_findings(found))
+
+
+def test_a_disk_that_is_too_small_for_all_is_no_nodes_fault():
+    """Starting again without some nodes would change nothing: exit 2, as `train` ends."""
+    short = {"shortage": "run_dir: 9 bytes are needed, 8 are free"}
+    outcome = outcome_of(reports(n0=short, n1=short, n2=short, n3=short))
+    assert (outcome.bad_nodes, outcome.exit_code, outcome.is_good) == ([], 2, False)
+    assert table(outcome, 0.0).count(short["shortage"]) == 1
+    one = outcome_of(reports(n2=short))
+    assert (named(one.findings), one.exit_code) == ([("n2", short["shortage"])], 5)
 
 
 NODES = ("n0", "n1", "n2", "n3")
