@@ -172,8 +172,9 @@ class Accuracy:
         return max(0.0, middle - half), min(1.0, middle + half)
 
     def is_paired(self, later: "Accuracy") -> bool:
-        """True if nearly all prompts of `later` were judged in this evaluation, the run's first, too."""
-        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= 0.9 * (later.num_evaluated or 0)
+        """True if `later` judged nearly the prompts of this evaluation, the run's first, and few others."""
+        most = 0.9 * max(self.num_evaluated or 0, later.num_evaluated or 0)
+        return self.step == 0 and later.gain is not None and later.gain.num_pairs >= most
 
     def gain_interval(self, later: "Accuracy") -> tuple[float, float] | None:
         """95 % of later - self: of the same prompts where `is_paired`, else of two independent samples.

@@ -4,6 +4,7 @@ Read from the last WINDOW steps that have a number, so that a verdict is about n
 where the numbers say nothing yet.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean, median
 from typing import Any
@@ -51,7 +52,7 @@ def _verdict(chart: str, level: str, text: str) -> dict[str, Any]:
 
 
 def _recent(run: Run, name: str) -> list[float]:
-    return list(run.series(name).values[-WINDOW:])
+    return [value for value in run.series(name).values[-WINDOW:] if math.isfinite(value)]
 
 
 def _of_pair(run: Run, learner: str, source: str) -> Verdicts:
@@ -128,13 +129,16 @@ def _of_agent(run: Run, agent: str) -> Verdicts:
         yield _verdict("memory", "none", f"{agent} holds {max(peaks) / 2**30:.1f} GiB at most {where}")
 
 
+def _waited(run: Run, agent: str) -> list[float]:
+    """Seconds that an agent's mean rank waited for others, by step."""
+    phases = [seconds for phase, seconds in phase_series(run, agent, "wait").items() if phase != "load"]
+    steps = sorted({step for seconds in phases for step in seconds})[-WINDOW:]
+    return [sum(seconds.get(step, 0.0) for seconds in phases) for step in steps]
+
+
 def _of_waiting(run: Run) -> Verdicts:
-    """The sentence about who waits for whom, by the seconds of the phase `wait`."""
-    waits: Mapping[str, float] = {
-        agent: fmean(list(seconds.values())[-WINDOW:])
-        for agent in run.agents
-        if (seconds := phase_series(run, agent).get("wait"))
-    }
+    """The sentence about who waits for whom, by the seconds waited in all phases: agents also meet in exchanges."""
+    waits: Mapping[str, float] = {agent: fmean(found) for agent in run.agents if (found := _waited(run, agent))}
     steps = [value for agent in run.agents for value in _recent(run, f"agent/{agent}/step_s")]
     if len(waits) < 2 or not steps or (step_s := fmean(steps)) <= 0.0:
         return

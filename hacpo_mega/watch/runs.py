@@ -61,11 +61,11 @@ class Watched:
     @property
     def group(self) -> str:
         """A name that runs with equal settings have in common: they differ in seed and folder alone."""
-        own = str(self.config.get("run_dir", ""))
+        inside = f"'{self.config.get('run_dir', '')}/"
         kept = [
             (key, value)
             for key, value in sorted(self.settings.items())
-            if key not in ALONE and not (own and own in str(value))
+            if key not in ALONE and inside not in repr(value)
         ]
         return hashlib.sha256(repr(kept).encode()).hexdigest()[:12]
 

@@ -63,7 +63,7 @@ OF_VERDICTS = (
         "omega/%",
         "agent/%/engine_gap_mean",
         "agent/%/truncated",
-        "agent/%/phase/wait_s",
+        "agent/%/wait/%_s",
         "agent/%/step_s",
     ),
     *("agent/%/device_bytes", "agent/%/rss_bytes"),

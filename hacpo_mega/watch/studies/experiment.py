@@ -61,7 +61,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
     if not reported:
         raise ValueError(f"{folder} has no reported run yet, {len(runs)} that choose a learning rate")
     methods = list(dict.fromkeys(run["method"] for run in reported))
-    chosen = reference or given or next(name for name in (*REFERENCES, *sorted(methods)) if name in methods)
+    chosen = reference or next(name for name in (given, *REFERENCES, *sorted(methods)) if name in methods)
     if chosen not in methods:
         raise ValueError(f"no method {chosen!r} has a reported run: give one of {', '.join(methods)}")
     regimes = list(dict.fromkeys(run["regime"] for run in reported))

@@ -327,6 +327,20 @@ def test_seeds_are_groups_and_settings_differ(tmp_path: Path) -> None:
     assert {run["experiment"] for run in run_list(runs)} == {"grid"}
 
 
+def test_a_folders_name_hides_no_setting(tmp_path: Path) -> None:
+    """Files inside a run are its own; a method of the same name is none."""
+    for name in ("naive", "sgt"):
+        run = WatchedRun(tmp_path / name)
+        run.add_metrics(1)
+        text = (run.folder / "config.toml").read_text()
+        text = re.sub("^run_dir = .*", f'run_dir = "{name}"', text, flags=re.M)
+        (run.folder / "config.toml").write_text(
+            f'{text}\n[algorithm]\nmethod = "{name}"\n[data]\nfiles = ["{name}/x"]\n'
+        )
+    found = comparison(list(Runs([tmp_path], print)))
+    assert [len(group["runs"]) for group in found["groups"]] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("selection", "says"),
     [
