@@ -44,7 +44,7 @@ def test_a_job_takes_all_memory_of_whole_nodes_alone():
     none = {"gpus_per_node": 0, "ranks_per_node": 4, "tp": 4}
     assert ask(cpus, **none).mem == ("0",) and ask(cpus, **none, cpus_per_rank=2).mem == ("16000M",)
     assert ask({}, tp=2, gpus_per_node=2).mem == ask(tp=2, gpus_per_node=2).mem == ("0",)
-    assert "all memory (sinfo could not be asked; with others on a node the job waits" in str(ask({}))
+    assert "all memory (sinfo could not be asked; on a shared node the job waits" in str(ask({}))
 
 
 def test_gpus_by_type_and_clusters_that_count_none():

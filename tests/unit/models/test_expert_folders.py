@@ -56,7 +56,7 @@ def test_their_number_has_two_names(tmp_path, said):
         (QWEN3_MOE, "num_experts_per_tok", 129, r"num_experts_per_tok is 129, and there are 128 experts"),
         (QWEN3_MOE, "num_experts", 0, r"num_experts must be an integer of at least 1"),
         (QWEN3_MOE, "norm_topk_prob", 1, r"norm_topk_prob must be true or false"),
-        (QWEN3_MOE, "shared_expert_intermediate_size", 64, r"is no field of qwen3_moe that is known"),
+        (QWEN3_MOE, "shared_expert_intermediate_size", 64, r"is not supported, only 0"),
         (MIXTRAL, "router_jitter_noise", 0.1, r"an answer that is scored twice would have two scores"),
         (MIXTRAL, "sliding_window", 4096, r"sliding_window = 4096 is not supported, only None"),
         (MIXTRAL, "norm_topk_prob", False, r"is no field of mixtral that is known"),
