@@ -9,12 +9,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 from hacpo_mega.agent.agent import Agent
 from hacpo_mega.agent.rollout_client import RolloutClient, require_fit
 from hacpo_mega.agent.sampler import Sampler
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, folder_of, plain
+from hacpo_mega.cluster.machine.environment import is_first_of_its_node
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
@@ -32,11 +33,11 @@ from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.run.provenance import other_threads
-from hacpo_mega.logbook.run.run_inputs import input_changes
+from hacpo_mega.logbook.run.run_inputs import Inputs, input_changes, run_contents
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.logbook.steps.start_parts import StartParts
 from hacpo_mega.models.files.chat_template import utc_now
-from hacpo_mega.models.files.hub import model_name
+from hacpo_mega.models.files.weight_files import some
 from hacpo_mega.records import Prompt
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 from hacpo_mega.trainer.joint_checkpoint import agree_on_start
@@ -53,6 +54,8 @@ from hacpo_mega.trainer.observers import (
 )
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
+
+MOST_SAID = 3  # differences between two nodes
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     # The time of chat templates' clocks is the resumed run's, else rank 0's current time.
     now = place.share_in_job((utc_now() if lacks_time(config) else "").encode() if is_first else None).decode()
     config = with_times(config, now) if now else config
-    require_same_models(place, [agent.model for agent in config.agents])
+    require_same_inputs(place, plain(config), run_contents(config) if is_first_of_its_node() else None)
     names, steps_done = tuple(agent.name for agent in config.agents), 0 if start is None else start.step
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
     place.before_end(console.clear)
@@ -170,15 +173,21 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
             console.say(f"changed since: {change}")
 
 
-def require_same_models(place: Place, models: Sequence[Path]) -> None:
-    """ValueError on every rank when a node's cache has another commit of a model than rank 0's. Collective.
+def require_same_inputs(place: Place, config: dict[str, Any], contents: Inputs | None) -> None:
+    """ValueError on every rank when one has another configuration, or files of other contents, than rank 0.
 
-    A branch of the Hub may have moved between the downloads of two nodes.
+    Nodes may have copies of their own, which would train together: answers meet by a prompt's number, and an optimizer
+    spreads its share of the weights to all cells. A branch of the Hub may move between the downloads of two nodes.
+    `contents` is None where another rank of the node looks. Collective.
     """
-    mine = [model_name(model) for model in models]
-    first = json.loads(place.share_in_job(json.dumps(mine).encode()))
-    apart = [f"{here} where rank 0 has {there}" for here, there in zip(mine, first) if here != there]
-    found = f"rank {place.coordinate.global_rank} has {', '.join(apart)}: name the commit, as in NAME@COMMIT"
+    mine = json.loads(json.dumps(config))
+    first, of_first = json.loads(place.share_in_job(json.dumps([config, contents]).encode()))
+    apart = [f"{change.key} = {change.now} where rank 0 has {change.before}" for change in changes(first, mine)]
+    for key, files in {} if contents is None else contents.items():
+        other = [name for name, digest in files.items() if of_first.get(key, {}).get(name) != digest]
+        apart += [f"other contents of {key} ({some(other)}) than rank 0"] if other else []
+    remedy = "give all nodes the same keys and files, and models by their commit (NAME@COMMIT)"
+    found = f"rank {place.coordinate.global_rank} has {'; '.join(apart[:MOST_SAID])}: {remedy}"
     if problem := place.first_message(found if apart else None):
         raise ValueError(problem)
 

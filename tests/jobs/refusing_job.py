@@ -1,5 +1,6 @@
 """A job of four ranks of which some find that their user has to mend something."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.trainer.build import require_same_models
+from hacpo_mega.trainer.build import require_same_inputs
 
 RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), AgentShape("C")))
 
@@ -19,8 +20,8 @@ def run(phase: str, complaints: dict[int, str]) -> None:
         if phase not in ("start", "models"):
             place.enter_phase(phase, "of step 1")
         place.barrier()
-        if phase == "models":  # what a rank's cache has
-            require_same_models(place, [Path(complaints[place.coordinate.global_rank])])
+        if phase == "inputs":  # of a rank's node, as JSON
+            require_same_inputs(place, *json.loads(complaints[place.coordinate.global_rank]))
         elif (complaint := complaints.get(place.coordinate.global_rank)) is not None:
             raise ValueError(complaint)
         time.sleep(1000.0)

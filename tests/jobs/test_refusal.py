@@ -1,5 +1,6 @@
 """Faults for a user to mend that only a running job finds: one text in the whole job, exit code 2, no traceback."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,21 @@ def test_problems_of_two_agents_are_both_said(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_node_whose_cache_has_another_commit_of_a_model_is_named(tmp_path):
-    one, other = (str(tmp_path / "models--org--name" / "snapshots" / (letter * 40)) for letter in "ab")
-    statuses, lines = play(tmp_path, "models", {0: one, 1: one, 2: one, 3: other})
+def test_a_node_with_other_keys_files_or_weights_is_named(tmp_path):
+    """Ranks 0 and 2 look at the files of a node each."""
+    plain = {"seed": 1, "agents": [{"name": "a", "model": "org/name@aa"}]}
+    moved = {"seed": 2, "agents": [{"name": "a", "model": "org/name@bb"}]}
+    files = {"data.files": {"x.jsonl": "1"}, "agents.a.model": {"tokenizer.json": "2", "the weights": "3"}}
+    others = {"data.files": {"x.jsonl": "1"}, "agents.a.model": {"tokenizer.json": "2", "the weights": "4"}}
+    ranks = [plain, files], [plain, None], [plain, others], [moved, None]
+    statuses, lines = play(tmp_path, "inputs", dict(enumerate(map(json.dumps, ranks))))
     assert statuses == [2, 2, 2, 2], lines
-    said = f"rank 3 has org/name@{'b' * 40} where rank 0 has org/name@{'a' * 40}: name the commit, as in NAME@COMMIT"
-    assert lines == [said]
+    remedy = "give all nodes the same keys and files, and models by their commit (NAME@COMMIT)"
+    moved_to = '"org/name@bb" where rank 0 has "org/name@aa"'
+    assert sorted(lines) == [
+        f"rank 2 has other contents of agents.a.model (the weights) than rank 0: {remedy}",
+        f"rank 3 has seed = 2 where rank 0 has 1; agents.a.model = {moved_to}: {remedy}",
+    ]
 
 
 @pytest.mark.nightly

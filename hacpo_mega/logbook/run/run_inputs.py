@@ -18,11 +18,13 @@ from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import OtherContent, content_change, refusals
 from hacpo_mega.data.reading.files import data_digest, file_digest
 from hacpo_mega.models.files.folder import text_files
+from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.weight_files import weights_fingerprint
 
 # By the key that names them, by the name of the file.
 Inputs = dict[str, dict[str, str]]
 WEIGHTS = "the weights"
+FEW_BLOCKS = 8  # of a large file, which every node reads
 
 
 def start_with_same_inputs(
@@ -64,6 +66,16 @@ def run_inputs(config: Config) -> Inputs:
     for key, file in _own_files(config):
         found[key] = found.get(key, {}) | _of_files((Path(file),))
     return {key: files for key, files in found.items() if files}
+
+
+def run_contents(config: Config) -> Inputs:
+    """`run_inputs`, and a coarse fingerprint of the weights of every local model folder that has some."""
+    found = run_inputs(config)
+    for agent in config.agents:
+        if HubModel.of_snapshot(agent.model) is None and any(agent.model.glob("*.safetensors")):
+            weights = {WEIGHTS: weights_fingerprint(agent.model, num_blocks=FEW_BLOCKS)}
+            found[f"agents.{agent.name}.model"] = found.get(f"agents.{agent.name}.model", {}) | weights
+    return found
 
 
 def _own_files(config: Config) -> Iterator[tuple[str, str]]:

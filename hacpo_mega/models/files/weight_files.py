@@ -341,11 +341,12 @@ def published_names(folder: Path, *, tied: bool) -> frozenset[str]:
     return frozenset(weight_names(stored_tensors(folder), tied=tied, extra=extra_layers(read_config(folder))))
 
 
-def weights_fingerprint(folder: Path) -> str:
+def weights_fingerprint(folder: Path, num_blocks: int = NUM_BLOCKS) -> str:
     """A hash of config.json and of the safetensors, so that another checkpoint at the same path is another model.
 
-    For a file over 64 MiB it reads the head and 1,000 blocks at even distance: a step of training changes weights
-    everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without safetensors.
+    For a file over 64 MiB it reads `num_blocks` blocks at even distance, the head among them: a step of training
+    changes weights everywhere, and reading 100 GB on every rank would take minutes. ValueError for a folder without
+    safetensors.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -355,7 +356,7 @@ def weights_fingerprint(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as stream:
-            stride = BLOCK_BYTES if size <= WHOLE_BYTES else size // NUM_BLOCKS
+            stride = BLOCK_BYTES if size <= WHOLE_BYTES else size // num_blocks
             for start in range(0, size, stride):
                 stream.seek(start)
                 digest.update(stream.read(BLOCK_BYTES))

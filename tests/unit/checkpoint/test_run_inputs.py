@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from hacpo_mega.checkpoint.files import RECORD, Checkpoint
 from hacpo_mega.config import Config, load_config
-from hacpo_mega.logbook.run.run_inputs import input_changes, start_with_same_inputs
+from hacpo_mega.logbook.run.run_inputs import input_changes, run_contents, start_with_same_inputs
 
 ROWS = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) + "\n" for number in range(8)]
 FUNCTION = "def count(answers, golds):\n    return [float(len(answer)) for answer in answers]\n"
@@ -110,6 +110,23 @@ def test_a_run_goes_on_with_other_contents_only_where_that_is_accepted(work, cha
     assert way == f"--accept {key}, or start anew with --fresh"
     start = start_with_same_inputs(work.config(*overrides), accept=[key])
     assert [str(found) for found in input_changes(start, work.config(*overrides))] == [key_and_what]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (grow, "data.files"),
+        (rename_token, "agents.two.model"),
+        (other_reward, "reward.kind"),
+        (other_weights, "agents.one.model"),
+    ],
+)
+def test_a_node_with_another_copy_has_other_contents(work, change, key):
+    before = run_contents(work.config())
+    assert run_contents(work.config()) == before
+    change(work)
+    after = run_contents(work.config())
+    assert {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)} == {key}
 
 
 def test_what_the_run_does_not_read_again_may_change(work):
