@@ -13,4 +13,4 @@ python=${PYTHON:-$root/.venv/bin/python}
 [[ -x $python || -n ${PYTHON:-} ]] || python=python3
 # A job inside a job would take its ranks from the outer one.
 unset RANK WORLD_SIZE LOCAL_RANK SLURM_PROCID
-exec "$python" -m hacpo_mega.cli train "$@"
+exec "$python" -P -m hacpo_mega.cli train "$@"

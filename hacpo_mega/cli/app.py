@@ -181,22 +181,12 @@ def train(
 
     with Trainer(config, **how) as trainer:
         is_done = trainer.fit()
+        if is_done and config.logging.report != "never":
+            trainer.write_report()
     if not is_done:
         if is_first:
             record_termination(config.run_dir)
         raise typer.Exit(RESUMABLE)
-    if config.logging.report != "never" and is_first:
-        say(_report_of(config.run_dir))
-
-
-def _report_of(run_dir: Path) -> str:
-    """Line on the report of a run that has ended. Nothing in it fails the run: the models are there."""
-    from hacpo_mega.report import write_report
-
-    try:
-        return f"the report: {write_report(run_dir)}"
-    except Exception as error:
-        return f"no report: {type(error).__name__}: {error}"
 
 
 def _require_inputs(config: Config, how: StartOptions) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hacpo_mega.cli.start import find_own_code_here
 from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.models.files.visible import say
 
@@ -68,6 +69,7 @@ def grade(
     from hacpo_mega.commands.grade import grade as grade_answers
 
     options = parse_options(option or [])
+    find_own_code_here()
     with Judge(reward, workers, timeout_s, options=options, start_timeout_s=start_timeout_s) as judge:
         _print_findings(grade_answers(file, out, judge, explain, pred_field, gold_field))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from click import HelpFormatter
 
-from hacpo_mega.cli.start import Trust, fetch_missing, is_one_of
+from hacpo_mega.cli.start import Trust, fetch_missing, find_own_code_here, is_one_of
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
 from hacpo_mega.config.describe import describe_fields
 from hacpo_mega.evaluation.keys import EvaluationTable, read_words
@@ -40,6 +40,8 @@ def evaluate_model(
     for notice in notices if reads_first() else ():
         say(notice, file=sys.stderr)
     prepare_environment()  # torch reads how loud it may be when it is imported
+    if trust:
+        find_own_code_here()
     from hacpo_mega.evaluation.answers import require_place
     from hacpo_mega.evaluation.settings import ask, benchmarks_of, require_judge, require_weights
 

@@ -15,6 +15,6 @@ def quickstart(
     """Make two tiny models, train them together and write the report: runs/quickstart, a few minutes on two cores."""
     file = installed_files("configs") / "quickstart.toml"
     for command in ("init", "train"):
-        done = subprocess.run([sys.executable, "-m", "hacpo_mega.cli", command, str(file), *(overrides or [])])
+        done = subprocess.run([sys.executable, "-P", "-m", "hacpo_mega.cli", command, str(file), *(overrides or [])])
         if done.returncode:
             raise typer.Exit(done.returncode if done.returncode > 0 else 128 - done.returncode)

@@ -4,6 +4,7 @@ Imports of what is heavy are inside functions, as in app.py.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -63,12 +64,22 @@ def load_checked(
 ) -> Config:
     """The checked configuration. `with_models` also requires the model folders that `init` would make and, outside a
     job, downloads those of the Hub after `before_download` and all other checks have passed."""
+    find_own_code_here()
     with one_voice_per_node():
         if with_models and not inside_a_job():
             fetch_agents(config_file, overrides or [], before_download)
         if not with_models:
             return load_config(config_file, overrides or [], try_templates=reads_first())
         return load_with_models(config_file, overrides, try_templates=reads_first())
+
+
+def find_own_code_here() -> None:
+    """Lets the names of a user's functions be modules of the current folder; last, so that a file there hides none.
+
+    For commands that run what a configuration names: a folder of somebody else's is not to be read from.
+    """
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
 
 
 def load_with_models(config_file: Path, overrides: list[str] | None, *, try_templates: bool = True) -> Config:

@@ -332,7 +332,7 @@ def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
             return importlib.util.find_spec(module)
         except ModuleNotFoundError:
             return None
-    # The ranks of a job run with the current folder on their path; this process may not.
+    # Commands that run the code of a configuration have the current folder last on their path; this process may not.
     spec = importlib.util.find_spec(first) if first else None
     spec = spec or importlib.machinery.PathFinder.find_spec(first, [str(Path.cwd())])
     path = first

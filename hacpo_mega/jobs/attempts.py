@@ -12,6 +12,7 @@ often as they like. Not here: which attempt this process is in (environment.py).
 """
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -41,22 +42,26 @@ def record_termination(run_dir: Path) -> None:
 def _append(run_dir: Path, line: dict[str, Any]) -> None:
     path = run_dir / "logs" / "attempts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time_unix_s": round(time.time(), 3)} | line) + "\n")
+    with path.open("ab+") as file:
+        if file.tell():  # a line that a full disk has cut would take this one with it
+            file.seek(-1, os.SEEK_END)
+        begin = b"" if file.read(1) in (b"\n", b"") else b"\n"
+        file.write(begin + json.dumps({"time_unix_s": round(time.time(), 3)} | line).encode() + b"\n")
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`, and how it `ended`, or would."""
+    """The attempts of a run, oldest first: `time_unix_s`, `job`, `attempt`, `step`, and how it `ended`, or would.
+
+    Lines that a full disk has cut are left out: no attempt ends for them.
+    """
     path = run_dir / "logs" / "attempts.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     attempts = []
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         try:
             found = _attempt(parse_json(line))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: not a line of an attempt ({error}); move the file away"
-            ) from error
+        except ValueError:
+            continue
         if "step" in found:
             attempts.append({"ended": DIED} | found)
             continue

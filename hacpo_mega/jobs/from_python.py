@@ -7,6 +7,7 @@ it runs in the caller's process, between two looks, and can change nothing.
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,11 +20,13 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.jobs.local import run_on_this_machine, words_of
 from hacpo_mega.logbook.console import warn
-from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, metrics_of, read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_parts, read_rollouts
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
 from hacpo_mega.logbook.steps.held_out import held_out
+from hacpo_mega.models.files.documents import parse_json
+from hacpo_mega.models.files.links import require_inside
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 OnAnswers = Callable[[int, list[dict[str, Any]]], None]
@@ -114,18 +117,37 @@ class _Seen:
         done = [] if is_new else committed_steps(config.run_dir)
         self._step = self._answers_of = max(done, default=-1)
         self._stamp = self._stamp_now()  # what an older run has written is not this one's
+        self._inode, self._offset = 0, 0  # the file of metrics that was read, and how far
         self._reported: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
         """Passes records that are new since the last call to the callbacks."""
+        if self._on_step is self._on_answers is self._on_evaluation is None:
+            return
         if (stamp := self._stamp_now()) != self._stamp:
             self._stamp = stamp
-            for step, of_step in (self._read("on_step", _metrics, self._run_dir) or {}).items():
+            for step, of_step in (self._read("on_step", self._new_metrics) or {}).items():
                 if step > self._step:
                     self._step = step
                     self._show(step, of_step.values, of_step.values | of_step.timing)
         if self._on_answers is not None:
             self._show_answers(is_over)
+
+    def _new_metrics(self) -> dict[int, StepMetrics]:
+        """The steps that have been written since the last call; all of a file that is another one, or has shrunk."""
+        path, steps = self._run_dir / "metrics.jsonl", dict[int, StepMetrics]()
+        require_inside(self._run_dir, path)
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset = found.st_ino, 0
+            file.seek(self._offset)
+            lines = file.read().split(b"\n")[:-1]
+            self._offset += sum(len(line) + 1 for line in lines)
+            for step, line in (metrics_of(parse_json(line)) for line in lines if line):
+                known = steps.get(step, StepMetrics({}, {}))
+                steps[step] = StepMetrics(known.values | line.values, known.timing | line.timing)
+        return dict(sorted(steps.items()))
 
     def _show(self, step: int, values: Mapping[str, float], everything: Mapping[str, float]) -> None:
         if self._on_step is not None:
@@ -164,7 +186,7 @@ class _Seen:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _metrics(run_dir: Path) -> dict[int, Any]:
+def _metrics(run_dir: Path) -> dict[int, StepMetrics]:
     try:
         return read_metrics(run_dir / "metrics.jsonl")
     except FileNotFoundError:

@@ -133,7 +133,7 @@ class _Ranks:
         if self._forks:
             rank = ForkedRank(MODULE, arguments, environment, (*DEFERRED, *AT_ONCE))
         else:
-            command = [sys.executable, "-m", MODULE, *arguments]
+            command = [sys.executable, "-P", "-m", MODULE, *arguments]
             rank = subprocess.Popen(command, env=os.environ | environment, start_new_session=True)
         self._processes.append(rank)
 

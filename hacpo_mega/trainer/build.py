@@ -46,7 +46,6 @@ from hacpo_mega.trainer.observers import (
     Observer,
     OwnMetrics,
     Rates,
-    Reports,
     TrackedAnswers,
     Verification,
     num_gpus,
@@ -229,8 +228,6 @@ def config_observers(
         yield Diagnosis(config.training.diagnose_every, agent, metrics, phase, names)
     if config.logging.metrics:
         yield OwnMetrics(config.logging.metrics)
-    if isinstance(config.logging.report, int) and rollout.place.coordinate.global_rank == 0:
-        yield Reports(config, config.logging.report)
     if trackers:
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, names)
 

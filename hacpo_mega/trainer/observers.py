@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, SupportsFloat
 
@@ -34,6 +34,8 @@ from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning
 from hacpo_mega.records import Pool, Prompt, Sample, UpdateStats
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
+
+LOOK_S = 5.0  # for a report, between two signs of life to the other ranks
 
 
 class Observer:
@@ -232,20 +234,58 @@ class Rates(Observer):
 
 
 class Reports(Observer):
-    """Writes report.html every n-th step, of the steps before it, in a process beside the training; on rank 0."""
+    """Writes report.html in a process beside the training, from rank 0: every n-th step, of the steps before it, and at
+    the end. One that fails ends nothing."""
 
-    def __init__(self, config: Config, every: int) -> None:
-        self._run_dir, self._every, self._last = config.run_dir, every, config.num_steps
+    def __init__(self, config: Config, place: Place) -> None:
+        self._run_dir, self._last, self._place = config.run_dir, config.num_steps, place
+        self._every, self._is_first = config.logging.report, place.coordinate.global_rank == 0
+        self._look_s = min(LOOK_S, config.wait_s / 4)
         self._process: subprocess.Popen | None = None
+        self._is_last = False
 
     def before_writing(self, step: int, found: StepResult) -> None:
-        """Begins a report if the one before is done; at the last step, after which one is written, waits for it."""
-        if step == self._last:
-            if self._process is not None:
-                self._process.wait()
-        elif step % self._every == 0 and (self._process is None or self._process.poll() is not None):
-            command = [sys.executable, "-m", "hacpo_mega.report", str(self._run_dir)]
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        """Begins a report if the one before is done; none at the last step, after which one is written."""
+        is_due = self._is_first and isinstance(self._every, int) and step % self._every == 0 and step < self._last
+        if is_due and (self._process is None or self._process.poll() is not None):
+            with suppress(OSError):  # no memory for a process
+                self._process = self._begin(subprocess.DEVNULL)
+
+    def finish(self) -> str:
+        """Writes the report of the whole run while the other ranks wait; a line about it. Collective over the job.
+
+        A launcher may end a rank that is the last one for long, and a collective ends a wait: so the others hear again
+        and again that it is being written. A signal that tells them to end leaves it out.
+        """
+        while not self._place.agreed_signal():
+            line = self._go_on().encode() if self._is_first else None
+            if line := self._place.share_in_job(line):
+                return line.decode()
+        if self._process is not None:
+            self._process.kill()
+        return f"no report: told to end before it was written; hacpo-mega report {self._run_dir} writes it"
+
+    def _go_on(self) -> str:
+        """Waits a moment for the last report, once an earlier one is done; the line about it when it has ended."""
+        try:
+            if self._process is None:
+                self._process, self._is_last = self._begin(subprocess.PIPE), True
+            _, said = self._process.communicate(timeout=self._look_s)
+        except subprocess.TimeoutExpired:
+            return ""
+        except OSError as error:
+            return f"no report: {error}"
+        status, is_last, self._process = self._process.returncode, self._is_last, None
+        if not is_last:
+            return ""
+        if status == 0:
+            return f"the report: {self._run_dir / 'report.html'}"
+        why = said.strip().rpartition("\n")[2] or f"its process has ended with status {status}"
+        return f"no report: {why}"
+
+    def _begin(self, errors: int) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-m", "hacpo_mega.report", str(self._run_dir)]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True, errors="replace")
 
 
 COLUMNS = ("prompt", "gold", "agent", "answer", "reward", "verdict", "num_tokens")

@@ -61,7 +61,7 @@ from hacpo_mega.trainer.build import (
 )
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.joint_disk import JointDisk
-from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Skips
+from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Reports, Skips
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
@@ -227,8 +227,10 @@ class Trainer:
             config.training.max_skipped_updates, config.run_dir / "logs", rollout.name,
             place.coordinate.cell if place.is_leader else None, rollout.codec.decode_answer, place.gather_agent,
         )  # fmt: skip
+        self._reports = Reports(config, place)
         chosen = [
             Skips(self.skips),
+            self._reports,
             *config_observers(config, self.agent, rollout, metrics, self.phase, trackers),
             Evaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
             *rate_observers(config, rollout),
@@ -267,6 +269,12 @@ class Trainer:
         run_dir = self.config.run_dir
         self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega watch {run_dir}` shows the run")
         return True
+
+    def write_report(self) -> None:
+        """Writes the report of a run that is done, and says where it is, or why there is none. Collective over the
+        job."""
+        self.place.enter_phase("report", "after the last step")
+        self.console.say(self._reports.finish())
 
     def step(self) -> None:
         """One HACPO step (Algorithm 1 of the paper): everyone answers, everyone shares, each learns."""

@@ -79,8 +79,9 @@ class Index:
         self._seen: tuple[Any, ...] = ()  # state of the run's files at the last look
         self._is_behind, self._looks_at_all = True, True
         name = f"{hashlib.sha256(bytes(self.folder)).hexdigest()[:16]}.{socket.gethostname()}.sqlite"
-        cache = user_cache() / "hacpo-mega" / "watch"
+        cache = Path("the home's cache")
         try:
+            cache = user_cache() / "hacpo-mega" / "watch"
             self._open(cache / name)
         except (OSError, sqlite3.OperationalError) as error:
             aside = Path(tempfile.gettempdir()) / f"hacpo-mega-watch-{os.getuid()}"

@@ -3,8 +3,10 @@
 import os
 import re
 import socket
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.preflight.meeting import GroupTest
+from hacpo_mega.trainer.observers import Reports
 
 UNEQUAL = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))
 
@@ -304,6 +307,23 @@ def test_a_port_that_another_program_has_is_named_by_every_rank_in_time(tmp_path
     assert f": no store of this job at {where} for 3 s: the listener there does not answer like a process" in second
     assert second.startswith("rank 1 on ")
     assert second.endswith("MASTER_PORT a port that no other program has?\n") and second.count("\n") == 1
+
+
+def wait_for_a_report(run_dir: Path, place: Place, rank_map: RankMap) -> tuple[str, bool]:
+    """The line about a report that takes longer than a rank may wait; and if it was there when this rank left."""
+    slow = run_dir / "slow"
+    if place.coordinate.global_rank == 0:
+        slow.write_text(f"#!/bin/sh\nsleep 1; echo drawn >{run_dir}/report.html\n")
+        slow.chmod(0o755)
+        sys.executable = str(slow)
+    config = SimpleNamespace(run_dir=run_dir, num_steps=1, wait_s=0.1, logging=SimpleNamespace(report="end"))
+    return Reports(config, place).finish(), (run_dir / "report.html").is_file()
+
+
+def test_all_ranks_stay_while_the_last_report_is_written(tmp_path):
+    """Else srun ends the one that writes it, a minute after the others have left."""
+    said = run_job(UNEQUAL, partial(wait_for_a_report, tmp_path))
+    assert said == [(f"the report: {tmp_path / 'report.html'}", True)] * UNEQUAL.world_size
 
 
 def end_a_preflight(rank_map: RankMap) -> list[str]:

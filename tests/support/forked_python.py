@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An interpreter that has imported torch, Megatron and vLLM already: what is started by it is forked from one that has.
 
-    forked_python.py -m MODULE ...           asks the server of $FORKED_PYTHON for a process and stands for it
+    forked_python.py [-P] -m MODULE ...      asks the server of $FORKED_PYTHON for a process and stands for it
     forked_python.py ...                     is $PLAIN_PYTHON, for the small processes that a rank starts
 
 The process is in the namespaces (network, processes, host name, mounts) of the one that asked: under the Slurm of these
@@ -130,6 +130,8 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:3] == ["-P", "-m"]:
+        del sys.argv[1]  # a process of the server has no current folder on its path
     if sys.argv[1] == "-m":
         sys.exit(ask(os.environ["FORKED_PYTHON"]))
     else:

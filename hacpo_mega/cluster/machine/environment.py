@@ -347,8 +347,11 @@ def place_in_cluster() -> dict[str, str]:
 
 
 def user_cache() -> Path:
-    """The folder of this user's caches."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """The folder of this user's caches. FileNotFoundError for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from error
 
 
 def end_with_launcher() -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from job import run_here
+from repository import ROOT
 
 from hacpo_mega.cli.start import UNUSED, absent
 from hacpo_mega.cluster.groups.spans import Spans
@@ -178,3 +180,34 @@ def test_what_needs_scipy_is_absent_with_it(tmp_path, monkeypatch):
     assert importlib.util.find_spec("sklearn").origin.startswith(str(tmp_path))
     with absent(UNUSED):
         assert importlib.util.find_spec("sklearn") is None
+
+
+LAUNCHERS = {
+    "ranks": ("-P", "-c", "from hacpo_mega.jobs.local import run_on_this_machine as run; run(['--version'], 1)"),
+    "quickstart": ("-P", "-c", "from hacpo_mega.cli.quickstart import quickstart; quickstart(['no=key'])"),
+}
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "local.sh"])
+def test_a_rank_runs_no_file_that_lies_in_the_current_folder(tmp_path, launcher):
+    """As in the folder of somebody's run, which `eval` and `export` are to execute nothing of."""
+    (tmp_path / "typer.py").write_text("open('this_ran', 'w')\n")
+    if launcher == "local.sh":
+        command = [ROOT / "launch/local.sh", "nowhere.toml"]
+    else:
+        command = [sys.executable, *LAUNCHERS[launcher]]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    subprocess.run(command, cwd=tmp_path, env=environment | {"PYTHON": sys.executable}, capture_output=True)
+    assert not (tmp_path / "this_ran").exists()
+
+
+def test_a_grader_in_the_current_folder_is_found_last(tmp_path, monkeypatch):
+    """Training accepts what `check` accepts, and a module of that folder takes no other's place."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    for name in ("grader_of_here", "typer"):
+        (tmp_path / f"{name}.py").write_text("def reward(prompt, answer, gold):\n    return 1.0\n")
+    (tmp_path / "answers.jsonl").write_text('{"prompt": "1+1", "gold": "2", "pred": "2"}\n')
+    done = run_here("grade", "answers.jsonl", "--out", "verdicts.jsonl", "--reward", "grader_of_here:reward")
+    assert done.returncode == 0, done.stderr
+    assert sys.path[-1] == str(tmp_path)

@@ -340,10 +340,12 @@ def test_only_another_state_is_the_end_that_slurm_makes(tmp_path, state):
 
 
 def test_a_job_that_slurm_ends_at_its_limit_queues_again(tmp_path):
-    """As when the controller was away at the signal, and back after the limit."""
+    """As when the controller was away at the signal, and back after the limit; and a full disk had cut a line."""
+    (tmp_path / "run/logs").mkdir(parents=True)
+    (tmp_path / "run/logs/attempts.jsonl").write_text('{"ended": "cut"}')
     told = ended(75, 75, then="os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)")
     attempt = Attempt(tmp_path, told, variables={"STATE": "COMPLETING Reason=TimeLimit"})
-    assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["told"]
+    assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["cut", "told"]
 
 
 def test_a_cancelled_job_is_said_to_be_one(tmp_path):

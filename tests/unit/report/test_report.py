@@ -3,11 +3,14 @@
 import functools
 import gzip
 import html
+import itertools
 import json
 import math
 import operator
 import re
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -25,8 +28,6 @@ from matplotlib.figure import Figure
 from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
-from hacpo_mega import report
-from hacpo_mega.cli import app
 from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.logbook.console import PHASES
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
@@ -546,20 +547,45 @@ def test_a_row_of_another_shape_is_shown_or_named_by_line_and_field(name: str, s
     assert num_refused > len(cases) / (4 * share)
 
 
+def reports_of(run_dir: Path, every: int | str = "end", signals: tuple[int, ...] = ()) -> Reports:
+    """Those of a run of three steps whose one rank is told `signals`, a look each."""
+    told = itertools.chain(signals, itertools.repeat(0))
+    place = SimpleNamespace(
+        coordinate=SimpleNamespace(global_rank=0),
+        agreed_signal=lambda: next(told),
+        share_in_job=lambda payload: payload,
+    )
+    logging = SimpleNamespace(report=every)
+    return Reports(SimpleNamespace(run_dir=run_dir, num_steps=3, wait_s=0.2, logging=logging), place)
+
+
 def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch):
-    assert app._report_of(tmp_path).startswith("no report: ValueError: ")
-    monkeypatch.setattr(report, "write_report", lambda run_dir: 1 // 0)
-    assert app._report_of(tmp_path).startswith("no report: ZeroDivisionError: ")
+    nowhere = tmp_path / "nowhere"
+    assert reports_of(nowhere).finish().startswith(f"no report: ValueError: {nowhere} ")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert reports_of(tmp_path).finish() == "no report: its process has ended with status 1"
+    monkeypatch.setattr(sys, "executable", str(nowhere))
+    assert reports_of(tmp_path).finish().startswith("no report: [Errno 2] No such file")
+
+
+def test_a_signal_leaves_the_last_report_out(tmp_path, monkeypatch):
+    endless = tmp_path / "endless"
+    endless.write_text("#!/bin/sh\nexec sleep 3600\n")
+    endless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(endless))
+    line = reports_of(tmp_path, signals=(0, 0, signal.SIGTERM)).finish()
+    assert line.startswith("no report: told to end before it was written; hacpo-mega report ")
 
 
 def test_a_report_every_few_steps_begins_none_at_the_last(monkeypatch, tmp_path):
-    """The run writes that one itself, when the step is on disk, and two would be drawn at a time."""
-    begun = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: begun.append(command[-1]) or Mock())
-    config = SimpleNamespace(run_dir=tmp_path, num_steps=3)
+    """The run writes that one itself, when the step is on disk and the one before is done."""
+    begun, done = [], Mock(returncode=0, **{"communicate.return_value": ("", "")})
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: begun.append(command[-1]) or done)
     for first, expected in ((1, 2), (3, 0)):  # the whole run, and one that goes on with its last step
-        reports = Reports(config, 1)
+        reports = reports_of(tmp_path, 1)
         for step in range(first, 4):
             reports.before_writing(step, None)
         assert begun == [str(tmp_path)] * expected
+        assert reports.finish() == f"the report: {tmp_path / 'report.html'}"
+        assert begun == [str(tmp_path)] * (expected + 1)
         begun.clear()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from repository import ROOT
@@ -235,6 +236,10 @@ def test_a_cache_that_cannot_be_written_is_said(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     assert total(watched(run.folder, said.append)) == 24
     assert len(said) == 1 and "cannot hold an index" in said[0] and "XDG_CACHE_HOME" in said[0]
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert total(watched(run.folder, said.append)) == 24
+    assert said[1].startswith("the home's cache cannot hold an index (Could not determine home directory.)")
     monkeypatch.setattr("tempfile.tempdir", str(cache))
     with pytest.raises(ValueError, match=r"cannot hold an index either .*Not a directory"):
         watched(run.folder, said.append)
