@@ -96,7 +96,11 @@ def test_a_frequent_tokens_row_is_added_in_float32_on_two_tensor_ranks(family, t
 
 
 def frequent_on_two_ranks(folder):
-    return frequent_token_error(folder, 4096, tp=2)
+    errors = [
+        frequent_token_error(folder, 4096, tp=2, overrides={"deterministic_mode": is_deterministic})
+        for is_deterministic in (False, True)  # Megatron takes rows by another function then
+    ]
+    return max(errors)
 
 
 def test_products_of_bf16_are_added_in_float32(folder):

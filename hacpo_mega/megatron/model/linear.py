@@ -65,8 +65,11 @@ class EmbeddingInFloat32(TorchFunctionMode):
     """Replaces the embedding of a half-precision weight that Megatron's buffers train; for Megatron's own layer."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is embedding and args[1].dtype != torch.float32 and hasattr(args[1], "main_grad"):
-            return _Rows.apply(args[1], args[0])
+        if func in (embedding, torch.Tensor.__getitem__):  # the second with megatron.deterministic_mode
+            ids, weight_VH = args[:2] if func is embedding else args[1::-1]
+            takes_rows = isinstance(ids, torch.Tensor) and ids.dtype in (torch.int32, torch.int64)
+            if takes_rows and weight_VH.dtype != torch.float32 and hasattr(weight_VH, "main_grad"):
+                return _Rows.apply(weight_VH, ids)
         return func(*args, **(kwargs or {}))
 
 

@@ -6,6 +6,7 @@ jobs/test_actor_bf16.py runs them on the CPU over gloo, gpu/test_actor_gpu.py an
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +109,7 @@ def hugging_faces_error(folder: Path) -> float:
 FREQUENT, LONGEST = 3, 128  # a token, and tokens of a sequence
 
 
-def frequent_token_error(folder: Path, num_tokens: int, *, tp: int = 1) -> float:
+def frequent_token_error(folder: Path, num_tokens: int, *, tp: int = 1, **options: Any) -> float:
     """Relative error of the row of a token that is half of a micro-batch of so many, in the embedding's gradient.
 
     A tied head is another sum of the row; it learns to answer alone, and no answer is the token.
@@ -117,7 +118,7 @@ def frequent_token_error(folder: Path, num_tokens: int, *, tp: int = 1) -> float
     texts = rng.integers(FREQUENT + 1, VOCAB, size=(num_tokens // LONGEST, LONGEST), dtype=np.int32)
     texts[:, :-1:2] = FREQUENT
     sequences = [TokenSequence(text[:-1], text[-1:], 1) for text in texts]
-    options = {"max_tokens_per_microbatch": 2 * num_tokens, "share_prompts": False, "dtype": BF16}
+    options |= {"max_tokens_per_microbatch": 2 * num_tokens, "share_prompts": False, "dtype": BF16}
     actor = make_actor(folder, tp=tp, optimizer=STEP, **options)
     update = partial(actor.learn_supervised, sequences, len(sequences))
     found, stats = gradient_by_descent(actor, update)
