@@ -59,7 +59,9 @@ def _gate_and_up(
     gate_moves, up_moves = tl.full(gate.shape, 1.0, tl.float32), tl.full(gate.shape, 1.0, tl.float32)
     if activation == "swigluoai":
         gate_moves, up_moves = (gate <= SWISH_LIMIT).to(tl.float32), (tl.abs(up) <= SWISH_LIMIT).to(tl.float32)
-        gate, up = tl.minimum(gate, SWISH_LIMIT), tl.minimum(tl.maximum(up, -SWISH_LIMIT), SWISH_LIMIT) + 1.0
+        # Not by minimum and maximum, which lose NaN: an update with one is skipped.
+        gate = tl.where(gate > SWISH_LIMIT, SWISH_LIMIT, gate)
+        up = tl.where(up > SWISH_LIMIT, SWISH_LIMIT, tl.where(up < -SWISH_LIMIT, -SWISH_LIMIT, up)) + 1.0
     return gate, up, gate_moves, up_moves, place, column, inside
 
 

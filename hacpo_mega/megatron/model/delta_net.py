@@ -91,7 +91,9 @@ class GatedDeltaNet(torch.nn.Module):
         )
         value_TNE = value.unflatten(1, (-1, delta.value_dim))
         log_decay_TN = -self.A_log.float().exp() * softplus(decay_TN.float() + self.dt_bias.float())
-        rule = fused_rule if value.is_cuda and DELTA_RULE is not None else delta_rule
+        # flash-linear-attention's asserts half precision.
+        can_fuse = value.is_cuda and DELTA_RULE is not None and value.dtype != torch.float32
+        rule = fused_rule if can_fuse else delta_rule
         output_TNE = rule(DeltaInputs(*repeated, value_TNE, log_decay_TN, share_TN.float().sigmoid()), packed)
         normed = rms_norm(output_TNE.float(), (delta.value_dim,), self.norm.weight.float(), self.eps)
         gated = normed * silu(gate.unflatten(1, (-1, delta.value_dim)).float())

@@ -3,6 +3,7 @@
 On a machine with a GPU the compiled kernels, elsewhere Triton's interpreter.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -77,6 +78,16 @@ def test_gpt_oss_activation_in_triton_is_the_references(dtype):
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
     assert (found[0][1] == 0).any()
+
+
+@pytest.mark.parametrize("name", [*EXACT, "swigluoai"])
+def test_what_is_no_number_stays_none(name):
+    """It would train on as a number else; an update whose loss or gradient has one is skipped."""
+    given = torch.tensor([[math.nan, 2.0, 1.0, 1.0, math.nan, 1.0]], device=DEVICE, requires_grad=True)  # gates, ups
+    product = gated_activation(given, name, backend="triton")
+    product.sum().backward()
+    assert product.isnan().tolist() == [[True, True, False]]
+    assert given.grad.isnan().tolist()[0][:2] == [True, True]
 
 
 @pytest.mark.parametrize("name", EXACT)
