@@ -3,20 +3,14 @@
 import functools
 import gzip
 import html
-import itertools
 import json
 import math
 import operator
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,9 +32,8 @@ from hacpo_mega.report.canvas import label_ends, panels
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, figures_of
-from hacpo_mega.report.run import Run, Series, accuracies, load_run
+from hacpo_mega.report.run import Run, Series, load_run
 from hacpo_mega.report.verdicts import verdicts
-from hacpo_mega.trainer.observers import Reports
 
 HOSTILE = 'x</pre><script>alert(1)</script><img src="http://evil/x.png" onerror="alert(2)">&amp;'
 
@@ -153,34 +146,6 @@ def test_a_gain_is_green_only_where_its_interval_excludes_0(tmp_path: Path, late
     text = render_page(load_run(tmp_path), [])
     assert f'<div class="{f"gain {colour}".strip()}">{later - 0.5:+.3f} [' in text
     assert f'<span class="{colour}">{later - 0.5:+.3f} [' in text
-
-
-def test_a_gain_over_fewer_prompts_is_not_one_of_the_pairs(tmp_path: Path) -> None:
-    """600 prompts at .5, then 100 of them, which rose from .3 to .4: the difference shown is of all and of these."""
-    gain = {"held_out_gain": 0.1, "held_out_gain_square": 0.12, "num_held_out_pairs": 100.0}
-    rows = {"accuracy": 0.5, "num_evaluated": 600.0}, {"accuracy": 0.4, "num_evaluated": 100.0, **gain}
-    with MetricsWriter(tmp_path) as writer:
-        for step, row in enumerate(rows):
-            writer.write(step, StepMetrics({f"agent/a/{name}": value for name, value in row.items()}, {}))
-    first, later = accuracies(load_run(tmp_path), "a")
-    assert not first.is_paired(later)
-    low, high = first.gain_interval(later)
-    assert low < -0.1 < high
-
-
-def test_verdicts_count_waits_in_every_phase_and_no_number_that_is_none(tmp_path: Path) -> None:
-    """Agents meet in the exchange of answers: there the quick one waits 8 s of a step of 10."""
-    with MetricsWriter(tmp_path) as writer:
-        for step in range(1, 9):
-            odd = math.nan if step == 5 else 0.6
-            values = {f"agent/{agent}/num_answers": 8.0 for agent in ("quick", "slow")}
-            values |= {f"agent/quick/from/slow/{name}": odd for name in ("grad_cosine", "inside")}
-            waits = {"quick": {"load": 99.0, "exchange": 8.0, "wait": 0.1}, "slow": {"exchange": 0.1, "wait": 0.2}}
-            timing = {f"agent/{a}/wait/{phase}_s": s for a, own in waits.items() for phase, s in own.items()}
-            writer.write(step, StepMetrics(values, timing | {"agent/quick/step_s": 10.0, "agent/slow/step_s": 10.0}))
-    found = {one["chart"]: one["text"] for one in verdicts(load_run(tmp_path))}
-    assert found["phases"] == "quick waits 78% of a step for slow"
-    assert "(cosine +0.60)" in found["cosine"] and found["bands"].startswith("60% of slow's answers")
 
 
 def test_the_command_prints_the_summary_or_says_what_is_wrong(reported: Path) -> None:
@@ -545,47 +510,3 @@ def test_a_row_of_another_shape_is_shown_or_named_by_line_and_field(name: str, s
         assert not said or said.startswith(f"{tmp_path / name}, line 1: not "), (way, other, said)
         assert not said or ("\n" not in said and re.search(r"is missing|, needs |invalid|deep", said)), said
     assert num_refused > len(cases) / (4 * share)
-
-
-def reports_of(run_dir: Path, every: int | str = "end", signals: tuple[int, ...] = ()) -> Reports:
-    """Those of a run of three steps whose one rank is told `signals`, a look each."""
-    told = itertools.chain(signals, itertools.repeat(0))
-    place = SimpleNamespace(
-        coordinate=SimpleNamespace(global_rank=0),
-        agreed_signal=lambda: next(told),
-        share_in_job=lambda payload: payload,
-    )
-    logging = SimpleNamespace(report=every)
-    return Reports(SimpleNamespace(run_dir=run_dir, num_steps=3, wait_s=0.2, logging=logging), place)
-
-
-def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch):
-    nowhere = tmp_path / "nowhere"
-    assert reports_of(nowhere).finish().startswith(f"no report: ValueError: {nowhere} ")
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert reports_of(tmp_path).finish() == "no report: its process has ended with status 1"
-    monkeypatch.setattr(sys, "executable", str(nowhere))
-    assert reports_of(tmp_path).finish().startswith("no report: [Errno 2] No such file")
-
-
-def test_a_signal_leaves_the_last_report_out(tmp_path, monkeypatch):
-    endless = tmp_path / "endless"
-    endless.write_text("#!/bin/sh\nexec sleep 3600\n")
-    endless.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(endless))
-    line = reports_of(tmp_path, signals=(0, 0, signal.SIGTERM)).finish()
-    assert line.startswith("no report: told to end before it was written; hacpo-mega report ")
-
-
-def test_a_report_every_few_steps_begins_none_at_the_last(monkeypatch, tmp_path):
-    """The run writes that one itself, when the step is on disk and the one before is done."""
-    begun, done = [], Mock(returncode=0, **{"communicate.return_value": ("", "")})
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: begun.append(command[-1]) or done)
-    for first, expected in ((1, 2), (3, 0)):  # the whole run, and one that goes on with its last step
-        reports = reports_of(tmp_path, 1)
-        for step in range(first, 4):
-            reports.before_writing(step, None)
-        assert begun == [str(tmp_path)] * expected
-        assert reports.finish() == f"the report: {tmp_path / 'report.html'}"
-        assert begun == [str(tmp_path)] * (expected + 1)
-        begun.clear()
