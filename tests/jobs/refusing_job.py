@@ -17,7 +17,7 @@ RANK_MAP = RankMap(1, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B"), Agen
 def run(phase: str, complaints: dict[int, str]) -> None:
     """One rank, which raises its complaint in `phase`; the others wait where nothing but their watchdog ends them."""
     with Place.join(RANK_MAP, 120.0) as place:
-        if phase not in ("start", "models"):
+        if phase not in ("start", "inputs"):
             place.enter_phase(phase, "of step 1")
         place.barrier()
         if phase == "inputs":  # of a rank's node, as JSON
