@@ -182,7 +182,7 @@ def require_same_inputs(place: Place, config: dict[str, Any], contents: Inputs |
     mine = json.loads(json.dumps(config))
     first, of_first = json.loads(place.share_in_job(json.dumps([config, contents]).encode()))
     apart = [f"{change.key} = {change.now} where rank 0 has {change.before}" for change in changes(first, mine)]
-    for key, files in {} if contents is None else contents.items():
+    for key, files in {} if contents is None or of_first is None else contents.items():
         other = [name for name, digest in files.items() if of_first.get(key, {}).get(name) != digest]
         apart += [f"other contents of {key} ({some(other)}) than rank 0"] if other else []
     remedy = "give all nodes the same keys and files, and models by their commit (NAME@COMMIT)"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from repository import ROOT
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
@@ -240,15 +240,21 @@ def test_a_field_that_a_family_does_not_know_is_a_refusal(tmp_path, name, field)
     read(tmp_path, config | {field: None})  # which says nothing
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_path, model_type):
-    """Whole, and less every field at its default, as `save_pretrained` leaves them out."""
+def small_default(model_type: str) -> tuple[PretrainedConfig, dict[str, int]]:
+    """transformers' configuration of a family, at its defaults but for these sizes."""
     family = FAMILIES[model_type]
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
     # As many as heads; the first layers are dense.
     sizes |= {"num_key_value_heads": 32, "num_hidden_layers": 4} if family.latent else {}
     config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
     config.architectures = [family.architecture]
+    return config, sizes
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_path, model_type):
+    """Whole, and less every field at its default, as `save_pretrained` leaves them out."""
+    config, sizes = small_default(model_type)
     whole = read(tmp_path, json.loads(config.to_json_string(use_diff=False)))
     stated = {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings, **sizes}
     assert read(tmp_path, json.loads(config.to_json_string(use_diff=True)) | stated) == whole
@@ -269,14 +275,8 @@ def test_whatever_transformers_writes_is_known_and_its_defaults_are_ours(tmp_pat
 
 @pytest.mark.parametrize("model_type", [name for name, one in FAMILIES.items() if "default" in one.rope_kinds])
 def test_a_folder_without_angles_has_those_of_transformers(tmp_path, model_type):
-    family = FAMILIES[model_type]
-    sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_key_value_heads": 32, "num_hidden_layers": 4} if family.latent else {}
-    config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
-    config.architectures = [family.architecture]
-    given = {
-        key: value for key, value in json.loads(config.to_json_string(use_diff=False)).items() if "rope" not in key
-    }
+    stated = json.loads(small_default(model_type)[0].to_json_string(use_diff=False))
+    given = {key: value for key, value in stated.items() if "rope" not in key}
     rope = AutoConfig.for_model(**given).rope_parameters
     assert read(tmp_path, given).rope_theta == rope.get("full_attention", rope)["rope_theta"]
 
