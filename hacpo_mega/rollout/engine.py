@@ -155,9 +155,8 @@ class Engine:
                 runner.sampler.topk_topp_sampler.forward = RowNoise(runner)
             self.routing = routing_of(llm, spec.model) if spec.returns_routing else None
             self.turn_limits = TurnLimits(config.model_config.get_vocab_size(), self.max_model_len)
-            self._kept = (
-                KeptTensors(runner.get_model(), pooled_weights()) if self._on_cuda and self._can_sleep else None
-            )
+            dropped_at_sleep = pooled_weights() if self._on_cuda and self._can_sleep else []
+            self._kept = KeptTensors(runner.get_model(), dropped_at_sleep)
         self._tensor_parallel_size = spec.tensor_parallel_size
         # True if the engine holds weights in another form than they are published in.
         self.quantizes = config.quant_config is not None or converts

@@ -66,6 +66,7 @@ def test_a_model_of_garbage_is_whole_after_publishing(saw):
     for before, after in zip(logprobs, logprobs_after, strict=True):
         np.testing.assert_array_equal(before, after)
     assert answers == answers_after
+    assert seen["workspace"] == list(range(1000)), "no module names it, and vLLM does not save it"
 
 
 def test_a_tied_head_is_handed_to_vllm_once(saw):

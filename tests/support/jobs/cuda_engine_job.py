@@ -38,7 +38,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import request_memory
 
-from hacpo_mega.rollout.engine import Engine, take_memory
+from hacpo_mega.rollout.engine import WEIGHTS, Engine, KeptTensors, pooled_weights, take_memory
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
@@ -118,12 +118,19 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     before = said_by(engine)
     parts = engine.weights({name: tuple(tensor.shape) for name, tensor in weights.items()})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    engine.sleep()
+    workspace = torch.arange(1000.0)  # as kernels' are: made with the model, and no module names it
+    made = SimpleNamespace(handle=(0, workspace.nbytes), tag=WEIGHTS)
+    pool = SimpleNamespace(pointer_to_data={workspace.data_ptr(): made})
+    with mock.patch("hacpo_mega.rollout.engine.get_mem_allocator_instance", return_value=pool):
+        engine._kept = KeptTensors(model, pooled_weights())
+    with woken_on_cuda(engine):
+        engine.sleep()
     with torch.inference_mode():
-        garbage = [*model.parameters(), *model.buffers()]
+        garbage = [*model.parameters(), *model.buffers(), workspace]
         for tensor in garbage:
             tensor.fill_(math.nan)
-        engine.wake(cache=False)
+        with woken_on_cuda(engine):
+            engine.wake(cache=False)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
         for layer in runner.kv_caches:
@@ -140,7 +147,7 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     filled = sum(tensor.numel() for tensor in garbage)
     return {
         "before": before, "after": after, "filled": filled, "cleared": cleared, "streams": streams,
-        "handed on": handed_on, "published": list(weights),
+        "handed on": handed_on, "published": list(weights), "workspace": workspace.tolist(),
     }  # fmt: skip
 
 

@@ -35,7 +35,6 @@ from hacpo_mega.config.load import config_of_run
 from hacpo_mega.data.datasets import read_dataset
 from hacpo_mega.data.reading.files import MAX_LINE_BYTES
 from hacpo_mega.evaluation.answers import SETTINGS, check_folder, read_answers
-from hacpo_mega.jobs.attempts import read_attempts
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts
 
@@ -243,7 +242,6 @@ RECORDS = {
     "metrics.jsonl": lambda run: read_metrics(run / "metrics.jsonl"),
     "starts.jsonl": read_starts,
     "config.toml": config_of_run,
-    "logs/attempts.jsonl": read_attempts,
     "step.json": read_checkpoint,
     "answers/b.lane_0.jsonl": lambda run: read_answers(run, "b"),
     "settings.json": lambda run: check_folder(run, {}),
