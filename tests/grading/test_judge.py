@@ -49,6 +49,7 @@ def test_arithmetic_wants_one_semicolon_and_exactly_the_result(answer, verdict, 
         ]
 
 
+@pytest.mark.nightly
 def test_every_gold_working_is_correct_and_every_other_result_wrong():
     with Judge("arithmetic", require_stop=True) as judge:
         for skill in SKILLS:

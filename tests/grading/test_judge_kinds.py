@@ -191,6 +191,7 @@ PIECES = ["9", "1,", "111 ", "1 1", "\\frac1", "\\frac{-", "⁻",
           "answer:", "```\n", "[", '{"a":', "\\text{", "\\boxed{", "\n", "A\n"]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind, gold", [("number", "1"), ("choice", "A"), ("json", "1"), ("exact", "1")])
 def test_hostile_text_takes_time_that_grows_like_the_text(kind, gold):
     """They run in the trainer's own process, where nothing could end them."""
@@ -228,6 +229,7 @@ def test_verdicts_are_explained():
     assert explained("exact", " 12", "12 ") == (1.0, graders.explain("exact", " 12", "12 "))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind, gold", [("math", "42"), ("math_any", "42"), ("number", "42"), ("choice", "B"), ("json", "[1]")]
 )

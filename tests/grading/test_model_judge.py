@@ -149,6 +149,7 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
     assert len(server.seen) == asked
 
 
+@pytest.mark.nightly
 def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server, monkeypatch):
     """Text without end, fast and slow, packed text of 256 MiB, another address, brackets a million deep."""
     monkeypatch.setenv("JUDGE_KEY", "secret")

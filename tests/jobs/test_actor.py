@@ -252,6 +252,7 @@ def test_two_runs_are_equal_to_the_last_bit(folder, samples):
         assert torch.equal(tensor, weights_again[name]), name
 
 
+@pytest.mark.nightly
 def test_diagnosing_every_update_changes_no_bit_of_any(folder, samples):
     """Weights, moments of Adam and the ratios that updates see, beside an actor that was never diagnosed."""
 

@@ -58,6 +58,7 @@ def answer_lines(folder: Path) -> list[bytes]:
     return [line for file in files for line in file.read_bytes().splitlines(keepends=True)]
 
 
+@pytest.mark.nightly
 def test_a_killed_evaluation_goes_on_where_it_stopped(random_model, tmp_path):
     # A rank by itself, as srun would start it: a killed launcher leaves its ranks alive for a second.
     (rank,) = start_ranks(1, tmp_path, play_command, *asked(random_model))

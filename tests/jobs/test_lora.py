@@ -24,6 +24,8 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.layout import VIRTUAL
 from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets, factor_names
 
+pytestmark = pytest.mark.nightly
+
 MODELS = {
     "qwen3": {"family": "qwen3", "tied": True},
     # two layers of linear_qkv's three matrices, one of gate-up's two; four layers for two stages
@@ -69,8 +71,8 @@ EP = dict.fromkeys(("experts", "delta experts", "shared", "latents", "latent"), 
 OVERRIDES = {"rounds": {VIRTUAL: 2}}
 RANK, ALPHA = 4, 6.0
 # (model, tp, pp, cp, recompute): the rest of the ranks are further cells
-FAST = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full"), ("delta", 2, 1, 1, "none")]
-LATER = [
+TWO_RANKS = [("qwen3", 2, 1, 1, "none"), ("llama", 1, 2, 1, "full"), ("delta", 2, 1, 1, "none")]
+FOUR_RANKS = [
     ("qwen3", 2, 2, 1, "full"),
     ("qwen3", 2, 1, 2, "mlp"),
     ("llama", 2, 2, 1, "none"),
@@ -88,7 +90,7 @@ LATER = [
     ("rounds", 1, 4, 1, "full"),
 ]
 CASE = ("name", "tp", "pp", "cp", "recompute")
-EACH = [*FAST, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LATER)]
+EACH = [*TWO_RANKS, *FOUR_RANKS]
 SAMPLES = random_samples(4, seed=3)
 # Divisors of the loss: the first update leaves B of the size of a real one; gradients are read from the second.
 DIVISORS = [100 * sum(sample.num_trained for sample in SAMPLES), sum(sample.num_trained for sample in SAMPLES)]
@@ -111,7 +113,7 @@ def seen(folders, tmp_path_factory):
 
     def visit(case):
         if case not in answers:
-            cases, ranks = (FAST, 2) if case in FAST else (LATER, 4)
+            cases, ranks = (TWO_RANKS, 2) if case in TWO_RANKS else (FOUR_RANKS, 4)
             answers.update(run_group(ranks, visit_cases, cases, folders, root)[0])
         return answers[case]
 
@@ -261,8 +263,7 @@ def test_the_exported_adapter_on_the_base_is_the_actor(folders, seen, name, tp, 
         torch.testing.assert_close(torch.tensor(logprobs, dtype=torch.float64), expected, rtol=0, atol=LOGPROB_ERROR)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("name", "tp", "pp", "cp", "recompute"), [LATER[0], LATER[2], LATER[4], *LATER[6:]])
+@pytest.mark.parametrize(CASE, [FOUR_RANKS[0], FOUR_RANKS[2], FOUR_RANKS[4], *FOUR_RANKS[6:]])
 def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute):
     """Its logits, in float64, are those of LoRA's definition on the same numbers."""
     peft = pytest.importorskip("peft")
@@ -278,7 +279,6 @@ def test_peft_loads_what_was_exported(folders, seen, name, tp, pp, cp, recompute
         assert not torch.allclose(adapted(tokens).logits, plain, rtol=0, atol=1e-3)
 
 
-@pytest.mark.nightly
 def test_in_bf16_an_adapted_actor_leaves_the_device_and_comes_back(tmp_path):
     """The base too, which is in no buffer; it learns, scores and is published with the bits of one that stays."""
     folder = make_model(tmp_path / "half", "qwen3", dtype=torch.bfloat16)

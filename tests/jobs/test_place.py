@@ -320,6 +320,7 @@ def wait_for_a_report(run_dir: Path, place: Place, rank_map: RankMap) -> tuple[s
     return Reports(config, place).finish(), (run_dir / "report.html").is_file()
 
 
+@pytest.mark.nightly
 def test_all_ranks_stay_while_the_last_report_is_written(tmp_path):
     """Else srun ends the one that writes it, a minute after the others have left."""
     said = run_job(UNEQUAL, partial(wait_for_a_report, tmp_path))

@@ -35,7 +35,8 @@ def carry(num_ranks: int) -> list[list[bytes]]:
     return gathered
 
 
-@pytest.mark.parametrize("num_ranks", [1, 5, pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_ranks", [1, 5, 8])
 def test_bytes_arrive_whole_and_in_order_at_every_depth(num_ranks):
     by_rank = run_group(num_ranks, carry, num_ranks)
     expected = [PAYLOADS[:num_ranks], [b"again %d" % rank for rank in range(num_ranks)]] * len(FANOUTS)

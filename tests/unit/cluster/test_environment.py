@@ -37,6 +37,7 @@ def wait_for(condition, seconds: float) -> bool:
     return condition()
 
 
+@pytest.mark.nightly
 def test_ranks_end_with_a_killed_launcher(tmp_path):
     """SIGKILL cannot be handled by the launcher: its ranks must see by themselves that it is gone."""
     command = [sys.executable, "-m", "hacpo_mega.cli", "init", str(QUICKSTART)]

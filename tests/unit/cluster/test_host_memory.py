@@ -189,6 +189,7 @@ sys.exit(local.run_on_this_machine(["-n1", "-r1", "b'a' * (1 << 30)"], 1))
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_the_kernel_killed_is_said_to_have_had_no_memory(narrow, tmp_path):
     """A real one, in a cgroup: by the launcher of one machine, and in the log of a rank that srun started."""
     inside = ["bash", "-c", f'echo $$ >{narrow}/cgroup.procs && exec "$@"', "inside"]

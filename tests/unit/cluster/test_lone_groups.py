@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 NUM_GROUPS = 12
 
 PROGRAM = f"""
@@ -37,6 +39,7 @@ PROGRAM = f"""
 """
 
 
+@pytest.mark.nightly
 def test_many_groups_of_one_rank_have_the_threads_of_one():
     """It would be three each, one of which wakes a hundred times a second."""
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]

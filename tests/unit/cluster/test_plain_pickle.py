@@ -54,6 +54,7 @@ def test_what_python_would_run_is_not_run(way: str, tmp_path: Path, monkeypatch:
     assert not file.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", broken())
 def test_what_is_no_plain_value_is_one_line(what: str) -> None:
     before = {kind: dict(vars(kind)) for kind in (Metadata, ChunkStorageMetadata, Record)}

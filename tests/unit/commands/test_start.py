@@ -188,6 +188,7 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "local.sh"])
 def test_a_rank_runs_no_file_that_lies_in_the_current_folder(tmp_path, launcher):
     """As in the folder of somebody's run, which `eval` and `export` are to execute nothing of."""

@@ -118,6 +118,7 @@ def test_an_unknown_key_names_the_nearest(key, nearest):
         describe(key)
 
 
+@pytest.mark.nightly
 def test_the_command_prints_it_without_torch():
     code = "import sys\nfrom hacpo_mega import cli\ntry:\n    cli.main()\nfinally:\n    print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "config"]

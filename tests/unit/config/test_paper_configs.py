@@ -51,6 +51,7 @@ def test_it_is_the_paper_on_one_node_of_eight(pair, workplace):
     assert config.agents[0].prompting.filled("x").endswith(r"within \boxed{}.")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pair", TABLE)
 def test_it_can_answer_one_step_ahead(pair, workplace):
     """An engine over several ranks would be refused there, so one that is not given has one device."""

@@ -200,6 +200,7 @@ def test_the_number_game_ends_with_the_number_and_shares_its_reward():
     assert game.respond(said("five")) is None and game.get_reward() == 0.0
 
 
+@pytest.mark.nightly
 def test_a_program_that_is_slow_over_many_cases_is_judged_in_its_turn():
     """Each case is within its limits, and all together are not within the turn's."""
     cases = json.dumps([{"stdin": "", "stdout": "1"}] * 40)

@@ -11,6 +11,8 @@ from repository import ROOT
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.environment_process import MAX_TEXT
 
+pytestmark = pytest.mark.nightly
+
 FILE = ROOT / "tests/support/environments.py"
 PATIENT_S, SHORT_S = 300.0, 0.3
 

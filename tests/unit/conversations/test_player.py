@@ -202,6 +202,7 @@ def test_a_program_is_one_conversation_of_what_was_sampled(play, codec, asks):
     assert [request.seed for request in other.asked] == [request.seed for request in engine.asked]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fate, turns, counts",
     [

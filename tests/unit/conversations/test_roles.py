@@ -186,6 +186,7 @@ def test_rewards_that_name_other_roles_fail_the_conversation(play):
         assert one.conversation.counts["failed"] == 1 and one.conversation.reward is None
 
 
+@pytest.mark.nightly
 def test_an_engine_that_does_not_answer_is_named(play, relay):
     def never():
         threading.Event().wait(3.0)

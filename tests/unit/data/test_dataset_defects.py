@@ -87,6 +87,7 @@ def test_a_header_of_an_archive_that_fills_the_memory_is_not_read(tmp_path, kind
     assert "unreadable archive: holds a " in defect.what
 
 
+@pytest.mark.nightly
 def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr("hacpo_mega.data.reading.tables.ALWAYS_UNPACKED_BYTES", 100 * tarfile.BLOCKSIZE)
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
@@ -96,6 +97,7 @@ def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
     assert "unpacks to more than 200 times its size" in defect.what
 
 
+@pytest.mark.nightly
 def test_a_parquet_column_that_fills_the_memory_is_not_read(tmp_path):
     """200 different texts of 1 MB, each its own repetition: 4 kB a row on disk, and all of them one group."""
     table = pyarrow.table({"prompt": [f"{n:03}" * 350_000 for n in range(200)], "answer": ["1"] * 200})

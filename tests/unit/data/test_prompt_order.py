@@ -102,6 +102,7 @@ def test_skills_are_balanced_in_every_step_and_lane():
     assert len(set(mul[:420])) == 420  # the smallest skill goes through its own epoch
 
 
+@pytest.mark.nightly
 def test_another_process_draws_the_same_prompts():
     code = (
         "from hacpo_mega.data.prompts import *; from hacpo_mega.data.tasks import training_examples; "

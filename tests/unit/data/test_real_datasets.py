@@ -15,6 +15,8 @@ from hacpo_mega.data.dataset_checks import (
 )
 from hacpo_mega.data.datasets import read_dataset
 
+pytestmark = pytest.mark.nightly
+
 REAL = SHARED / "data"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real mathematics files are not in {REAL}")
 COUNTS = {  # of SOURCES.md beside the files: rows, of which without an answer in the box
@@ -67,7 +69,6 @@ def test_real_golds(datasets):
     assert twice[0] == twice[1]
 
 
-@pytest.mark.nightly
 @real
 def test_real_overlaps(datasets):
     """MATH-500 is in the test split, and all but two problems of it not in train; verl's prompts are the train problems

@@ -51,6 +51,7 @@ def test_gold_answers_of_the_specification(example, prompt, answer):
     assert (example.prompt, example.answer) == (prompt, answer)
 
 
+@pytest.mark.nightly
 def test_every_line_of_every_working_is_true():
     """Each `x op y = z` of the working and the result against Python's own arithmetic."""
     for skill in ("add", "sub", "mul", "sum", "chain"):
@@ -102,6 +103,7 @@ def test_a_warm_start_teaches_as_many_halves_as_its_shares_say():
     assert all(example.heard == "" or example.heard.startswith(example.prompt[1]) for example in drawn)
 
 
+@pytest.mark.nightly
 def test_pools_have_the_specified_sizes_and_do_not_overlap():
     sizes = {"add": 90 * 90, "sub": 90 * 91 // 2, "mul": 90 * 8, "srt": 10_000, "sum": 10_000, "chain": 9_555}
     for skill, size in sizes.items():
@@ -128,6 +130,7 @@ def reordered(example):
     return {example.prompt}  # a difference and a product of unequal factors have one order
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("skill", list(SKILLS))
 def test_no_set_has_a_prompt_that_another_has_in_another_order(skill):
     set_of = {e.prompt: prompt_set(e.prompt) for e in SKILLS[skill]()}

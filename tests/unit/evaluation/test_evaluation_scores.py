@@ -229,6 +229,7 @@ def test_a_suite_names_all_files_that_are_missing(tmp_path):
     assert "gsm8k" not in str(error.value) and "olympiadbench: none of" in str(error.value)
 
 
+@pytest.mark.nightly
 def test_only_physical_quantities_of_minerva_may_be_rounded():
     tolerances = {one.name: one.relative for one, _ in PAPER_SUITE if one.relative}
     assert tolerances == {"minerva_math": 1e-5}
@@ -245,6 +246,7 @@ def test_the_suite_is_the_papers():
     assert set(by_score.values()) == {("avg", 1)} and len(by_score) == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the public benchmarks are not in {REAL}")
 def test_the_suite_reads_the_public_files():
     sizes = {benchmark.name: len(benchmark.rows) for benchmark in load_suite(PAPER_SUITE, REAL)}

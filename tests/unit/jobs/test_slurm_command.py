@@ -301,6 +301,7 @@ def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypat
     assert job.number == "7" and capsys.readouterr().err.count("Slurm does not answer (slurm_load_jobs error: ") == 1
 
 
+@pytest.mark.nightly
 def test_a_process_ends_without_taking_its_libraries_down():
     """Functions registered for the end run; Python's own end, where Triton and vLLM print, does not."""
     code = """if True:

@@ -14,6 +14,8 @@ from hacpo_mega.config import load_config
 from hacpo_mega.jobs import slurm_script
 from hacpo_mega.jobs.slurm_script import prepare
 
+pytestmark = pytest.mark.nightly
+
 # Knows one job, which may be queued again, and whose controller is away the first $AWAY times; srun plays the ranks by
 # $PLAY and notes what it was told.
 SCONTROL = """#!/bin/bash

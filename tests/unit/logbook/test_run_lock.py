@@ -78,6 +78,7 @@ def no_locks(*_: object) -> None:
     raise OSError(38, "no locks here")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("answer", ["", "ENOLCK", "EOPNOTSUPP"])
 def test_a_second_job_is_told_the_holder_and_a_killed_job_holds_no_lock(tmp_path, answer):
     run_dir = tmp_path / "run"
@@ -91,6 +92,7 @@ def test_a_second_job_is_told_the_holder_and_a_killed_job_holds_no_lock(tmp_path
     assert third.returncode == 0
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("exists", [True, False])
 def test_one_folder_has_one_lock_whatever_it_is_called(tmp_path, monkeypatch, answer, exists):
@@ -147,6 +149,7 @@ def test_the_lock_survives_the_folder_that_it_guards(tmp_path, monkeypatch, answ
         pass
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 def test_whoever_loses_its_lock_knows_before_it_writes(tmp_path, monkeypatch, answer):
     if answer:
@@ -243,6 +246,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
         RunLock(tmp_path / "run")
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 def test_a_process_that_exits_at_once_frees_its_locks_only_at_its_end(tmp_path, monkeypatch, capsys, answer):
     """As a rank that the watchdog ends: the next attempt, on another machine, waits for no sign of it."""
@@ -269,6 +273,7 @@ def test_a_file_system_that_does_not_answer_holds_up_nobodys_end(tmp_path, monke
         answers.set()
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 def test_the_second_lock_is_not_waited_for_again(tmp_path, monkeypatch, capsys, answer):
     monkeypatch.setattr(run_lock, "BEAT_S", 0.2)
@@ -307,6 +312,7 @@ def test_silence_that_has_passed_is_not_waited_for(tmp_path, monkeypatch, capsys
     assert abs(int(words.split()[0]) - waits_s[bool(answer)]) <= 1
 
 
+@pytest.mark.nightly
 @WITH_AND_WITHOUT
 def test_an_earlier_attempt_that_lives_keeps_its_run(tmp_path, answer):
     """A node that only the scheduler has lost: its process gives signs, though no lock of it is seen here."""
@@ -354,6 +360,7 @@ def stranger_at(*paths: Path) -> tuple[subprocess.Popen[str], list[str]]:
     return process, [process.stdout.readline().strip() for _ in paths]
 
 
+@pytest.mark.nightly
 def test_another_user_can_hold_no_lock(open_folder):
     (run_dir := open_folder / "run").mkdir()
     paths = (open_folder / ".run.lock", run_dir / LOCK)

@@ -126,6 +126,7 @@ def forward(model: HiddenStateModel, tp: int = 1, prefixes_S2: torch.Tensor | No
         return forward_packed(model, torch.tensor(range(64)), positions, starts, prefixes_S2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tp, pp, pp_rank", [(1, 1, 0), (2, 1, 0), (2, 2, 0), (2, 2, 1)])
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_is_on_the_device(name, tp, pp, pp_rank, monkeypatch):

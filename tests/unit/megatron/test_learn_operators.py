@@ -84,6 +84,7 @@ def test_the_rows_of_an_embedding_are_added_in_float32(is_tied):
     assert ((weight.main_grad - exact).abs() <= 8192 * 2.0**-24 * exact.abs().max()).all()
 
 
+@pytest.mark.nightly
 def test_gradients_are_added_where_they_are_computed_unless_told_otherwise(tmp_path, monkeypatch):
     """Two micro-batches at least; each matrix of a layer is added to once for each."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
@@ -141,6 +142,7 @@ def test_products_are_torchs_without_onednn_or_with_a_gradient():
     torch.testing.assert_close(right.grad, left.sum(0)[:, None].expand(-1, 100))
 
 
+@pytest.mark.nightly
 def test_megatrons_layers_multiply_so_forward_and_backward(tmp_path, monkeypatch):
     """Four matrices of each of two layers in every micro-batch; torch's own products give the same gradients."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)

@@ -57,6 +57,7 @@ def complaints(*overrides: str, file: Path = PAIR) -> list[str]:
     return [line.removeprefix(f"{file}: ") for line in str(error.value).splitlines()]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_pair_of_the_paper_fits_with_room(pair):
     for name, budget in budgets_of(PAPER / f"{pair}.toml").items():
@@ -167,6 +168,7 @@ TOO_MUCH = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("overrides, advice", TOO_MUCH)
 def test_what_does_not_fit_is_refused_and_its_advice_helps(overrides, advice):
     lines, taken = complaints(*overrides), []
@@ -238,6 +240,7 @@ def test_auto_takes_the_least_that_fits():
     assert choice(f"{LARGE}.recompute=full") == "full"
 
 
+@pytest.mark.nightly
 def test_offload_gives_the_state_of_the_optimizer_to_the_engine(capsys, monkeypatch):
     """An engine for which the device had no room, and nothing else is on the device in another phase."""
     stays, leaves = (budgets_of(PAIR, *over)["qwen-8b-base"] for over in ((), (f"{LARGE}.offload=optimizer",)))
@@ -271,6 +274,7 @@ def test_gradients_are_not_beside_the_engine():
     assert budget.phases["generate"] == budget.phases["checkpoint"] == sum(part[name] for name in rest)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "gib, prompts, offloads, words",
     [

@@ -37,6 +37,8 @@ from paper_models import make_paper_workplace
 from hacpo_mega.memory.actor_bytes import CPU, ActorPlan, actor_memory
 from hacpo_mega.models.sharding.lora import ALL_LINEAR, Lora, chosen_targets
 
+pytestmark = pytest.mark.nightly
+
 # Every model of the six pairs, in every layout that it has there.
 PAPER = [
     ("qwen-1b7-base_llama-1b-instruct", "qwen-1b7-base"),
@@ -123,7 +125,6 @@ def check(plan: ActorPlan, found: TracedMemory, stage: int = 0) -> None:
     assert learn_of_budget(budget) == pytest.approx(learn_of_trace(found), rel=beyond)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("pair, agent", PAPER)
 def test_the_papers_models(folder, monkeypatch, pair, agent):
     monkeypatch.chdir(folder)
@@ -131,7 +132,6 @@ def test_the_papers_models(folder, monkeypatch, pair, agent):
     check(plan, extended(plan))
 
 
-@pytest.mark.nightly
 def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
     """The models that are not traced above are the same ones, by another name."""
     monkeypatch.chdir(folder)
@@ -144,7 +144,6 @@ def test_no_pair_of_the_paper_is_left_out(folder, monkeypatch):
         assert {essence(plan) for plan in paper_plans(pair).values()} <= traced_above
 
 
-@pytest.mark.nightly
 def test_every_layer_takes_the_same():
     plan = with_layers(plan_of(tp=2), 6)
     one_by_one = traced(plan)
@@ -157,7 +156,7 @@ def test_every_layer_takes_the_same():
     [
         plan_of(tp=2, recompute="mlp"),
         plan_of(LLAMA, device=CPU, recompute="full"),
-        *(pytest.param(plan, marks=pytest.mark.nightly) for plan in OTHER_CHOICES),
+        *OTHER_CHOICES,
     ],
     ids=lambda plan: (
         f"{plan.architecture.family}-tp{plan.layout.tp}-cp{plan.layout.cp}-{plan.recompute}-{plan.device.number}"
@@ -167,7 +166,6 @@ def test_every_choice(plan):
     check(plan, traced(plan))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plan", "targets"),
     [
@@ -202,7 +200,7 @@ def test_adapters(plan, targets):
     check(plan, traced(plan))
 
 
-@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("cp", [2, 4])
 def test_ranks_that_share_the_tokens_share_the_activations(cp):
     """Within 5.5 %: an output is kept by attention for its heads, and by the next matrix for its tokens."""
     model = replace(LLAMA, num_kv_heads=4)
@@ -213,23 +211,19 @@ def test_ranks_that_share_the_tokens_share_the_activations(cp):
     assert shared.moments == pytest.approx(whole.moments / cp, rel=2e-3)
 
 
-@pytest.mark.nightly
 def test_a_stage_whose_ranks_share_the_tokens():
     plan = plan_of(LLAMA, tp=2, pp=2, cp=2)
     check(plan, traced(plan, stage=1), stage=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize(
-    "recompute", ["full", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("none", "mlp"))]
-)
+@pytest.mark.parametrize("recompute", ["full", "none", "mlp"])
 def test_the_stages_of_a_pipeline(stage, recompute):
     """The first is one micro-batch ahead of the last, which has the head, and a copy of a tied one."""
     plan = plan_of(LLAMA if recompute == "mlp" else SMALL, tp=2, pp=2, recompute=recompute)
     check(plan, traced(plan, stage), stage)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("recompute", ["none", "mlp"])
 @pytest.mark.parametrize("model", [SMALL, LLAMA], ids=["qwen3", "llama"])
 def test_a_rank_of_cp_keeps_its_share(model, recompute):

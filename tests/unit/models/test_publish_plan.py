@@ -32,6 +32,7 @@ def numbers_of(shards: list[Shard], number_of: dict[str, np.ndarray]) -> Iterato
     return itertools.chain.from_iterable(part(number_of[shard.name], shard).ravel().tolist() for shard in shards)
 
 
+@pytest.mark.nightly
 @each_case
 def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, tp, cp, pp, engine_tp, ep):
     model = MODELS[model]

@@ -147,6 +147,7 @@ def test_lists_of_nodes_are_expanded():
     assert expand_nodes("") == ()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("names", ["node[1-99999999]", "a[1-9999]b[1-9999]"])
 def test_a_list_of_nodes_that_fills_the_memory_is_refused(names):
     with pytest.raises(ValueError, match="a list of more than 1,048,576 nodes: "):

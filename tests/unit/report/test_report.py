@@ -439,6 +439,7 @@ def test_an_older_run_without_reasons_shows_what_was_not_trained(tmp_path: Path)
     assert '<span class="learner"><b>→ b</b> not trained</span>' in text and "<pre>1+1?</pre>" in text
 
 
+@pytest.mark.nightly
 def test_equal_answers_are_shown_once_with_their_number(tmp_path: Path) -> None:
     write_run(tmp_path, ("a",), num_steps=1, evaluate_every=0)
     path = tmp_path / "rollouts" / "step_000001.lane_0000.jsonl"

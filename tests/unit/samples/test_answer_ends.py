@@ -35,6 +35,7 @@ def codec_of(folder: Path, template: str | None) -> TextCodec:
     return TextCodec(load_tokenizer(folder), Prompting(chat_template=template is not None))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_the_end_of_others_answers_is_the_learners_own(tmp_path, case):
     """By the tokenizer as a run loads it, and by the files alone as `check` reads them."""

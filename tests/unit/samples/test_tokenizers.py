@@ -217,6 +217,7 @@ def test_a_continuation_gets_no_space_marker(real_codecs):
     assert phi.decode_answer(phi.encode_answer("", ended=True)) == ""
 
 
+@pytest.mark.nightly
 @real
 @given(text=st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
 @settings(max_examples=300)

@@ -90,6 +90,7 @@ def test_too_few_rewards_leave_the_answers_unjudged():
     assert report.first_error == "the grader returned 1 rewards for 2 answers"
 
 
+@pytest.mark.nightly
 def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
     texts = ["1"] * 30 + ["hang", "end", "out of reach"]
     found, report = judged("awaited", texts, timeout_s=1.0)
@@ -102,6 +103,7 @@ def test_an_async_grader_waits_for_many_at_once_and_for_none_too_long():
     assert report.errors == {"the worker died (exit status 3)": 1, "Unjudged: nobody there": 1}
 
 
+@pytest.mark.nightly
 def test_an_async_grader_of_lists_has_the_time_of_all_its_answers(monkeypatch):
     """Five waits of .2 s in one call are more than the .4 s that one answer may sleep; one that hangs is found."""
     with monkeypatch.context() as patch:
@@ -282,6 +284,7 @@ def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
     assert trial_of(tmp_path, source, num_rows=2).refusal is None
 
 
+@pytest.mark.nightly
 def test_a_right_program_with_many_cases_has_the_wall_time_of_all(monkeypatch):
     """On a busy machine: the workers' own limit is for one run."""
     monkeypatch.setattr(guarded_workers, "WALL_FACTOR", 0.0)

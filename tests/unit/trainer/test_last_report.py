@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pytest
+
 from hacpo_mega.trainer.observers import Reports
 
 
@@ -23,6 +25,7 @@ def reports_of(run_dir: Path, every: int | str = "end", signals: tuple[int, ...]
     return Reports(SimpleNamespace(run_dir=run_dir, num_steps=3, wait_s=0.2, logging=logging), place)
 
 
+@pytest.mark.nightly
 def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch):
     nowhere = tmp_path / "nowhere"
     assert reports_of(nowhere).finish().startswith(f"no report: ValueError: {nowhere} ")

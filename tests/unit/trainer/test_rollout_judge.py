@@ -40,6 +40,7 @@ def judged_at_once(judge: Judge, asked: list[Rollout]):
     )
 
 
+@pytest.mark.nightly
 def test_answers_that_end_in_any_order_are_judged_as_all_at_once():
     """More than one call of the judge takes, the last ones never announced; a cut answer has none with require_stop."""
     asked = rollouts(MOST_AT_ONCE)

@@ -130,7 +130,8 @@ def test_there_are_213_of_them() -> None:
     assert (len(PATTERNS), len(CONTEXTS), len(set(HOSTILE)), len(FOLDERS)) == (71, 3, 213, 213)
 
 
-@pytest.mark.parametrize("served", [FOLDERS[::20], pytest.param(FOLDERS, marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("served", [FOLDERS], indirect=True)
 def test_every_answer_of_the_server_holds_them_as_data(served: tuple[Runs, ASGIApp, Any]) -> None:
     runs, app, _ = served
     one, two = [run.id for run in runs][:2]
