@@ -44,10 +44,15 @@ def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_p
     packed = pack_results(tmp_path, results)
     assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
     assert sorted(read_packed(tmp_path), key=str) == sorted(results, key=str)
+    other = make_result(CELL, (0.75,)).model_copy(update={"stage": "reported"})
+    pack_results(tmp_path, [other])  # of a grid that has the same seed for another stage, and not the other method
+    assert sorted(read_packed(tmp_path), key=str) == sorted([*results, other], key=str)
     with packed.open("a") as file:
         file.write('{"agents": 1}\n')
+    with pytest.raises(ValueError, match=r"runs.jsonl:4: not the result of a run"):
+        pack_results(tmp_path, results)
     *_, problem = read_packed(tmp_path)
-    assert str(problem).startswith(f"{packed}:3: not the result of a run (")
+    assert str(problem).startswith(f"{packed}:4: not the result of a run (")
     assert not list(read_packed(tmp_path / "none"))
 
 
