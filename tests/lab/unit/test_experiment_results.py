@@ -180,6 +180,22 @@ def test_digests_follow_what_they_are_of(tmp_path, run_config):
     assert folder_digest(twin) != base.models["qwen"]
 
 
+def test_digests_follow_the_users_own_code(tmp_path, run_config, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = ["reward.kind=own_reward:reward", "algorithm.advantages=own.py:advantages"]
+    file, module = Path("own.py"), Path("own_reward.py")
+    file.write_text("def advantages(judged):\n    return judged.rewards_PNG\n")
+    module.write_text("def reward(answer):\n    return 1.0\n")
+    base = identity_of(load_config(run_config, named))
+    assert identity_of(load_config(run_config, named)) == base
+    file.write_text(file.read_text().replace("return ", "return -"))
+    other = identity_of(load_config(run_config, named))
+    assert other.config != base.config and other.held_out == base.held_out
+    module.write_text(module.read_text().replace("1.0", "0.0"))
+    last = identity_of(load_config(run_config, named))
+    assert last.config != other.config and last.held_out != other.held_out
+
+
 def test_every_cell_is_checked_before_anything_starts(tmp_path, run_config):
     methods = {
         "fine": {},

@@ -93,7 +93,7 @@ class Result(Measured):
     seed: int
     stage: Stage
     commit: str | None
-    """The commit of the source; with `+` when files differed from it, None outside a checkout."""
+    """The commit of the source; with `+` and a digest when files differed from it, None outside a checkout."""
     versions: dict[str, str]
     """The versions of the packages that a result depends on."""
     machine: Machine

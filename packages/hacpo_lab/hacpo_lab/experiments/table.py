@@ -40,7 +40,7 @@ def facts_of(regime: RegimeEvidence) -> dict[str, str]:
     """The facts that all numbers of a regime rest on."""
     commit = regime.commit or "unknown"
     return {
-        "commit": commit.replace("+", " with local changes"),
+        "commit": commit.replace("+", " with local changes ").strip(),
         "machines": "; ".join(regime.machines),
         "held-out prompts": regime.held_out,
         "warm starts": "; ".join(_spoken_start(start) for start in regime.warm_starts),
