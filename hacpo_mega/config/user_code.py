@@ -283,7 +283,7 @@ def _parameters(found: Definition | None) -> list[str] | None:
 
 def _read(name: str, what: str = "function") -> tuple[Definition | None, str | None]:
     """The function or class of that name in its source, None where only running it would tell; and its problem."""
-    file, problem = _source_of(name, what)
+    file, problem = source_of(name, what)
     if file is None:
         return None, problem
     try:
@@ -304,7 +304,7 @@ def _read(name: str, what: str = "function") -> tuple[Definition | None, str | N
     return (None if isinstance(found, FUNCTIONS) and found.decorator_list else found), None
 
 
-def _source_of(name: str, what: str) -> tuple[Path | None, str | None]:
+def source_of(name: str, what: str = "function") -> tuple[Path | None, str | None]:
     """The file that has the source of "place:name", None where it is no Python; and why there is no such place."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):

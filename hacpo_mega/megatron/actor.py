@@ -147,7 +147,8 @@ class Actor:
         )
         # With cp, rows must be in rising order; TransformerEngine and delta nets have no such segments.
         can_share = layout.cp == 1 and self.transformer == "local" and self.architecture.delta_net is None
-        how = {"multiple": layout.tp * layout.cp, "shares_prompts": spec.share_prompts and can_share}
+        self.shares_prompts = spec.share_prompts and can_share
+        how = {"multiple": layout.tp * layout.cp, "shares_prompts": self.shares_prompts}
         self.pack = partial(pack, max_tokens=spec.max_tokens_per_microbatch, **how)
         self._pack_update = partial(pack_update, **self.pack.keywords)
         ep = layout.ep if self.architecture.has_experts else None

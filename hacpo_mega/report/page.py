@@ -154,7 +154,7 @@ def _facts(run: Run) -> Html:
         "answers per prompt and agent": run.setting("rollout", "rollouts_per_prompt"),
         "duration": _duration(run),
         "starts": len(run.starts) if len(run.starts) > 1 else None,
-        "commit": (start.get("commit") or "").replace("+", " with local changes"),
+        "commit": (start.get("commit") or "").replace("+", " with local changes ").strip(),
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
     }
     known = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}

@@ -232,7 +232,7 @@ def config_observers(
         yield TrackedAnswers(trackers, config.logging.tracked_prompts, names)
 
 
-def rate_observers(config: Config, rollout: RolloutClient) -> Iterator[Observer]:
+def rate_observers(config: Config, agent: Agent | None, rollout: RolloutClient) -> Iterator[Observer]:
     """Observer of GPU utilisation, if all GPUs are of one known kind. Collective over the job."""
     place = rollout.place
     if place.device.type != "cuda":
@@ -240,5 +240,5 @@ def rate_observers(config: Config, rollout: RolloutClient) -> Iterator[Observer]
     peak = peak_flops(place.device, rollout.dtype)
     peaks = {payload.decode() for payload in place.gather_job(str(peak).encode())}
     if peak is not None and len(peaks) == 1:
-        shares = config.training.share_prompts
+        shares = agent is not None and agent.actor.shares_prompts
         yield Rates(config.agents[place.agent], place, peak, num_gpus(place), share_prompts=shares)

@@ -233,7 +233,7 @@ class Trainer:
             self._reports,
             *config_observers(config, self.agent, rollout, metrics, self.phase, trackers),
             Evaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
-            *rate_observers(config, rollout),
+            *rate_observers(config, self.agent, rollout),
             *observers,
         ]
         for observer in chosen:

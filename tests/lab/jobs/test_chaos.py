@@ -90,6 +90,27 @@ def test_a_campaign_that_is_over_starts_nothing(campaign):
     assert list(campaign.run_under_faults()) == []
 
 
+def test_another_campaign_needs_another_folder(tmp_path):
+    config = load_config(write_config(tmp_path, [agent_table(tmp_path, "wide", "qwen3", CHARACTERS)]))
+    first = Campaign(config, tmp_path, 3, SEED, ("kill-one", "pause"), train_rank)
+    dataclasses.replace(first, seed=1).require_same()
+    first.require_same()  # nothing had begun
+    (tmp_path / "undisturbed").mkdir()
+    moved = config.model_copy(update={"run_dir": tmp_path / "elsewhere"})
+    dataclasses.replace(first, config=moved).require_same()
+    other = dataclasses.replace(first, config=config.model_copy(update={"seed": 5}), num_faults=4, kinds=("disk",))
+    said = r"--faults was 3, is 4; --kinds was .*pause.*, is .*disk.*; seed was 1, is 5; give another --out$"
+    with pytest.raises(ValueError, match=said):
+        other.require_same()
+    weights = config.agents[0].model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with pytest.raises(ValueError, match=r"is of another campaign: inputs.agents.wide.model.the weights was"):
+        first.require_same()
+    (tmp_path / "campaign.json").unlink()
+    with pytest.raises(ValueError, match=r"it lacks campaign.json; give another --out"):
+        first.require_same()
+
+
 @pytest.mark.parametrize(
     "harm, found",
     [

@@ -189,7 +189,27 @@ def test_tables_of_graded_rewards_name_no_accuracy(tmp_path):
         results[cell] = result.model_copy(update={"curves": curves})
     text = to_markdown(grid, evidence_of(grid, results), 16, 0)
     assert "### skills: mean reward" in text and "accuracy" not in text.lower()
+    write_evidence(grid, results)
+    (study,) = studies_in(grid.work_dir)
+    shown = study.shown()
+    assert [table["title"] for table in shown["tables"]] == ["skills: mean reward", "skills: difference to alone"]
+    assert shown["charts"][0]["note"] == "Mean reward on held-out prompts, mean over seeds."
+    assert "accuracy" not in json.dumps(shown).lower()
     assert "Mean reward of all agents at the end of a run, over the tuning seeds" in text
+
+
+def test_a_skill_without_a_judged_answer_is_left_out_and_named(tmp_path):
+    """The first run of shared has none, and the ablation has none at all."""
+    grid, results = finished(tmp_path)
+    for cell, result in results.items():
+        if cell.method == "alone" or (cell.method, cell.seed) in (("shared", 2), ("shared", 3)):
+            skills = {"A": {"add": (0.25, cell.seed / 10)}}
+            curves = result.curves.model_copy(update={"accuracy_by_skill": skills})
+            results[cell] = result.model_copy(update={"curves": curves})
+    text = to_markdown(grid, evidence_of(grid, results), 16, 0).partition("accuracy by skill")[2]
+    assert "| alone | 0.200 ± 0.100 |\n| shared | 0.250 ± 0.071 |\n| cut | – |" in text
+    assert "shared, A add: without the 1 runs of which an evaluation judged no answer." in text
+    assert "cut, A add: without the 2 runs" in text and "alone, A add" not in text
 
 
 def test_evidence_does_not_depend_on_the_order_of_the_runs(tmp_path):

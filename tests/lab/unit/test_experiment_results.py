@@ -44,10 +44,15 @@ def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_p
     packed = pack_results(tmp_path, results)
     assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
     assert sorted(read_packed(tmp_path), key=str) == sorted(results, key=str)
+    other = make_result(CELL, (0.75,)).model_copy(update={"stage": "reported"})
+    pack_results(tmp_path, [other])  # of a grid that has the same seed for another stage, and not the other method
+    assert sorted(read_packed(tmp_path), key=str) == sorted([*results, other], key=str)
     with packed.open("a") as file:
         file.write('{"agents": 1}\n')
+    with pytest.raises(ValueError, match=r"runs.jsonl:4: not the result of a run"):
+        pack_results(tmp_path, results)
     *_, problem = read_packed(tmp_path)
-    assert str(problem).startswith(f"{packed}:3: not the result of a run (")
+    assert str(problem).startswith(f"{packed}:4: not the result of a run (")
     assert not list(read_packed(tmp_path / "none"))
 
 
@@ -173,6 +178,22 @@ def test_digests_follow_what_they_are_of(tmp_path, run_config):
         file.seek(-1, 2)
         file.write(b"\x01")
     assert folder_digest(twin) != base.models["qwen"]
+
+
+def test_digests_follow_the_users_own_code(tmp_path, run_config, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    named = ["reward.kind=own_reward:reward", "algorithm.advantages=own.py:advantages"]
+    file, module = Path("own.py"), Path("own_reward.py")
+    file.write_text("def advantages(judged):\n    return judged.rewards_PNG\n")
+    module.write_text("def reward(answer):\n    return 1.0\n")
+    base = identity_of(load_config(run_config, named))
+    assert identity_of(load_config(run_config, named)) == base
+    file.write_text(file.read_text().replace("return ", "return -"))
+    other = identity_of(load_config(run_config, named))
+    assert other.config != base.config and other.held_out == base.held_out
+    module.write_text(module.read_text().replace("1.0", "0.0"))
+    last = identity_of(load_config(run_config, named))
+    assert last.config != other.config and last.held_out != other.held_out
 
 
 def test_every_cell_is_checked_before_anything_starts(tmp_path, run_config):

@@ -55,9 +55,9 @@ def test_learning_needs_three_forwards(tmp_path):
     make_model(tmp_path, "llama", vocab_size=50, tied=False, seed=1, num_layers=1, hidden_size=64, num_heads=2,
                num_kv_heads=2, head_dim=32, ffn_size=96)  # fmt: skip
     model = Architecture.from_folder(tmp_path)
-    found = phase_flops(model, num_prompts_answered=4, num_scored=3, num_trained=2, length=10)
-    one = forward_flops(model, 1, 10)
-    assert found == pytest.approx({"roll_out": 4 * one, "score": 3 * one, "learn": 6 * one})
+    found = phase_flops(model, num_prompts_answered=4, num_scored=3, num_trained=2, length=10, trained_length=7)
+    one, trained = forward_flops(model, 1, 10), forward_flops(model, 1, 7)
+    assert found == pytest.approx({"roll_out": 4 * one, "score": 3 * one, "learn": 6 * trained})
 
 
 def step_metrics() -> StepMetrics:
@@ -101,6 +101,15 @@ def test_what_only_a_benchmark_counts_is_read_and_told():
     text = to_markdown({"machine": "m"}, [summary])
     assert "| CPU seconds | agent | learn |\n|---|---|---|\n| hacpo | a | 0.600 |\n| hacpo | b | 0.000 |" in text
     assert "| KB sent | agent | exchange/lane |" in text
+
+
+def test_learning_counts_the_lengths_that_are_trained():
+    """Own answers have 5 tokens, the trained ones 10, beside prompts of 3."""
+    step, small = step_metrics(), public_architecture("Qwen/Qwen3-1.7B")
+    step.values["agent/a/num_trained_tokens"] = 160.0
+    found = summarize("hacpo", [[measured_step(5.0, step, ["a", "b"])]], {"a": small, "b": small}).agents
+    assert found["a"].flops_per_s["learn"] == pytest.approx(3 * forward_flops(small, 16, 13))
+    assert found["b"].flops_per_s["learn"] == pytest.approx(3 * forward_flops(small, 16, 8) / 0.5)
 
 
 @pytest.mark.parametrize("command", ["bench", "chaos", "plan"])

@@ -156,6 +156,15 @@ def test_what_a_judge_reads_by_its_options_is_an_input(work):
     )
 
 
+def test_a_module_is_an_input_by_its_name(work, monkeypatch):
+    monkeypatch.chdir(work.folder)
+    assert run_contents(work.config("reward.kind=own:count"))["reward.kind"].keys() == {"own"}
+    make_step(work.config("reward.kind=own:count"), 2, names=("one", "two"))
+    other_reward(work)
+    (line,) = work.said(work.config("reward.kind=own:count"))
+    assert line.startswith("reward.kind: own is not what it was: go on all the same with --accept reward.kind")
+
+
 def test_a_kl_that_begins_later_has_nothing_to_compare_with(work):
     make_step(work.config(), 2, names=("one", "two"))
     other_weights(work)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start
+from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start, source_commit
 from hacpo_mega.logbook.run.run_folder import missing_logs
 
 METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
@@ -37,6 +38,28 @@ def make_run(folder: Path, *names: str) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(METRICS_LINE if name == "metrics.jsonl" else "seed = 1\n")
     return folder
+
+
+def test_two_changed_sources_have_two_marks(tmp_path, monkeypatch):
+    """By their differences; a Python file of the packages that git does not know is one, notes are none."""
+    package = tmp_path / "hacpo_mega" / "logbook"
+    package.mkdir(parents=True)
+    monkeypatch.setattr("hacpo_mega.logbook.run.provenance.__file__", str(package / "provenance.py"))
+    file, new = package / "known.py", package / "new.py"
+    file.write_text("x = 1\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *command], cwd=tmp_path, check=True)
+    (tmp_path / "notes.txt").write_text("mine")
+    clean, marks = source_commit(), []
+    for path, text in ((file, "x = 2\n"), (file, "x = 3\n"), (new, "y = 1\n"), (new, "y = 2\n")):
+        path.write_text(text)
+        marks.append(source_commit())
+        assert source_commit() == marks[-1]
+    assert len(set(marks)) == 4 and all(re.fullmatch(rf"{clean}\+[0-9a-f]{{8}}", mark) for mark in marks)
+    new.unlink()
+    assert source_commit() == marks[1]
+    file.write_text("x = 1\n")
+    assert source_commit() == clean and len(clean) == 40
 
 
 FOREIGN = {

@@ -13,6 +13,7 @@ from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.flops import matrix_parameters
 from hacpo_mega.records import Prompt, Verdict
+from hacpo_mega.trainer.build import rate_observers
 from hacpo_mega.trainer.observers import OwnMetrics, Rates, peak_flops
 
 
@@ -51,6 +52,22 @@ def test_rates_are_flops_over_the_peak_and_tokens_over_gpu_seconds(tmp_path, mon
     assert found["rate/learn_mfu"] == pytest.approx(flops / ((3 + 1) * 4 * 1e6), rel=1e-12)
     assert found["agent/a/learn_mfu"] == found["rate/learn_mfu"]
     assert found["rate/answer_tokens_per_gpu_s"] == pytest.approx(12 / (16 * 6))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_prompts_are_shared_in_a_rate_where_the_actor_shares_them(tmp_path, monkeypatch, shares):
+    monkeypatch.setattr("hacpo_mega.trainer.build.peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("hacpo_mega.trainer.build.num_gpus", lambda place: 1)
+    config = load_config(write_config(tmp_path, [agent_table(tmp_path, "a", "qwen3", CHARACTERS)]))
+    place = SimpleNamespace(
+        **{"device": torch.device("cuda"), "gather_job": lambda payload: [payload], "agent": 0, "is_leader": True},
+        **{"coordinate": SimpleNamespace(global_rank=0), "rank_map": RankMap.of(config)},
+    )
+    agent = SimpleNamespace(actor=SimpleNamespace(shares_prompts=shares))
+    (rates,) = rate_observers(config, agent, SimpleNamespace(place=place, dtype=torch.bfloat16))
+    update = [SimpleNamespace(prompt_index=4, prompt_ids=range(3), answer_ids=range(n)) for n in (5, 7)]
+    apart = sum(rates._flops([sample]) for sample in update)
+    assert (rates._flops(update) < apart) == shares and config.training.share_prompts
 
 
 def test_a_metric_with_further_parameters_counts():

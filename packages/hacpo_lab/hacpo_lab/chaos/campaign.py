@@ -3,6 +3,7 @@
     OUT/undisturbed/   the same run left undisturbed: what the other is held against
     OUT/run/           the run under faults
     OUT/attempts/      what the ranks of every start of it wrote, and attempts.jsonl: what it met and how it ended
+    OUT/campaign.json  what all of it is of: options, configuration, digests of its files
     OUT/chaos.json, OUT/table.txt
 
 The ranks are forked from a server (hacpo_lab/forked.py) and do what those of `hacpo-mega train` do; a start costs
@@ -26,14 +27,17 @@ from statistics import median
 
 from hacpo_lab.chaos.faults import Fault, draw_fault, strike, take_back
 from hacpo_lab.forked import JobServer, wait_for_ranks
-from hacpo_mega.checkpoint.files import committed_steps
+from hacpo_mega.checkpoint.files import committed_steps, plain
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
+from hacpo_mega.config.changes import changes
 from hacpo_mega.logbook.files.json_lines import json_lines
 from hacpo_mega.logbook.files.metrics import METRICS_LINE, read_metrics
 from hacpo_mega.logbook.run.provenance import exported_steps, read_starts
 from hacpo_mega.logbook.run.run_folder import resolved_toml
-from hacpo_mega.models.files.documents import parse_json
+from hacpo_mega.logbook.run.run_inputs import run_contents
+from hacpo_mega.models.files.documents import json_file, parse_json
+from hacpo_mega.models.files.replacing import replace_file
 
 PRELOAD = "hacpo_lab.preloaded"
 PEACE = "undisturbed_ranks"
@@ -41,6 +45,7 @@ PEACE = "undisturbed_ranks"
 START_S, STEP_S = 20.0, 2.0
 LONGER = 1.5
 LOOK_S = 0.1  # between two looks at how far the run is
+MOST_SAID = 3  # differences from what an OUT is of
 RECENT = 5  # steps that say how fast the machine is at present
 # Beyond stall_s, until a rank that was stopped for good must have been named: else the job has not noticed.
 NOTICE_S = 120.0
@@ -114,6 +119,17 @@ class Campaign:
     def world_size(self) -> int:
         """Ranks of the run."""
         return RankMap.of(self.config).world_size
+
+    def require_same(self) -> None:
+        """Notes what the campaign is of in OUT/campaign.json. ValueError, one line, where another has begun there."""
+        asked = {"--faults": self.num_faults, "--seed": self.seed, "--kinds": list(self.kinds)}
+        now = asked | plain(self.config) | {"inputs": run_contents(self.config), "run_dir": "OUT/run"}
+        note = self.out / "campaign.json"
+        if any((self.out / begun).exists() for begun in ("undisturbed", "run", "attempts.jsonl")):
+            found = map(str, changes(json_file(note), now)) if note.exists() else ["it lacks campaign.json"]
+            if said := "; ".join(list(found)[:MOST_SAID]):
+                raise ValueError(f"{self.out} is of another campaign: {said}; give another --out")
+        replace_file(note, json.dumps(now), synced=True)
 
     def run_undisturbed(self, run_dir: Path) -> None:
         """Runs the configuration undisturbed, unless it lies there finished. ChaosError when it fails."""

@@ -58,6 +58,7 @@ def chaos(
     campaign = Campaign(config, out, faults, seed, asked, train_rank)
     reference = undisturbed or out / "undisturbed"
     with RunLock(out, "--out"):
+        campaign.require_same()
         try:
             campaign.run_undisturbed(reference)
             for attempt in campaign.run_under_faults():

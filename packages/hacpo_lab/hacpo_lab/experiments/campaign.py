@@ -71,7 +71,7 @@ def run_campaign(
     with RunLock(grid.work_dir, "work_dir"):
         for leftover in (grid.work_dir / "running").glob("*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if commit and commit.endswith("+"):
+        if commit and "+" in commit:
             say("warning: files differ from the commit; every result will say so")
         results, others = read_results(grid)
         if seeds := seeds_begun_elsewhere(grid, results, identities):

@@ -252,10 +252,10 @@ def _by_skill(results: Sequence[Result], agent: str, ends: Ends) -> dict[str, Su
             skill: summarize([float(answers[place].mean()) for answers in ends.answers.values()])
             for place, skill in enumerate(skills)
         }
-    return {
-        skill: summarize([result.curves.accuracy_by_skill[agent][skill][-1] for result in results])
-        for skill in first.curves.accuracy_by_skill.get(agent, {})
-    }
+    # A run has no accuracy of a skill of which an evaluation judged no answer.
+    tables = [result.curves.accuracy_by_skill.get(agent, {}) for result in results]
+    skills = dict.fromkeys(skill for table in tables for skill in table)
+    return {skill: summarize([table[skill][-1] for table in tables if skill in table]) for skill in skills}
 
 
 def _band(curves: Sequence[Sequence[float]]) -> Band:

@@ -13,15 +13,16 @@ from hacpo_mega.config.describe import flat
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
 from hacpo_mega.data.reading.files import data_digest, digest_of, file_digest
+from hacpo_mega.logbook.run.run_inputs import own_code
 
 
 class Identity(Section):
     """Equal for two runs of one method; `held_out` for two of one regime, `models` for two of one regime and seed."""
 
     config: str
-    """Digest of configuration and training files, without run_dir, seed, learning rates, checkpoint and logging."""
+    """Digest of configuration, training files, own code, without run_dir, seed, learning rates, checkpoint, logging."""
     held_out: str
-    """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged."""
+    """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged, by what code."""
     models: dict[str, str]
     """Digest of every agent's model folder, by its name: the warm start."""
 
@@ -57,7 +58,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
         for key, value in flat(config.model_dump(mode="json"))
         if effect_of(key) == "results" and key != "seed" and not key.endswith((".optimizer.lr", ".model"))
     }
-    return {**table, "training_files": [data_digest(file) for file in config.data.files]}
+    return {**table, "training_files": [data_digest(file) for file in config.data.files], **own_code(config)}
 
 
 def _how_it_is_measured(config: Config) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def _how_it_is_measured(config: Config) -> dict[str, Any]:
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_answer_tokens": config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
         "reward": _reward(config.reward),
+        **{key: files for key, files in own_code(config).items() if not key.startswith("algorithm.")},
     }
 
 

@@ -93,7 +93,7 @@ class Result(Measured):
     seed: int
     stage: Stage
     commit: str | None
-    """The commit of the source; with `+` when files differed from it, None outside a checkout."""
+    """The commit of the source; with `+` and a digest when files differed from it, None outside a checkout."""
     versions: dict[str, str]
     """The versions of the packages that a result depends on."""
     machine: Machine
@@ -175,8 +175,16 @@ def write_result(folder: Path, result: Result) -> Path:
 
 
 def pack_results(folder: Path, results: Iterable[Result]) -> Path:
-    """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each."""
-    ordered = sorted(results, key=lambda result: result.cell.name)
+    """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each.
+
+    Runs of other grids that are packed there stay. ValueError for a broken line among them.
+    """
+    by_cell = {}
+    for result in (*read_packed(folder), *results):
+        if isinstance(result, ValueError):
+            raise result
+        by_cell[result.cell] = result
+    ordered = sorted(by_cell.values(), key=lambda result: (result.cell.name, result.stage))
     packed = folder / PACKED
     lines = (f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered)
     replace_file(packed, "".join(lines), synced=True)

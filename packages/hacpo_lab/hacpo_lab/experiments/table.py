@@ -40,7 +40,7 @@ def facts_of(regime: RegimeEvidence) -> dict[str, str]:
     """The facts that all numbers of a regime rest on."""
     commit = regime.commit or "unknown"
     return {
-        "commit": commit.replace("+", " with local changes"),
+        "commit": commit.replace("+", " with local changes ").strip(),
         "machines": "; ".join(regime.machines),
         "held-out prompts": regime.held_out,
         "warm starts": "; ".join(_spoken_start(start) for start in regime.warm_starts),
@@ -137,11 +137,17 @@ def _skills(regime: RegimeEvidence) -> Table:
         for skill in skills
     }
     rows = [
-        (method, *(_mean_sd(found.accuracy_by_skill[agent][skill]) for agent, skill in columns))
+        (method, *(_mean_sd(found.accuracy_by_skill[agent].get(skill)) for agent, skill in columns))
         for method, found in regime.methods.items()
     ]
+    notes = [
+        f"{method}, {agent} {skill}: without the {len(found.seeds) - n} runs of which an evaluation judged no answer."
+        for method, found in regime.methods.items()
+        for agent, skill in columns
+        if (n := getattr(found.accuracy_by_skill[agent].get(skill), "n", 0)) < len(found.seeds)
+    ]
     head = ("method", *(f"{agent} {skill}" for agent, skill in columns))
-    return Table(f"{regime.measure} by skill", head, tuple(rows) if columns else (), ())
+    return Table(f"{regime.measure} by skill", head, tuple(rows) if columns else (), tuple(notes))
 
 
 def _cross(regime: RegimeEvidence) -> Table:
@@ -229,7 +235,9 @@ def _count(values: Sequence[float]) -> str:
     return f"{values[-1]:,.0f}" if values else NOTHING
 
 
-def _mean_sd(summary: Summary) -> str:
+def _mean_sd(summary: Summary | None) -> str:
+    if summary is None:
+        return NOTHING
     return _number(summary.mean) + (f" ± {_number(summary.sd)}" if summary.sd is not None else "")
 
 

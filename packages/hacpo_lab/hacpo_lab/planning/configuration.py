@@ -87,7 +87,11 @@ class Work:
 
     @property
     def length(self) -> float:
-        """Tokens that are read of a prompt and its answer: of the last one nothing is predicted."""
+        """Tokens that are read of a prompt and its answer: of the last one nothing is predicted.
+
+        A prompt counts for each of its answers, though training.share_prompts reads it once where the actor can: the
+        rates of `cpu` are measured by this count, and of GPUs nobody knows beforehand whose layers are installed.
+        """
         return self.prompt_tokens + self.answer_tokens - 1
 
 

@@ -5,7 +5,7 @@ ratio of published to planned seconds of a whole step below.
 
 Sources: the performance summary of NeMo-RL 0.5 and 0.6 (GRPO on policy, bf16, Megatron; neither prompts nor
 layouts are told, the layouts here are the fastest planned ones); prime-rl benchmarks/baselines (the trainer alone,
-16,384 tokens a sequence).
+16,384 tokens a sequence, activations computed again: "Recompute").
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class PublishedStep:
     seconds: float
     lanes: int
     phases: tuple[str, ...] | None = None
-    layout: Mapping[str, int | dict] = field(default_factory=dict)
+    layout: Mapping[str, int | str | dict] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -66,7 +66,7 @@ def _trainer(name: str, model: str, tokens_per_s: float, **layout: int | dict) -
         seconds=64 * 16384 / tokens_per_s,
         lanes=8,
         phases=("learn",),
-        layout=layout,
+        layout={"recompute": "full", **layout},
     )
 
 

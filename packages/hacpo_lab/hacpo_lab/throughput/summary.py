@@ -104,6 +104,8 @@ def _of_agent(
         num_scored=fmean(step.scored_answers for step in mine),
         num_trained=trained,
         length=mine[0].prompt_tokens + tokens / answers,
+        # others' answers are encoded anew
+        trained_length=mine[0].prompt_tokens + trained_tokens / trained if trained else 0.0,
         lora=lora,
     )
     working_s = phases_s | {"roll_out": phases_s.get("roll_out", 0.0) + fmean(step.hidden_s for step in mine)}
