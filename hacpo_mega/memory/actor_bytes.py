@@ -33,12 +33,14 @@ class Device:
 
     number           bytes of a weight and of an activation; with 2, Adam works on float32 copies of the weights
     flash_attention  attention reads what is packed; else it pads queries, keys and values, and keeps both
+    whole_heads      attention without flash pads keys and values for each query head
     triton_head      the head's backward takes large chunks of logits in the weights' type; else small ones in float32
     engine_sleeps    the engine gives its memory back while the actor works
     """
 
     number: int
     flash_attention: bool
+    whole_heads: bool
     triton_head: bool
     engine_sleeps: bool
 
@@ -48,8 +50,8 @@ class Device:
         return self.number < FLOAT32
 
 
-CUDA = Device(number=2, flash_attention=True, triton_head=True, engine_sleeps=True)
-CPU = Device(number=4, flash_attention=False, triton_head=False, engine_sleeps=False)
+CUDA = Device(number=2, flash_attention=True, whole_heads=True, triton_head=True, engine_sleeps=True)
+CPU = Device(number=4, flash_attention=False, whole_heads=False, triton_head=False, engine_sleeps=False)
 
 
 def device_of(dtype: str | None, *, on_cpu: bool) -> Device:
@@ -272,7 +274,7 @@ def _attention(plan: ActorPlan) -> int:
     met = max(k, cp)  # keys and values; each rank has its own copy
     rows = _statistics_rows(plan.num_tokens) if flash else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
-    kept = (q + 2 * met + q) * head + rows * (q // cp) * FLOAT32
+    kept = (q + 2 * (q if plan.device.whole_heads and not flash else met) + q) * head + rows * (q // cp) * FLOAT32
     if not flash:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
@@ -363,10 +365,11 @@ def _masks(plan: ActorPlan, stage: int) -> int:
 
 
 def _mask(plan: ActorPlan, layer: int) -> int:
-    """Bytes of a window's mask without flash attention: a number per pair of tokens, of one sequence at the most."""
-    window = plan.architecture.window_of(layer)
-    hides = window is not None and window < plan.num_tokens and not plan.device.flash_attention
-    return plan.num_tokens**2 * FLOAT32 if hides else 0
+    """Bytes of a mask without flash attention, of a window or beside sinks: a number per pair of tokens, of one
+    sequence at the most."""
+    window, sinks = plan.architecture.window_of(layer), plan.architecture.traits.sinks
+    hides = sinks or (window is not None and window < plan.num_tokens)
+    return plan.num_tokens**2 * FLOAT32 if hides and not plan.device.flash_attention else 0
 
 
 def _end(layer: _Layer) -> int:

@@ -1,7 +1,7 @@
 """Reports what the compiler makes of the Triton kernels without a GPU: registers, spills, shared memory, WGMMA.
 
     python kernels/bench/compile_report.py            one line per kernel and variant
-    python kernels/bench/compile_report.py 100        the same for sm_100, Blackwell
+    python kernels/bench/compile_report.py 100        the same for sm_100, Blackwell; 80, 86, 89, 120 likewise
 
 Not a speed: it says that a kernel compiles for an architecture, fits, and does not spill; a benchmark says what that is
 worth.
@@ -29,7 +29,8 @@ logprob, objective, elementwise, experts = (
 )
 ARCHITECTURE = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
 TARGET = GPUTarget("cuda", ARCHITECTURE, 32)
-SHARED_MEMORY = 227 * 1024  # of one SM, Hopper's or Blackwell's
+# Most shared memory of a program by compute capability; 227 KiB on Hopper and on Blackwell's data-centre GPUs.
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}.get(ARCHITECTURE, 227 * 1024)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 # Variants of the objective: the objective of others' answers, and whether lengths are handed in.
@@ -85,13 +86,14 @@ def types_of(kernel, pointers: dict[str, str]) -> dict[str, str]:
 def head_kernels(dtype: str):
     """The kernels of linear_logprob that walk the vocabulary, as they are launched for `dtype`."""
     pointers = dict.fromkeys(("hidden_ptr", "weight_ptr", "out_ptr"), f"*{dtype}") | {"target_ptr": "*i64"}
-    tilings = (logprob.STATS_BF16, logprob.GRADIENT_BF16) if dtype == "bf16" else (logprob.FLOAT32, logprob.FLOAT32)
-    for name, kernel, tiling in zip(("stats", "gradient"), (logprob._stats_kernel, logprob._gradient_kernel), tilings):
+    kernels = {"stats": (logprob._stats_kernel, logprob.STATS_BF16)}
+    kernels["gradient"] = logprob._gradient_kernel, logprob.GRADIENT_BF16
+    for (name, (kernel, wide)), softcap in itertools.product(kernels.items(), (None, 30.0)):
+        tiling = logprob.tiling_for({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype], wide, SHARED_MEMORY)
         sizes = ("block_t", "block_v", "block_h", "group_t", "tiles_per_split")
         constants = {size: getattr(tiling, size) for size in sizes if size in kernel.arg_names} | {"upcast": False}
-        constants["softcap"] = None
-        types = types_of(kernel, pointers)
-        yield compile_kernel(f"{name} {dtype}", kernel, types, constants, tiling.num_warps, tiling.num_stages)
+        constants["softcap"], name = softcap, f"{name} {dtype}{' soft cap' * (softcap is not None)}"
+        yield compile_kernel(name, kernel, types_of(kernel, pointers), constants, tiling.num_warps, tiling.num_stages)
 
 
 def small_kernels():

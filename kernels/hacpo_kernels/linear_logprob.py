@@ -1,4 +1,4 @@
-"""linear_logprob in Triton, for Hopper: two passes over the vocabulary that never materialise the logits.
+"""linear_logprob in Triton: two passes over the vocabulary that never materialise the logits.
 
 `logit_stats`      hidden @ weight^T tile by tile; a tile of logits lives only as float32 accumulators, and leaves
                    behind max, sum of exponentials and target logit per row and vocabulary split. A second kernel joins
@@ -14,6 +14,7 @@ Shapes: T tokens, H hidden, V rows of the vocabulary shard without padding, S sp
 """
 
 import contextvars
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,8 +48,21 @@ class Tiling:
 # 48 KiB of shared memory per stage: four stages fill a Hopper SM. The gradient needs room for its output tile as well.
 STATS_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=4)
 GRADIENT_BF16 = Tiling(128, 256, 64, num_warps=8, num_stages=3)
+WIDE_BYTES = 213_016
+# For devices with less: compute capabilities 8.6, 8.9 and 12.0 have 101,376 bytes, 98,320 are used. A split is as wide.
+NARROW_BF16 = Tiling(128, 128, 64, num_warps=8, num_stages=3, tiles_per_split=8)
 # float32 operands take ordinary multiply-adds (no tf32: it has fewer bits than bf16 noise would allow us to lose).
 FLOAT32 = Tiling(64, 128, 16, num_warps=8, num_stages=3, tiles_per_split=8)
+
+
+def tiling_for(dtype: torch.dtype, wide: Tiling, shared_bytes: float) -> Tiling:
+    """Tiling of a kernel where a program may have so much shared memory; `wide` is the kernel's own on Hopper."""
+    return FLOAT32 if dtype == torch.float32 else wide if shared_bytes >= WIDE_BYTES else NARROW_BF16
+
+
+def _tiling(tensor: torch.Tensor, wide: Tiling) -> Tiling:
+    device = torch.cuda.get_device_properties(tensor.device) if tensor.is_cuda else None
+    return tiling_for(tensor.dtype, wide, math.inf if device is None else device.shared_memory_per_block_optin)
 
 
 def chunk_rows(num_columns: int) -> int:
@@ -251,7 +265,7 @@ def _gradient_kernel(
 def logit_stats(hidden_TH: torch.Tensor, weight_VH: torch.Tensor, column_T: torch.Tensor, curve: Curve) -> LogitStats:
     """`reference.logit_stats` in Triton, float32 [T] each."""
     num_rows, num_columns = len(hidden_TH), len(weight_VH)
-    tiling = FLOAT32 if hidden_TH.dtype == torch.float32 else STATS_BF16
+    tiling = _tiling(hidden_TH, STATS_BF16)
     num_splits = triton.cdiv(num_columns, tiling.block_v * tiling.tiles_per_split)
     # One allocation each: the partial statistics of the splits, and what they become.
     parts_3ST = hidden_TH.new_empty((3, num_splits, num_rows), dtype=torch.float32)
@@ -282,7 +296,7 @@ def operand(weight_VH: torch.Tensor) -> torch.Tensor:
 def logit_gradient(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, curve: Curve, rows: RowGradients) -> torch.Tensor:
     """`reference.logit_gradient` in Triton, but [C, V] in the dtype of hidden, for the tensor cores."""
     num_rows, num_columns = len(hidden_CH), len(weight_VH)
-    tiling = FLOAT32 if hidden_CH.dtype == torch.float32 else GRADIENT_BF16
+    tiling = _tiling(hidden_CH, GRADIENT_BF16)
     gradient_CV = aligned_empty(hidden_CH, num_rows, num_columns)
     hidden_CH, weight_VH = aligned(hidden_CH), aligned(weight_VH)
     _launch(

@@ -134,10 +134,13 @@ def test_sleep_frees_the_device_and_publishing_wakes_it(engine, folders):
 
 def test_sleep_gives_back_what_no_module_names(engine, folders):
     """As workspaces of vLLM's kernels are: made with the model, neither parameter nor buffer."""
+    from vllm.device_allocator import get_mem_allocator_instance
+
     from hacpo_mega.rollout.engine import WEIGHTS, KeptTensors, pooled_weights
 
     with engine._guard.open() as llm:
-        with worker_of(llm)._maybe_get_memory_pool_context(WEIGHTS):
+        # Not the worker's own context for weights, which refuses a process that has some already.
+        with get_mem_allocator_instance().use_memory_pool(tag=WEIGHTS):
             workspace = torch.arange(1000, device="cuda")
         engine._kept = KeptTensors(worker_of(llm).get_model(), pooled_weights())
     engine.sleep()

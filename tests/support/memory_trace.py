@@ -79,13 +79,15 @@ def trace_actor(
     transformer: str = "local",
     overrides: dict[str, Any] | None = None,
     on_cuda: bool = True,
+    whole_heads: bool = False,
     lora: Lora | None = None,
 ) -> TracedMemory:
     """Counts one rank of an actor of dp cells that learns from micro-batches of `num_tokens`, all of them trained.
 
     `in_flight` micro-batches of a pipeline stage are forwarded before the first backward. `on_cuda`: bf16, attention
     and norms keep what CUDA's kernels keep; else float32 and what the CPU keeps, whose attention sees one sequence. The
-    head is the CPU's either way, since a Triton kernel has no fake. Needs a process without process groups.
+    head is the CPU's either way, since a Triton kernel has no fake. `whole_heads`: attention without flash as on CUDA.
+    Needs a process without process groups.
     """
     with ExitStack() as stack:
         stack.enter_context(
@@ -96,6 +98,7 @@ def trace_actor(
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
         stack.enter_context(_replaced(moe, "_known", _even))
+        stack.enter_context(_replaced(attention, "needs_whole_heads", lambda _: whole_heads))
         stack.enter_context(_replaced(models, "send", lambda tensors, _: list(tensors)))  # a copy loses its numbers
         if on_cuda:
             stack.enter_context(_replaced(moe, "_fits", lambda *_: True))

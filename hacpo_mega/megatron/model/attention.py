@@ -45,9 +45,9 @@ class PackedAttention(torch.nn.Module):
     """Causal attention inside each sequence of a packed micro-batch (THD), with grouped key/value heads.
 
     CUDA in half precision, heads of up to 256: one variable-length flash kernel, flash-attention 3's or torch's.
-    Elsewhere: scaled_dot_product_attention over sequences of similar length. Both take the same path with and without
-    gradients, so a score and the training forward agree to the last bit. With context parallelism they get all tokens
-    for this rank's share of the heads (context_parallel.py).
+    Elsewhere: scaled_dot_product_attention over sequences of similar length, on CUDA by its memory-efficient kernel.
+    Each takes the same path with and without gradients, so a score and the training forward agree to the last bit. With
+    context parallelism they get all tokens for this rank's share of the heads (context_parallel.py).
     """
 
     def __init__(
@@ -301,6 +301,9 @@ def _attend_masked(
     A sink is one more key in front, which all see: each query has a further number, its sink, that meets 1 there and 0
     in other keys.
     """
+    whole, groups = needs_whole_heads(query), query.shape[1] // key.shape[1]
+    if whole and groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     if sinks_N is None:
         return scaled_dot_product_attention(
             query, key, value, sees, is_causal=sees is None, scale=scale, enable_gqa=True
@@ -309,13 +312,21 @@ def _attend_masked(
     scale = size**-0.5 if scale is None else scale
     if sees is None:
         sees = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device).tril()
-    sinks = (sinks_N / scale)[:, None, None].expand(*query.shape[:3], 1)
-    keys, values = pad(key, (0, 1, 1, 0)), pad(value, (0, 1, 1, 0))
+    further = 8 if whole else 1  # the sink, then zeros: the size stays a multiple of eight
+    sinks = pad((sinks_N / scale)[:, None, None], (0, further - 1)).expand(*query.shape[:3], further)
+    keys, values = pad(key, (0, further, 1, 0)), pad(value, (0, further, 1, 0))
     keys[..., 0, size] = 1.0
     found = scaled_dot_product_attention(
         torch.cat([query, sinks], dim=-1), keys, values, pad(sees, (1, 0), value=True), scale=scale, enable_gqa=True
     )
     return found[..., :size]
+
+
+def needs_whole_heads(query: torch.Tensor) -> bool:
+    """True on CUDA: what flash cannot take there, torch's memory-efficient kernel can, with as many heads of keys and
+    values as of queries and sizes of whole 16 bytes; for anything else torch keeps the scores of all pairs of tokens.
+    """
+    return query.is_cuda
 
 
 class LatentAttention(torch.nn.Module):

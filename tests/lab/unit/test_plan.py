@@ -400,7 +400,7 @@ def test_a_plan_says_how_far_it_is_from_published_steps():
             assert least < planned_seconds(step) / (flops / 8 / 0.41 / 990e12) < 4.1, step.name
     assert 1.0 < worst_ratio() == max(ratios()[name] for name in PUBLISHED_RATES)
     result = CliRunner().invoke(app, ["plan", str(PAIR), "--cluster", str(SMALL)])
-    found = re.search(r"seconds of a step: (\S+) to (\d+): no GPU rate is measured", result.output)
+    found = re.search(r"seconds of a step: (\S+) to (\d+): no whole GPU step is timed", result.output)
     assert float(found[2]) == pytest.approx(float(found[1]) * worst_ratio(), abs=1.0)
 
 
@@ -408,4 +408,4 @@ def test_a_plan_of_measured_rates_has_no_range(tmp_path):
     file = write_small_job(tmp_path)
     result = CliRunner().invoke(app, ["plan", str(file), "--cluster", str(of_kind(tmp_path, "cpu", 1))])
     assert re.search(r"seconds of a step: [\d.]+\n", result.output)
-    assert "no GPU rate" not in result.output
+    assert "is timed" not in result.output

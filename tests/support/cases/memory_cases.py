@@ -11,7 +11,7 @@ from repository import ROOT
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.checks import architecture_of
 from hacpo_mega.config.checks.device_memory import agent_budget
-from hacpo_mega.memory.actor_bytes import CUDA, ActorMemory, ActorPlan
+from hacpo_mega.memory.actor_bytes import CPU, CUDA, ActorMemory, ActorPlan
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.delta_net import DeltaNet
 from hacpo_mega.models.families.heads import Heads
@@ -20,6 +20,7 @@ from hacpo_mega.models.families.rope import ProportionalRope
 from hacpo_mega.models.sharding.layout import Layout
 
 TRACEABLE = replace(CUDA, triton_head=False)
+WHOLE_HEADS = replace(CPU, whole_heads=True)  # as in float32 on CUDA
 # Models of a size that a test traces in a second.
 SMALL = Architecture(
     family="qwen3", num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=1536,
@@ -72,6 +73,7 @@ def traced(plan: ActorPlan, stage: int = 0, transformer: str = "local") -> Trace
         recompute=plan.recompute,
         transformer=transformer,
         on_cuda=plan.device.mixed,
+        whole_heads=plan.device.whole_heads,
         lora=plan.lora,
     )
 

@@ -4,6 +4,7 @@ A tolerance here is a bound: the roundings that any order of summation may make,
 (kernel_cases.exact), element by element.
 """
 
+import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,6 +27,7 @@ from objective_cases import BOUNDS
 
 # numpy warns of lanes that Triton masks away afterwards.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+linear_logprob_triton = importlib.import_module("hacpo_kernels.linear_logprob")
 
 
 def test_on_hand_numbers():
@@ -255,12 +257,21 @@ def test_triton_refuses_float64_and_auto_takes_the_reference():
 
 
 @pytest.mark.nightly
-def test_kernels_compile_for_hopper(request):
-    """Every variant compiles for sm_90 without a GPU, fits in shared memory, and the matrix products use WGMMA."""
+@pytest.mark.parametrize("architecture", [90, 86, 120])
+def test_kernels_compile_without_a_gpu(request, architecture):
+    """Every variant fits in a device's shared memory, and on Hopper the matrix products use WGMMA."""
     script = request.config.rootpath / "kernels/bench/compile_report.py"
-    report = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    report = subprocess.run([sys.executable, str(script), str(architecture)], capture_output=True, text=True)
     assert report.returncode == 0, report.stdout + report.stderr
     lines = {line[:28].strip(): line[28:].split() for line in report.stdout.splitlines()[2:]}
     for name in ("stats bf16", "gradient bf16"):
         registers, stack, _, wgmma = map(int, lines[name])
-        assert stack == 0 and wgmma > 0 and registers <= 255, (name, lines[name])
+        assert stack == 0 and (wgmma > 0) is (architecture == 90) and registers <= 255, (name, lines[name])
+
+
+def test_a_devices_shared_memory_chooses_the_tile():
+    """An H100, an A100 and an RTX 4090; a split has as many columns on each."""
+    wide = linear_logprob_triton.STATS_BF16
+    tilings = [linear_logprob_triton.tiling_for(torch.bfloat16, wide, size) for size in (232_448, 166_912, 101_376)]
+    assert tilings == [wide, linear_logprob_triton.NARROW_BF16, linear_logprob_triton.NARROW_BF16]
+    assert len({tiling.block_v * tiling.tiles_per_split for tiling in tilings}) == 1

@@ -5,10 +5,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hacpo_mega.megatron.model import attention, shared_prompts
-from hacpo_mega.megatron.model.attention import PackedAttention
+from hacpo_mega.megatron.model.attention import PackedAttention, needs_whole_heads
 from hacpo_mega.megatron.model.shared_prompts import packed_segments, similar_lengths
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -136,6 +137,33 @@ def test_attention_and_its_gradient_are_those_of_a_softmax_per_sequence(lengths,
     found_TND = attended(inputs, starts, None, window)
     (found_TND * direction_TND).sum().backward()
     require_close(found_TND, expected_TND, inputs, expected_inputs)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_what_flash_cannot_take_suits_the_memory_efficient_kernel(has_sinks, window, monkeypatch):
+    """torch's rules on CUDA (sdp_utils.cpp): heads of one number, sizes of 16 bytes. The results are those of a CPU."""
+    with FakeTensorMode():
+        assert [needs_whole_heads(torch.empty(1, device=device)) for device in ("cuda", "cpu")] == [True, False]
+    generator, asked = torch.Generator().manual_seed(4), []
+    shapes = [(16, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)] + [(HEADS,)] * has_sinks
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def noted(*given, **how):
+        asked.append([(tensor.shape[1], tensor.shape[3] * tensor.element_size() % 16) for tensor in given[:3]])
+        return torch.nn.functional.scaled_dot_product_attention(*given, **how)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noted)
+    found = []
+    for on_cuda in (False, True):
+        monkeypatch.setattr(attention, "needs_whole_heads", lambda _, on_cuda=on_cuda: on_cuda)
+        given = [tensor.clone().requires_grad_() for tensor in inputs]
+        output = attended(given[:3], torch.tensor([0, 7, 16]).int(), None, window, *given[3:])
+        output.square().sum().backward()
+        found.append([output.detach(), *(tensor.grad for tensor in given)])
+    assert asked[-1] == [(HEADS, 0)] * 3 != asked[0]
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=4 * ROUNDING * float(expected.abs().max()))
 
 
 class DenseKernel:

@@ -25,6 +25,7 @@ from memory_cases import (
     SHARED,
     SMALL,
     TRACEABLE,
+    WHOLE_HEADS,
     learn_of_budget,
     learn_of_trace,
     paper_plans,
@@ -54,6 +55,7 @@ WITH_CONTEXT = [
     ((QWEN2,), {"cp": 4, "recompute": "full"}),
     ((), {"cp": 2, "device": CPU}),
     ((LLAMA,), {"cp": 4, "device": CPU}),
+    ((LLAMA,), {"cp": 2, "device": WHOLE_HEADS}),
 ]
 
 OTHER_NORMS = [
@@ -69,6 +71,8 @@ OTHER_CHOICES = [
     plan_of(QWEN2, tp=2, recompute="mlp"),
     plan_of(device=CPU),
     plan_of(tp=2, device=CPU),
+    plan_of(LLAMA, device=WHOLE_HEADS),
+    plan_of(GEMMA4, device=WHOLE_HEADS),
     *(plan_of(*model, **layout) for model, layout in WITH_CONTEXT),
     *OTHER_NORMS,
     plan_of(DELTA, device=CPU),
@@ -79,6 +83,7 @@ OTHER_CHOICES = [
     plan_of(EXPERTS, cp=2, ep=2, recompute="mlp"),
     plan_of(SHARED),
     plan_of(GPT_OSS, tp=2, ep=2),
+    plan_of(GPT_OSS, device=CPU),
     plan_of(MINIMAX, tp=2, ep=2),
     plan_of(GEMMA4_MOE, tp=2, ep=2),
     plan_of(GEMMA4_MOE, cp=2, ep=2, recompute="mlp"),

@@ -12,9 +12,10 @@
              what gloo's gathers and scatters of 4 KB to 2 MB between two of its processes take of a processor
 
 memory_gib of a GPU is what torch sees of it, rounded down. The rates of `cpu` are from a measured benchmark
-(docs/measurements/planning.md says how); those of GPUs are not measured by us: `learn` and `score` are the low
-end of the model FLOP utilisation that Megatron-LM's README reports on H100 (41 to 48 %), `experts` what its PR 5728
-reports of Qwen3-30B-A3B there (240.5 TFLOP/s, 24 %) over that, the others are assumptions.
+(docs/measurements/planning.md says how). `learn` and `score` of GPUs are the low end of the model FLOP utilisation that
+Megatron-LM's README reports on H100 (41 to 48 %), below what our actor alone reached on an H200
+(docs/measurements/throughput.md), `experts` what its PR 5728 reports of Qwen3-30B-A3B there (240.5 TFLOP/s, 24 %) over
+that, the others are assumptions.
 """
 
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ def _seconds(plan: Plan) -> Iterator[str]:
 
 
 def _heading(plan: Plan) -> str:
-    """The step's seconds, as a range where no rate is measured, and the published steps that a plan is faster than."""
+    """The step's seconds, a range where no whole step is timed, and the published steps that a plan is faster than."""
     tokens = sum(agent.work.answers * (agent.work.prompt_tokens + agent.work.answer_tokens) for agent in plan.agents)
     rate = tokens / plan.wall_s / sum(agent.num_devices for agent in plan.agents)
     lines = [
@@ -86,7 +86,7 @@ def _heading(plan: Plan) -> str:
         f"{rate:.0f} tokens of prompts and own answers a second and device",
     ]
     if not plan.cluster.on_cpu:
-        lines[0] += f" to {plan.wall_s * worst_ratio():.0f}: no GPU rate is measured by this project"
+        lines[0] += f" to {plan.wall_s * worst_ratio():.0f}: no whole GPU step is timed by this project"
         faster = "; ".join(f"{name} {ratio:.1f}" for name, ratio in ratios().items() if ratio > 1.0)
         lines += [f"steps that others published took so many times their plan: {faster}",
                   f"assumed, with no source: {', '.join(ASSUMED)}"]  # fmt: skip
