@@ -260,6 +260,7 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.4: method 'gspo' does not read it"):
         load_config(QUICKSTART, ["algorithm.method=gspo", "algorithm.delta=0.4"])
     assert load_config(QUICKSTART, ["algorithm.cross_clip=own"]).algorithm.delta == 0.2  # beside it nothing reads delta
+    assert AlgorithmConfig(preset="authors", kl_on="all").kl_on == "all"  # read: their kl_coef is not 0
     of_another = tmp_path / "gspo.toml"
     of_another.write_text(text.replace('method = "hacpo"', 'method = "gspo"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.5: method 'gspo' does not read it"):
