@@ -16,7 +16,7 @@ from repository import ROOT
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
-from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note, weak_settings
+from hacpo_mega.config.checks.notes import default_success_note, missing_kernels, narrow_clip_note, weak_settings
 from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.agents import WarmStartConfig
@@ -444,3 +444,10 @@ def test_every_key_has_one_effect_and_every_pattern_a_key():
     assert {effect_of(key) for key in ("seed", "num_steps", "algorithm.delta", "agents.qwen.optimizer.lr")} == {
         "results"
     }
+
+
+def test_who_asks_for_transformer_engine_where_there_is_none_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(missing_kernels(load_config(QUICKSTART))) == []
+    (line,) = missing_kernels(load_config(QUICKSTART, ["agents.qwen.optimizer.kernels=te"]))
+    assert "= 'te' (qwen): TransformerEngine is not installed here" in line
