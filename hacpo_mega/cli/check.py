@@ -23,6 +23,7 @@ from hacpo_mega.config.checks.device_memory import agent_budgets, memory_summary
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.checks.notes import (
     default_success_note,
+    missing_kernels,
     narrow_clip_note,
     suggestions,
     unused_fields,
@@ -84,6 +85,7 @@ def notes(config: Config) -> Iterator[str]:
     yield from default_success_note(config)
     yield from suggestions(config)
     yield from weak_settings(config)
+    yield from missing_kernels(config)
     yield from narrow_clip_note(config)
     if reads_first():  # a template is a program, run once on a node
         yield from template_notes(config.agents)

@@ -61,6 +61,7 @@ def _warm_started(spec: AgentConfig, draft: Path, place: Place, config: Config) 
         transformer=spec.transformer,
         communication=spec.data_parallel,
         overrides=spec.megatron,
+        timeout_s=config.wait_s,
     )
     actor = Actor(draft, actor_spec)
     place.enter_phase("warm_start", "before any step")

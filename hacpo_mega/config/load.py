@@ -64,6 +64,8 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
     path = Path(path)
     require_inside_its_run(path)
     table = toml_file(path, "the path of a TOML configuration")
+    if {"regimes", "methods"} <= table.keys():
+        raise ValueError(f"{path}: an experiment's grid, no run's configuration: use hacpo-mega experiment {path}")
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
         set_key(table, override)

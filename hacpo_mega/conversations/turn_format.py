@@ -22,6 +22,7 @@ import abc
 import json
 import typing
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -50,8 +51,6 @@ class TurnFormat(abc.ABC):
     stop_ids     tokens that end an own turn
     rewrites     the first place where the template writes an earlier own turn otherwise; None where it never does
     around_heard  text before and behind what others said before the agent's first turn
-    num_control  control tokens that texts of others have spelled, and that were encoded as ordinary text
-    num_lost     texts of others that the vocabulary cannot write, read as empty: a plain format's alone
     """
 
     kind: str
@@ -60,8 +59,6 @@ class TurnFormat(abc.ABC):
     stop_ids: tuple[int, ...]
     rewrites: str | None = None
     around_heard: tuple[str, str] = ("\n\n", "")
-    num_control: int = 0
-    num_lost: int = 0
 
     @classmethod
     def of(cls, codec: TextCodec, tools: Sequence[Mapping[str, Any]] = (), *, plays_user: bool = False) -> "TurnFormat":
@@ -88,7 +85,6 @@ class TurnFormat(abc.ABC):
     def heard(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
         before, behind = self.around_heard
-        self.num_control += sum(self._ordinary.num_control(message["content"]) for message in messages)
         return "".join(f"{before}{message['content']}{behind}" for message in messages)
 
     @abc.abstractmethod
@@ -160,11 +156,8 @@ class PlainFormat(TurnFormat):
     def _said(self, others: Sequence[Message]) -> list[int]:
         ids: list[int] = []
         for text in (message["content"] for message in others):
-            self.num_control += self._ordinary.num_control(text)
-            try:
+            with suppress(ValueError):  # a text that the vocabulary cannot write is read as empty
                 ids += self._ordinary.encode(self._ordinary.hidden(text), lambda t: self._codec.encode_answer(t, False))
-            except ValueError:
-                self.num_lost += 1
             ids += self._codec.encode_answer(self._separator, ended=False)
         return ids
 
@@ -218,13 +211,13 @@ class TemplateFormat(TurnFormat):
         self._check(plays_user)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        self.num_control += self._num_control(messages)
         return self._encode(self._rendered(self._plain_messages(messages), tools, opens=True))
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
-        num_control, others = self._num_control(others), self._plain_messages(of_one_user(others))
-        self.num_control += num_control
-        if not num_control and (bridged := self._bridged(head, others)) is not None:
+        given = of_one_user(others)
+        others = self._plain_messages(given)
+        spell_control = any(plain["content"] != message["content"] for plain, message in zip(others, given))
+        if not spell_control and (bridged := self._bridged(head, others)) is not None:
             return bridged
         _, _, behind, closes = self._behind(self._before, others)
         ids = self._encode(behind)
@@ -260,9 +253,6 @@ class TemplateFormat(TurnFormat):
     def _shown(self, ids: Sequence[int]) -> str:
         tokenizer = self._codec.tokenizer
         return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def _num_control(self, messages: Sequence[Message]) -> int:
-        return sum(self._ordinary.num_control(m["content"]) for m in messages if m["role"] != "assistant")
 
     def _plain_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Copies in which texts of others spell no control token, and answers of tools have the ids of calls."""

@@ -11,7 +11,6 @@ Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens 
 cp.
 """
 
-import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +27,6 @@ from torch.utils._pytree import tree_map_only
 
 from hacpo_mega.algorithm import GradientProducts, mean_logprobs
 from hacpo_mega.cluster.groups.spans import Spans
-from hacpo_mega.cluster.groups.tree import share_bytes
 from hacpo_mega.cluster.machine.device import actor_dtype, send
 from hacpo_mega.cluster.patches import apply_patches
 from hacpo_mega.config import DataParallelConfig, OptimizerConfig
@@ -367,20 +365,13 @@ class Actor:
     def save_hf(self, folder: Path, dtype: torch.dtype | None = None, added_end: int | None = None) -> None:
         """Writes a Hugging Face folder, by default in the model's dtype. Collective over the agent; its rank 0 writes.
 
-        `added_end` becomes one of the end tokens that its generation_config.json names.
-        OSError on every rank if the first one cannot write.
+        `added_end` becomes one of the end tokens that its generation_config.json names. Other cells do not wait for it.
+        OSError on the first rank, and on no other, if it cannot write.
         """
         finish_gather(self.model)
-        problem = None
         if parallel_state.get_data_parallel_rank() < self.layout.block_cells:
-            try:
-                dtype = dtype or self.model.config.params_dtype
-                save_hf(self.model, self.folder, folder, dtype, added_end=added_end)
-            except OSError as error:
-                problem = str(error)
-        problem = json.loads(share_bytes(dist.group.WORLD, json.dumps(problem).encode()))
-        if problem is not None:
-            raise OSError(problem)
+            dtype = dtype or self.model.config.params_dtype
+            save_hf(self.model, self.folder, folder, dtype, added_end=added_end)
 
 
 def initialize_parallel(

@@ -25,6 +25,7 @@ from hacpo_mega.cluster.machine.machine_limits import free_memory_bytes
 from hacpo_mega.cluster.machine.visible_gpus import Gpu, visible_gpus
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
+from hacpo_mega.config.checks.notes import missing_kernels
 
 OUR_PACKAGES = ("hacpo_mega", "hacpo_grading", "hacpo_kernels")
 SHORT = 12  # characters of a digest that a person reads
@@ -75,7 +76,7 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     """This node's report, by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
-    problems += compiler_problems() if gpus else []
+    problems += [*compiler_problems(), *missing_kernels(config)] if gpus else []
     environment, mismatch = _environment_facts(gpus)
     problems += mismatch
     facts = {"code": source_digest(), "configuration": _digest(config.model_dump_json().encode())}

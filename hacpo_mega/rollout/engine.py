@@ -54,6 +54,7 @@ from hacpo_mega.rollout.engine_loop import (
     completion_of,
     cut_requests,
     odd_row_counts,
+    of_first_rank,
 )
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import EngineStreamGuard, finish_steps, worker_of
@@ -174,14 +175,14 @@ class Engine:
         return_logprobs: bool = False,
         lengths: Sequence[int] | None = None,
         on_answer: OnAnswer | None = None,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        is_unwanted: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         """One answer to every prompt (token ids), in order; `temperature` 0 is greedy.
 
         An answer is a function of weights, prompt and seed: other requests in the batch change it by rounding alone.
         With `lengths` every answer has that many tokens, and the last one ends it, whatever was sampled there.
-        `on_answer` is called for each answer as it ends. Once `is_unwanted` returns true, running answers are cut with
-        Stop.CUT.
+        `on_answer` is called for each answer as it ends. Once `is_unwanted` returns true on the engine's first rank,
+        running answers are cut with Stop.CUT.
         Raises ValueError if a prompt and `max_tokens` exceed max_model_len, RuntimeError unless awake and loaded.
         """
         assert len(prompts) == len(seeds), (len(prompts), len(seeds))
@@ -212,7 +213,7 @@ class Engine:
                 len(prompts),
                 on_answer,
                 None if lengths is None else self.eos_ids[0],
-                is_unwanted,
+                is_unwanted and of_first_rank(is_unwanted, self._tensor_parallel_size),
                 self.routing if return_logprobs else None,
             )
             try:
@@ -502,14 +503,14 @@ class RunningAnswers:
         num_asked: int,
         on_answer: OnAnswer | None,
         eos_id: int | None,
-        is_unwanted: Callable[[], bool] = lambda: False,
+        is_unwanted: Callable[[], bool] | None = None,
         routing: Routing | None = None,
     ) -> None:
         """Watches the `num_asked` requests that `llm` is about to be given.
 
         on_answer    called for an answer as soon as it has ended
         eos_id       ends every answer that is not cut, whatever was sampled there; None: answers end by themselves
-        is_unwanted  checked after every step: whether to cut all running answers now
+        is_unwanted  checked after every step: whether to cut all running answers now, on all ranks or none
         routing      source of an answer's routing; None: answers have none
         """
         self._llm, self._on_answer, self._eos_id = llm, on_answer, eos_id
@@ -523,7 +524,7 @@ class RunningAnswers:
         """Answers that a step has finished, and those that are cut after it."""
         self._note_routes(outputs)
         self._num_running -= len(outputs)
-        if self._num_running > 0 and self._is_unwanted():
+        if self._num_running > 0 and self._is_unwanted is not None and self._is_unwanted():
             outputs = [*outputs, *self._cut()]
         if self._on_answer is not None:
             for output in outputs:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -287,6 +288,14 @@ class EngineLoop:
             self._source.give(key, completion)
         except Exception as error:  # raised before the next step, where the other ranks hear of it
             self._error = self._error or error
+
+
+def of_first_rank(is_unwanted: Callable[[], bool], num_ranks: int) -> Callable[[], bool]:
+    """Asks the engine's first rank alone, on each of its `num_ranks`: all cut after the same step. Collective."""
+    if num_ranks == 1:
+        return is_unwanted
+    group = parallel_state.get_tp_group().cpu_group
+    return lambda: share_bytes(group, b"1" if is_unwanted() else b"") == b"1"
 
 
 def cut_requests(

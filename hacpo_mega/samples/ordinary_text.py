@@ -47,10 +47,6 @@ class OrdinaryText:
         self._control, self._steering = map(_any_of, (self._texts, [t for t in self._texts if t in steering]))
         self._mark = re.compile(f"\ue000{number}:([0-9]+)\ue001")
 
-    def num_control(self, text: str) -> int:
-        """Number of control tokens that a text spells."""
-        return len(self._control.findall(text))
-
     def hidden(self, text: str) -> str:
         """The text with marks in their place."""
         return self._control.sub(lambda found: self._marks[found[0]], text)

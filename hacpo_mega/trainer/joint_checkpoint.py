@@ -249,7 +249,7 @@ class JointCheckpoint:
         message: dict[str, Any] = {"agent": self._name}
         with self._removed_if_refused(pending.writing):
             # Everybody's shards are on disk when nobody has had a problem.
-            self._disk.attempt(self._finish, pending, message)
+            self._disk.attempt_write(self._finish, pending, message)
             words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(message).encode())]
             self._disk.require_folder()
             self._disk.attempt(self._seal, pending, words)

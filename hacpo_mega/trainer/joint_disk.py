@@ -22,6 +22,8 @@ from hacpo_mega.logbook.run.run_folder import RunFolder
 
 # Between two attempts at the end of a run.
 RETRY_S = 5.0
+# A working file system is as fast at least: ranks wait for an export for its bytes over this, and `wait_s`.
+SLOWEST_BYTES_PER_S = 50e6
 MENDABLE = frozenset(
     (
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),  # room, quota, a limit on the size of files
@@ -43,6 +45,7 @@ class JointDisk:
     def __init__(self, place: Place, config: Config, logs: RunFolder, say: Callable[[str], None]) -> None:
         self._place, self._config, self._logs, self.say = place, config, logs, say
         self.is_away = False
+        self._patience_s = export_bytes(config) / SLOWEST_BYTES_PER_S  # now: a model's folder may be moved later
 
     def require_logs(self) -> None:
         """OSError on every rank while any rank has unwritten logs, or the run's folder is away. Collective."""
@@ -65,6 +68,12 @@ class JointDisk:
         `function` may contain a collective only if it fails on all ranks of its group or on none.
         """
         self.agree(*_refusal(function, *arguments))
+
+    def attempt_write(self, function: Callable[..., None], *arguments: Any) -> None:
+        """The same for what writes a model or its state: ranks that are done wait as long as a slow disk may take."""
+        refusal = _refusal(function, *arguments)
+        self._place.meet(self._patience_s)
+        self.agree(*refusal)
 
     def agree(self, problem: str | None, number: int | None = None) -> None:
         """OSError on every rank of the job, with the first problem of any of them. Collective.
@@ -128,7 +137,7 @@ class JointDisk:
         self.require_folder()
         self.attempt(require_bytes, export_bytes(self._config), run_dir)
         self.require_logs()
-        self.attempt(lambda: agent and agent.export(run_dir / "agents" / agent.name))
+        self.attempt_write(lambda: agent and agent.export(run_dir / "agents" / agent.name))
         self.attempt(self._logs.finish, self._config.num_steps)
 
 

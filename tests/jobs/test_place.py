@@ -1,9 +1,12 @@
 """Place's groups, Megatron's and the arithmetic of RankMap agree rank by rank, and bytes go where they are sent."""
 
+import errno
 import os
 import re
 import socket
 import sys
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +29,7 @@ from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.actor import initialize_parallel
 from hacpo_mega.preflight.meeting import GroupTest
+from hacpo_mega.trainer import joint_disk
 from hacpo_mega.trainer.observers import Reports
 
 UNEQUAL = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))
@@ -325,6 +329,28 @@ def test_all_ranks_stay_while_the_last_report_is_written(tmp_path):
     """Else srun ends the one that writes it, a minute after the others have left."""
     said = run_job(UNEQUAL, partial(wait_for_a_report, tmp_path))
     assert said == [(f"the report: {tmp_path / 'report.html'}", True)] * UNEQUAL.world_size
+
+
+def wait_for_a_writer(place: Place, rank_map: RankMap) -> str:
+    """The line on a disk that refuses the last rank three seconds after the first one waits, for one in collectives."""
+    for group in place._job._groups:
+        group._group._set_default_timeout(timedelta(seconds=1))
+    joint_disk.export_bytes = lambda config: 60 * joint_disk.SLOWEST_BYTES_PER_S
+
+    def write() -> None:
+        if place.coordinate.global_rank == 1:
+            time.sleep(3.0)
+            raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full") as said:
+        joint_disk.JointDisk(place, None, None, print).attempt_write(write)
+    return str(said.value)
+
+
+@pytest.mark.nightly
+def test_ranks_wait_for_a_writer_longer_than_for_each_other():
+    both = RankMap(1, (AgentShape("A"), AgentShape("B")))
+    assert run_job(both, wait_for_a_writer) == ["[Errno 28] full"] * 2
 
 
 def end_a_preflight(rank_map: RankMap) -> list[str]:

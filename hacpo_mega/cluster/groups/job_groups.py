@@ -22,6 +22,7 @@ Not here: the arithmetic (rank_map.py), model-parallel groups (Megatron makes it
 process joins the job and leaves it (place.py).
 """
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
@@ -32,6 +33,8 @@ from hacpo_mega.cluster.groups.lone_groups import Gloo
 from hacpo_mega.cluster.groups.spans import Spans, WatchedGroup
 from hacpo_mega.cluster.groups.tree import Tree, broadcast, gather_bytes, join, share_bytes, split
 from hacpo_mega.cluster.rank_map import Coordinate, RankMap
+
+LONGEST_PAUSE_S = 5.0  # between two looks at the store, which may have thousands of clients
 
 
 class JobGroups:
@@ -68,7 +71,7 @@ class JobGroups:
         )
         # Kept, since the store ends with the last reference: on rank 0 it is the server that the others still ask.
         self._store = store
-        self._timeout = timeout
+        self._timeout, self._num_meetings = timeout, 0
         # gloo connects two ranks when they first speak (TORCH_GLOO_LAZY_INIT), so making a group waits for nobody.
         # Where that is switched off a constructor returns when all members have come; everybody makes its groups in
         # this one order, leaders theirs first, so that even then nobody waits for a rank that waits for it.
@@ -112,6 +115,18 @@ class JobGroups:
         """Waits for every process of the job."""
         with self._waiting("a barrier of all ranks"):
             self._job.wait_for_all()
+
+    def meet(self, limit_s: float) -> None:
+        """Waits, for `limit_s` at most, until every process of the job has come: a barrier without the timeout of one.
+
+        A process that has waited in vain goes on, into a collective that times out.
+        """
+        self._num_meetings += 1
+        key, end, pause_s = f"meet/{self._num_meetings}", time.monotonic() + limit_s, 0.001
+        self._store.add(key, 1)
+        with self._waiting("all ranks"):
+            while self._store.add(key, 0) < self.rank_map.world_size and time.monotonic() < end:
+                time.sleep(pause_s := min(LONGEST_PAUSE_S, 1.2 * pause_s))
 
     def gather_to_first(self, payload: bytes) -> list[bytes]:
         """One payload per process of the job, in rank order, on the job's rank 0; an empty list on the others."""

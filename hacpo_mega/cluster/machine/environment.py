@@ -300,9 +300,9 @@ def has_tracker_login() -> bool:
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-    for file in filter(None, (os.environ.get("NETRC"), Path.home() / ".netrc", Path.home() / "_netrc")):
+    for file in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
         with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if netrc.netrc(file).authenticators(host or ""):
+            if netrc.netrc(os.path.expanduser(file)).authenticators(host or ""):
                 return True
     return False
 

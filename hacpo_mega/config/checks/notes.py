@@ -3,6 +3,7 @@
 Not here: settings that are refused (checks.py, pass_through.py), and chat templates (tokenizer_checks.py).
 """
 
+import importlib.util
 from collections.abc import Iterator
 
 from hacpo_mega.config.checks.device_memory import agents_in_bf16
@@ -44,6 +45,16 @@ def weak_settings(config: Config) -> Iterator[str]:
                 f"agents.{agent.name}.optimizer.warmup_updates = {warmup}: the run has {updates} updates, so its "
                 f"learning rate ends at {agent.optimizer.lr * updates / warmup:.3g} instead of {agent.optimizer.lr:g}"
             )
+
+
+def missing_kernels(config: Config) -> Iterator[str]:
+    """A line where agents ask for TransformerEngine and Python finds none: `train` would end with it."""
+    asking = [agent.name for agent in config.agents if "te" in (agent.transformer, agent.optimizer.kernels)]
+    if asking and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            f"transformer or optimizer.kernels = 'te' ({', '.join(asking)}): TransformerEngine is not installed here; "
+            "build it (docs/guide/gpus.md), or set 'auto'"
+        )
 
 
 def narrow_clip(config: Config) -> str | None:

@@ -115,7 +115,7 @@ def _folder_problems(given: Path, folder: Path, above: Path) -> Iterator[str]:
         yield f"run_dir: {given} is a link that leads in a circle. Nearest: runs/run"
     elif above.is_dir() and os.statvfs(above).f_blocks == 0:
         yield f"run_dir: {given} is on a file system that holds no files of a user ({above}). Nearest: runs/run"
-    elif folder == Path.home().resolve() or is_mount_point(folder):
+    elif folder == _real(Path(os.path.expanduser("~"))) or is_mount_point(folder):
         what = "a mount point" if is_mount_point(folder) else "your home"
         yield f"run_dir: {given} is {what}, and a run needs a folder of its own. Nearest: run_dir = '{given / 'run'}'"
     elif folder.is_dir():

@@ -234,8 +234,7 @@ def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -
             f"{name} = {given[name]!r}: method {method!r} does not read it. Leave it out, or choose a method that "
             f"does: {', '.join(readers)}"
         )
-    for name, other in unread_beside({"ratio_level": "sequence", **given}).items():
+    effective = {"ratio_level": "sequence", "kl_coef": chosen.get("kl_coef", 0.0), **given}
+    for name, other in unread_beside(effective).items():
         if name in given and differs(name):
-            raise ValueError(
-                f"{name} = {given[name]!r}: not read beside {other} = {given.get(other, 'sequence')!r}. Leave one out"
-            )
+            raise ValueError(f"{name} = {given[name]!r}: not read beside {other} = {effective[other]!r}. Leave one out")

@@ -90,6 +90,7 @@ UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
     ("cross_clip", "none", frozenset({"delta", "delta_step"})),
     ("ratio_level", "token", frozenset({"divergence_limit", "ratio_length"})),
     ("ratio_level", "sequence", frozenset({"answer_divergence_limit"})),
+    ("kl_coef", 0.0, frozenset({"kl_on"})),
     ("objective", ..., CLIPS | LIMITS),
     # omega_clip would change a metric alone: the function forms its own omega, from the capability.
     ("advantages", ..., MECHANISMS - CAPABILITY - CLIPS),

@@ -170,7 +170,7 @@ class RolloutConfig(Section):
     """Longest answer in training, in tokens; longer ones are cut."""
     one_step_off: Flag = False
     """Generate the next step's answers, with the weights from before this step's update, while this step's are judged,
-    exchanged and learnt. Their ratio is to the policy that wrote them. Needs engine_tp = 1."""
+    exchanged and learnt. Their ratio is to the policy that wrote them. Needs engine_tp = 1 unless engines are apart."""
     train_changed_reencodings: bool = False
     """Train on another agent's answer even if it reads differently in the learner's tokens. Its verdict was on the
     original text, so by default it is left out and counted."""
@@ -354,7 +354,7 @@ class Config(Section):
     to logs/ and ends. Long phases give signs of life."""
     wait_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 1800.0
     """Timeout in seconds of waits for other processes, at the start and in each later exchange, before the job ends.
-    Must exceed the fastest agent's lead over the slowest in a step, and the longest export."""
+    Must exceed the fastest agent's lead over the slowest in a step."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -10,9 +10,10 @@ A line is one prompt:
         {"agent", "rollout", "text", "reward" (null: unjudged), "verdict", "stop", "num_tokens", "mean_logprob" (nats),
          "advantage": {learner: number}, "ratio": {learner: number, in the update that trained it},
          "not_trained": {learner: why it is not: "too_long" and other DropReasons; "outside_band": it has no gradient},
-         of a conversation "turns": [{"role", "content", "num_tokens", "name" of a tool, "stop" of own ones}, ...], all
-         after the prompt, "opening" (what its environment has added to the prompt), "task" (the prompt that a program
-         has written), and "text" of the last own turn, and with logging.rollout_tokens
+         of a conversation "turns": [{"role", "content", "num_tokens", "name" of a tool, "stop" of own ones, "opened"
+         (a <think> that the prompt wrote: the content continues it)}, ...], all after the prompt, "opening" (what its
+         environment has added to the prompt), "task" (the prompt that a program has written), and "text" of the last
+         own turn, and with logging.rollout_tokens
          "tokens": [text of every token], "token_ids": [their ids for its own agent],
          "token_logprob": [nats of each trained one, before the step's first update],
          "token_ratio": [of each trained one, for its own agent in the update that trained it],
@@ -252,7 +253,8 @@ def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
 
 def _described_turn(turn: "Turn") -> dict[str, Any]:
     stop = {} if turn.stop is None else {"stop": turn.stop.name.lower()}
-    return {**turn.message, "num_tokens": turn.num_tokens, **stop}
+    opened = {"opened": turn.opened} if turn.opened else {}
+    return {**turn.message, **opened, "num_tokens": turn.num_tokens, **stop}
 
 
 def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:

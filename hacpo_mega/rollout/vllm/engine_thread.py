@@ -1,8 +1,9 @@
 """Engine call in a thread of its own, while the main thread learns (rollout.one_step_off).
 
 The thread does nothing else: prompts are tokens before it begins and answers stay the engine's records, so no
-tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused
-(config/checks/checks.py), so it uses no process group. For vLLM's effects on its process see host_process.py.
+tokenizer, group, span or metric of this process is used by two threads. An engine over several ranks is refused beside
+an actor (config/checks/checks.py); one apart has groups of its own. For vLLM's effects on its process see
+host_process.py.
 
 Not here: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/trainer.py).
 """

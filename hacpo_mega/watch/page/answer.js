@@ -106,11 +106,11 @@ function turns(answer, how) {
   const context = before.map(([who, text]) => el("div", { class: "message" }, el("small", {}, who), el("pre", {}, text)));
   const hasTokens = how.measure !== "none" && tokens?.length && all.reduce((sum, turn) => sum + (turn.num_tokens ?? NaN), 0) === tokens.length;
   let start = 0;
-  const said = all.map(({ role, name, text, num_tokens: length }) => {
+  const said = all.map(({ role, name, text, opened, num_tokens: length }) => {
     const from = start;
     start += length ?? 0;
     const body = hasTokens && role === "assistant" ? strip(answer, how, from, start) : el("pre", {}, text);
-    return el("div", { class: "message" }, el("small", {}, [role, name].filter(Boolean).join(" ")), body);
+    return el("div", { class: "message" }, el("small", {}, [role, name].filter(Boolean).join(" ")), opened ? el("pre", {}, opened) : null, body);
   });
   return [context, said, hasTokens ? numbers(answer) : null];
 }

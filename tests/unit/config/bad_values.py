@@ -82,6 +82,11 @@ NAMES = [
         ("algorithm.method=gspo", "algorithm.alpha=3.0"),
         ("algorithm: alpha = 3.0: method 'gspo' does not read it. Leave it out, or choose a method that does: hacpo",),
     ),
+    one(
+        "answers of a KL that there is not",
+        "algorithm.kl_on='all'",
+        "algorithm: kl_on = 'all': not read beside kl_coef = 0.0. Leave one out",
+    ),
     one("a rival's option", "algorithm.ratio_cap=3.0", "algorithm: ratio_cap = 3.0: method 'hacpo' does not read it"),
     Case(
         "an update that does not halve",

@@ -151,6 +151,7 @@ def test_there_are_enough_of_them():
             "not valid TOML: Invalid statement (at line 1, column 1); this looks like JSON",
         ),
         ("empty.toml", b"", "run_dir: required, not given"),
+        ("grid.toml", b"[regimes.a]\n[methods.b]", "an experiment's grid, no run's configuration: use hacpo-mega exp"),
         ("wide.toml", "run_dir = 'x'".encode("utf-16"), "not valid TOML: this is UTF-16; save it as UTF-8"),
     ],
 )

@@ -16,7 +16,7 @@ from repository import ROOT
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
 from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
-from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_note, weak_settings
+from hacpo_mega.config.checks.notes import default_success_note, missing_kernels, narrow_clip_note, weak_settings
 from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.agents import WarmStartConfig
@@ -260,6 +260,7 @@ def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.4: method 'gspo' does not read it"):
         load_config(QUICKSTART, ["algorithm.method=gspo", "algorithm.delta=0.4"])
     assert load_config(QUICKSTART, ["algorithm.cross_clip=own"]).algorithm.delta == 0.2  # beside it nothing reads delta
+    assert AlgorithmConfig(preset="authors", kl_on="all").kl_on == "all"  # read: their kl_coef is not 0
     of_another = tmp_path / "gspo.toml"
     of_another.write_text(text.replace('method = "hacpo"', 'method = "gspo"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"algorithm: delta = 0\.5: method 'gspo' does not read it"):
@@ -443,3 +444,10 @@ def test_every_key_has_one_effect_and_every_pattern_a_key():
     assert {effect_of(key) for key in ("seed", "num_steps", "algorithm.delta", "agents.qwen.optimizer.lr")} == {
         "results"
     }
+
+
+def test_who_asks_for_transformer_engine_where_there_is_none_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert list(missing_kernels(load_config(QUICKSTART))) == []
+    (line,) = missing_kernels(load_config(QUICKSTART, ["agents.qwen.optimizer.kernels=te"]))
+    assert "= 'te' (qwen): TransformerEngine is not installed here" in line

@@ -35,7 +35,7 @@ from hacpo_mega.logbook.files.rollout_log import (
     read_rollouts,
 )
 from hacpo_mega.logbook.steps.step_metrics import add_capability
-from hacpo_mega.records import Pool, Prompt, Rollout, Stop, Trajectory, Verdict
+from hacpo_mega.records import Conversation, Pool, Prompt, Rollout, Stop, Trajectory, Turn, Verdict
 
 
 def alone(payload: bytes) -> list[bytes]:
@@ -411,11 +411,19 @@ TEXTS = ("plain", f"two\nlines {CUTS} and separators", "lone \ud800 surrogate", 
 
 
 def small_pool() -> Pool:
-    """One prompt, two agents, two answers each; the last one could not be judged."""
+    """One prompt, two agents, two answers each; the first is a conversation, the last one could not be judged."""
+    talk = Conversation((Turn("assistant", TEXTS[0], 3, Stop.EOS, opened="<think>"),))
     verdicts = ((Verdict.CORRECT, 1.0), (Verdict.WRONG, 0.0), (Verdict.CORRECT, 1.0), (Verdict.TIMEOUT, math.nan))
     ids = np.arange(3, dtype=np.int32)
     flat = [
-        Trajectory(i // 2, Rollout(4, i % 2, ids, TEXTS[i], Stop.EOS), verdict, reward, -0.5, 3)
+        Trajectory(
+            i // 2,
+            Rollout(4, i % 2, ids, TEXTS[i], Stop.EOS, conversation=None if i else talk),
+            verdict,
+            reward,
+            -0.5,
+            3,
+        )
         for i, (verdict, reward) in enumerate(verdicts)
     ]
     return Pool((Prompt(4, "id-4", "1+1=", "2", "add"),), (((flat[0], flat[1]), (flat[2], flat[3])),))
@@ -469,6 +477,8 @@ def test_a_chat_is_logged_as_its_messages_and_tokens_with_their_ids(tmp_path: Pa
     assert [prompt_text(line) for line in lines] == texts
     assert prompt_text({"prompt": texts[0]}) == texts[0], "as older runs have it"
     assert lines[0]["prompt_token_ids"] == {"a": [5, 6, 7]}
+    (turn,) = lines[0]["answers"][0]["turns"]
+    assert (turn["opened"], turn["content"]) == ("<think>", "plain"), "what the prompt has opened, and the rest"
     assert lines[0]["answers"][1]["token_ids"] == [7, 300] and "token_ids" not in lines[0]["answers"][0]
 
 

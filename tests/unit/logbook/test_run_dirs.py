@@ -11,6 +11,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.checkpoint.files import find_start
+from hacpo_mega.cluster.machine.environment import has_tracker_login
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
@@ -155,6 +156,14 @@ def test_a_tilde_is_the_users_home_wherever_a_configuration_names_a_path(tmp_pat
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config(ROOT / "configs/quickstart.toml", ["run_dir=~/x", "agents.qwen.model=~/m"])
     assert (config.run_dir, config.agents[0].model) == (tmp_path / "x", tmp_path / "m")
+
+
+def test_a_user_without_a_home_is_asked_for_none(tmp_path, monkeypatch):
+    """A container's, with no HOME and no line in /etc/passwd."""
+    for name in ("HOME", "NETRC", "WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2_000_000_000)
+    assert refusals(tmp_path / "run") == [] and not has_tracker_login()
 
 
 def test_a_mount_point_and_a_home_are_refused(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ TALK = {
         "rule": None,
     },
     "turns": [
-        {"role": "assistant", "content": "2+2?", "text": "2+2?", "num_tokens": 2, "stop": "eos"},
+        {"role": "assistant", "content": "2+2?", "text": "2+2?", "opened": "<think>", "num_tokens": 2},
         {"role": "tool", "name": "sum", "content": "[4]", "text": "[4]", "num_tokens": 2},
         {"role": "assistant", "content": "so 4", "text": "so 4", "num_tokens": 3, "stop": "eos"},
     ],
@@ -452,7 +452,7 @@ def test_own_turns_of_a_conversation_are_coloured_by_token(browser):
 
         said = ["2+2?", "<end>", "so ", "4", "<end>"]
         assert shades() == [*zip(said, ["up5", "none", "same", "down5", "none"], strict=True)]
-        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["[4]"]
+        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["<think>", "[4]"]
         page.get_by_label("colour tokens by").select_option("logprob")
         assert shades() == [*zip(said, ["down1", "none", "down5", "down1", "none"], strict=True)]
         page.get_by_label("colour tokens by").select_option("advantage")
@@ -460,7 +460,7 @@ def test_own_turns_of_a_conversation_are_coloured_by_token(browser):
         page.locator(".answer.chosen").get_by_text("numbers of each token").click()
         assert page.locator(".answer.chosen tbody tr").nth(4).inner_text().split() == ['"so', '"', "-4", "1"]
         page.get_by_label("colour tokens by").select_option("none")
-        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["2+2?", "[4]", "so 4"]
+        assert page.locator(".answer.chosen .message pre").all_inner_texts() == ["<think>", "2+2?", "[4]", "so 4"]
 
 
 def test_arithmetic_of_series(browser):
