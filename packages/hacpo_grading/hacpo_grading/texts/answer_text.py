@@ -148,7 +148,7 @@ def tidy(answer: str) -> str:
 
 def _as_latex(text: str) -> str:
     r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
-    text = (text if text.isascii() else _without_odd_signs(text)).replace("~", " ")
+    text = without_odd_signs(text).replace("~", " ")
     text = EN_DASH.sub("-", THOUSANDS.sub("", text))
     text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
     text = QUANTITY.sub(_quantity, text)
@@ -159,8 +159,10 @@ def _as_latex(text: str) -> str:
     return PI.sub(r"\\pi ", MARKDOWN.sub(r"\2", text))
 
 
-def _without_odd_signs(text: str) -> str:
+def without_odd_signs(text: str) -> str:
     """Digits, fractions, powers and signs that have one character each, in LaTeX."""
+    if text.isascii():
+        return text
     text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(_root, text))
     text = FRACTION_SIGN.sub(_fraction, text)
     text = RAISED.sub(lambda signs: _script("^", signs[0]), text)
