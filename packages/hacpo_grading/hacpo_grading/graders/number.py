@@ -27,7 +27,8 @@ FRACTION = re.compile(
 MAX_DIGITS = 30  # of a proper fraction: Python makes no int of thousands
 MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?![\w.])")
 TEN_TO = re.compile(
-    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d{1,6})\s*\}|([+-]?\d{1,6}))"
+    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*"
+    r"(?:\{\s*([+-]?\d{1,6})\s*\}(?=(\w?))|([+-]?\d{1,6}))"
 )
 TIMES = "\u23e8"  # times ten to the power of what follows: 1/2 x 10^3 is 500
 RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|\*\*\s*[+-]?\d+")
@@ -111,7 +112,7 @@ def _with_whole(whole: str, above: str, below: str) -> str | None:
 
 def _as_exponent(power: re.Match[str]) -> str:
     follows_a_number = not power.group().startswith("10")
-    return f"{TIMES if follows_a_number else '1e'}{power[1] or power[2]}{' ' if power[1] else ''}"
+    return f"{TIMES if follows_a_number else '1e'}{power[1] or power[3]}{' ' if power[2] else ''}"
 
 
 def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None, power: str | None) -> float | None:
