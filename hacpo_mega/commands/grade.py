@@ -73,15 +73,16 @@ def grade_file(
 
     Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
     has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
-    for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). The reward of an unjudged
-    answer is null. Unreadable rows are in `problems`, with their lines; nothing is raised for them. ValueError when
-    `out` is the file itself.
+    for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). Answers to an equal prompt (in
+    eval's files `prompt_seen`) with an equal gold are a group; without prompts, those of equal rows. The reward of an
+    unjudged answer is null. Unreadable rows are in `problems`, with their lines; nothing is raised for them. ValueError
+    when `out` is the file itself.
     """
     verdicts: Counter[Verdict] = Counter()
     problems: list[DataProblem] = []
     refuse_overwriting(out, [file])
     with replacing(out) as lines:
-        for rows in _batches(file, gold_field, pred_field):
+        for rows in _batches(file, gold_field, pred_field, math.inf if judge.compares_groups else ROWS_AT_A_TIME):
             good = [row.asked for row in rows if isinstance(row, _Row)]
             judged = iter(judge.judge_and_explain(good) if is_explained else [(one, {}) for one in judge.judge(good)])
             for row in rows:
@@ -102,12 +103,12 @@ def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, An
     return {"line": row.line, "verdict": judgement.verdict.name.lower(), "reward": reward}
 
 
-def _batches(file: Path, gold_field: str, pred_field: str | None) -> Iterator[list[_Row | DataProblem]]:
+def _batches(file: Path, gold: str, pred: str | None, most: float) -> Iterator[list[_Row | DataProblem]]:
     batch: list[_Row | DataProblem] = []
     for line, record in read_records(file):
         is_read = isinstance(record, dict)
-        batch.append(_row(file, line, record, gold_field, pred_field) if is_read else record)
-        if len(batch) == ROWS_AT_A_TIME:
+        batch.append(_row(file, line, record, gold, pred) if is_read else record)
+        if len(batch) >= most:
             yield batch
             batch = []
     if batch:
@@ -127,7 +128,10 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: 
     if not isinstance(stop, str) or stop not in STOPS:
         return DataProblem(file, line, "stop", f"is {quoted(stop)}, needs one of {', '.join(STOPS)}")
     row = fields_text({name: value for name, value in record.items() if name not in ("prompt", pred_field)})
-    return _Row(line, Asked(str(record.get("prompt") or ""), gold_text(pred), gold_text(gold), STOPS[stop], row))
+    question = record.get("prompt") or record.get("prompt_seen")
+    place = hash((str(question), gold_text(gold))) if question else None
+    prompt = str(record.get("prompt") or "")
+    return _Row(line, Asked(prompt, gold_text(pred), gold_text(gold), STOPS[stop], row, place=place))
 
 
 def grade(

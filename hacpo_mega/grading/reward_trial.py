@@ -4,6 +4,7 @@ A function that returns no reward would otherwise be told of after whole steps, 
 more than nothing would teach just that. Not here: whether there is such a function (config/user_code.py).
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from hacpo_mega.data.reading.row_values import quoted
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
 # A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
 MOST_ROWS = 4
+NO_SOURCE = 'warning: the grader asks for data_source and gets "": the first prompt\'s row has no such field; add it'
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,14 @@ class RewardTrial:
     """Rewards of a trial: `gold` for the best of `answers`, forms of the gold as an answer, `empty` for an empty one.
 
     errors   what graders failed with, by how many of the tried answers
+    lacks_source   whether a grader of verl's asks for the data source that the row does not name
     """
 
     answers: tuple[str, ...]
     gold: Judgement
     empty: Judgement
     errors: Mapping[str, int]
+    lacks_source: bool = False
 
     @property
     def refusal(self) -> str | None:
@@ -53,8 +57,9 @@ class RewardTrial:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Lines for a person to read before training."""
-        failed = (f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
-                  for error, number in self.errors.items())  # fmt: skip
+        failed = [f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
+                  for error, number in self.errors.items()]  # fmt: skip
+        failed += [NO_SOURCE] if self.lacks_source else []
         if not (self.gold.is_judged and self.empty.is_judged) or self.gold.reward > self.empty.reward:
             return tuple(failed)
         tried = ", ".join(map(quoted, self.answers))
@@ -90,7 +95,8 @@ def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -
         [Asked(row.text, text, row.gold, Stop.EOS, row.row, agent, place) for place, text in enumerate([*answers, ""])]
     )
     best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
-    return RewardTrial(answers, best, empty, judge.take_report().errors)
+    lacks_source = judge.asks_for_source and "data_source" not in json.loads(row.row or "{}")
+    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source)
 
 
 def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:

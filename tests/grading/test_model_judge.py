@@ -15,6 +15,7 @@ from judged import questions
 from hacpo_grading.graders.model_judge import ModelJudge, score_of
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict
+from hacpo_grading.workers import guarded_workers
 from hacpo_grading.workers.grader_calls import Unjudged
 
 
@@ -164,6 +165,16 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
     for part, number in zip(parts, (2, 1, 1, 1), strict=True):
         assert sum(count for error, count in errors.items() if part in error) == number, (part, errors)
     assert len(server.seen) == 5, "nobody followed it elsewhere, where the key would have gone"
+
+
+def test_a_worker_waits_for_all_attempts_before_it_is_ended(server, monkeypatch):
+    """The gold was judged before: an answer whose worker is ended would have earned 0 for a slow server."""
+    monkeypatch.setattr(guarded_workers, "WALL_FACTOR", 0.0)
+    monkeypatch.setattr(guarded_workers, "WALL_GRACE_S", 0.5)
+    with judge_of(server, request_s=0.4) as judge:
+        sound, slow = judge.judge(questions(["p"] * 2, ["g"] * 2, ["g", "drop by drop"], [Stop.EOS] * 2))
+        error = judge.take_report().first_error
+    assert sound.reward == 1.0 and math.isnan(slow.reward) and "gave no reply (TimeoutError" in error
 
 
 def test_a_server_that_is_not_there_leaves_all_unjudged():

@@ -129,6 +129,12 @@ class Judge:
         return "group" in self.signature.wants
 
     @property
+    def asks_for_source(self) -> bool:
+        """Tells whether its grader is verl's and asks for a row's data_source: "" where the row has none."""
+        asked = {"data_source", "data_sources"} & self.signature.names.keys()
+        return bool(asked) and self.signature.style.startswith("verl")
+
+    @property
     def signature(self) -> Signature:
         """The form in which its grader is called."""
         return self._grader.signature if self._workers is None else self._workers.signature

@@ -34,11 +34,18 @@ PROGRAM_OPTIONS = {
     **dict.fromkeys(("graded", "isolated"), FLAG),
     **dict.fromkeys(("cpu_s", "memory_mb", "num_processes", "output_kb"), COUNT),
 }
+# A model is asked so many times, for so many seconds, with so many between at most.
+ATTEMPTS, REQUEST_S, WAIT_S = 4, 60.0, 30.0
 MODEL_OPTIONS = {
     **{"url": ADDRESS, "model": NAME, "template": TEXT},
     **{"max_tokens": COUNT, "attempts": COUNT, "request_s": SECONDS},
     **dict.fromkeys(("api_key_env", "cache", "extra_body"), TEXT),
 }
+
+
+def model_wall_s(options: Mapping[str, Any], gold: str) -> float:
+    """Seconds until all attempts of a question to a model are over."""
+    return options.get("attempts", ATTEMPTS) * (options.get("request_s", REQUEST_S) + WAIT_S)
 
 
 def wrong_value(known: Mapping[str, Option], given: Mapping[str, Any]) -> str | None:

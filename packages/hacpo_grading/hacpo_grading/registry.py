@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hacpo_grading.graders import program
-from hacpo_grading.options import MODEL_OPTIONS, NUMBER_OPTIONS, PROGRAM_OPTIONS, SHARE, Option, wrong_value
+from hacpo_grading.options import (
+    MODEL_OPTIONS,
+    NUMBER_OPTIONS,
+    PROGRAM_OPTIONS,
+    SHARE,
+    Option,
+    model_wall_s,
+    wrong_value,
+)
 from hacpo_grading.texts.answer_text import after_thinking, last_boxed, plain
 
 HERE = "hacpo_grading.graders"
@@ -43,7 +51,7 @@ class Grader:
     acts          it runs the answer's code or sends it to a server (`asks_server`), and so is tried with care
     gold_as_answer    makes of a gold a text that answers with it, to see whether the gold itself can be judged
     solution          makes of a gold an answer that earns the full reward; None: `gold_as_answer` does
-    wall_s        seconds of wall time that the processes it starts may take, by its options and a gold
+    wall_s        seconds that what it starts or asks may take, by its options and a gold
     vote          the text that an answer votes for under maj@k: its final answer, normalised
     """
 
@@ -125,6 +133,7 @@ _BUILT_IN = (
         is_binary=False,
         acts=True,
         asks_server=True,
+        wall_s=model_wall_s,
     ),
 )
 GRADERS: Mapping[str, Grader] = {grader.name: grader for grader in _BUILT_IN}

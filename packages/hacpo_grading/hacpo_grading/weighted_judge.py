@@ -67,6 +67,11 @@ class WeightedJudge:
         return any(judge.compares_groups for judge in self._judges)
 
     @property
+    def asks_for_source(self) -> bool:
+        """Tells whether a part's grader is verl's and asks for a row's data_source."""
+        return any(judge.asks_for_source for judge in self._judges)
+
+    @property
     def how_called(self) -> tuple[str, ...]:
         """The lines that a start prints for graders of the user's own."""
         return tuple(line for judge in self._judges for line in judge.how_called)

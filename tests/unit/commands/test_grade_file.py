@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, requiring_format
 from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
+from hacpo_mega.commands import grade
 from hacpo_mega.commands.grade import grade_file
 from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
@@ -114,6 +115,17 @@ def test_the_answers_of_an_evaluation_and_fields_of_other_names_are_read(tmp_pat
     options = ["--reward", "exact", "--pred-field", "said", "--gold-field", "target"]
     done = CliRunner().invoke(app, ["grade", str(other), "--out", str(tmp_path / "out.jsonl"), *options])
     assert (done.exit_code, done.output.startswith("correct: 1\nwrong: 1\n")) == (0, True), done.output
+
+
+@pytest.mark.parametrize("field", ["prompt", "prompt_seen"])
+def test_all_answers_to_a_prompt_are_a_group_wherever_they_stand(tmp_path, monkeypatch, field):
+    monkeypatch.setattr(grade, "ROWS_AT_A_TIME", 2)
+    (tmp_path / "own.py").write_text("def own(answer, group): return len(group) / 8\n")
+    asked = "aabcabaa"
+    rows = [{field: p, "gold": "1", "text": "1", "verdict": "wrong", "rollout": i} for i, p in enumerate(asked)]
+    with Judge(f"{tmp_path}/own.py:own") as judge:
+        grade.grade_file(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
+    assert [reply["reward"] for reply in graded(tmp_path / "out.jsonl")] == [asked.count(p) / 8 for p in asked]
 
 
 def test_verdicts_are_explained_on_request(tmp_path):

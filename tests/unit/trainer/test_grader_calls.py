@@ -267,6 +267,8 @@ WARNED = [
     ("def own(answer, gold): return float(answer[0] == gold[0])", "fails on 1 of 6 answers tried: IndexError: string"),
     ("from hacpo_mega.grading.grader_calls import Unjudged\ndef own(answer): raise Unjudged('no server')",
      "fails on 6 of 6 answers tried: Unjudged: no server"),
+    ("def own(data_source, solution_str, ground_truth): return float(solution_str == ground_truth)",
+     'asks for data_source and gets "": the first prompt\'s row has no such field'),
 ]  # fmt: skip
 
 

@@ -10,13 +10,13 @@ Two letters ("A or B") are no choice: wrong. Text without a letter at these plac
 import re
 from typing import Any
 
-from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed
+from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed, without_odd_signs
 
 WRAPPING = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox)\s*\{([^{}]*)\}")
 SPACES, MARKS = re.compile(r"\\[,;!: ]|~"), re.compile(r"\\left|\\right|[$*`]")
+NO_OTHER = r"(?!(?:[\s,;/&]|or\b|and\b)*\(?[A-J](?:\)|\s*\Z))"
 ALONE = re.compile(
-    r"(?:(?i:option|choice) )?\(?([A-J])[).:]?|\(?([A-J])[).:]\s(?!\(?[A-J]\)).*|\(([A-J])\)(?!\s?\(?[A-J]\)).*",
-    re.DOTALL,
+    rf"(?:(?i:option|choice) )?\(?([A-J])[).:]?|\(?([A-J])[).:]\s{NO_OTHER}.*|\(([A-J])\){NO_OTHER}.*", re.DOTALL
 )
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
@@ -26,7 +26,10 @@ SAID = re.compile(
     r"(?:\)|(?<![AI])|(?= ?(?:[.,;:/&]|$|or\b|and\b)))",
     re.MULTILINE,
 )
-MEANT = re.compile(r"\b(?i:it'?s|it is|it must be|so) (?i:option |choice )?\(?([A-J])\)?[.!]?\s*\Z")
+MEANT = re.compile(
+    r"\b(?:(?i:it'?s|it is|it must be|so) (?i:option |choice )?|(?i:option|choice|answer) (?=\(?[A-J]\)? is ))"
+    r"\(?([A-J])\)?(?i: is (?:the )?(?:correct|right)(?: option| choice| answer| one)?)?[.!]?\s*\Z"
+)
 ANOTHER = re.compile(r"\)? ?(?:,|/|&|or\b|and\b) ?(?:or |and )?\(?[A-J](?!\w)")
 
 
@@ -73,6 +76,7 @@ def _letter(answer: str) -> tuple[str | None, str]:
 
 
 def _unmarked(text: str) -> str:
+    text = without_odd_signs(text)
     for _ in range(3):
         text = WRAPPING.sub(r"\1", text)
     return MARKS.sub("", SPACES.sub(" ", text))

@@ -140,7 +140,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
             return decision
     if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
         return Decision(True, LITERAL, gold, literal)
-    found = _extracted(as_formula(region(text)), rules.targets)
+    found = _extracted(as_formula(region(text)).replace("−", "-"), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
@@ -169,6 +169,9 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     texts = tidy(gold), tidy(answer)
     if is_same_text(*map(plain, texts)):
         return Decision(True, "the same text", gold, answer)
+    letter = lone_letter(answer)
+    if letter and letter == plain(gold).strip("().").upper():
+        return Decision(True, "the letter of a choice", gold, answer, letter, letter)
     if None in _numbers(*map(plain, texts)) and (reason := too_large(texts[1], texts[0])):
         return Decision(False, f"refused: {reason}", gold, answer)
     if (is_same := literal_verdict(*map(plain, texts))) is not None:

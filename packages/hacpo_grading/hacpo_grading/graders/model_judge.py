@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from hacpo_grading.options import MODEL_OPTIONS, wrong_value
+from hacpo_grading.options import ATTEMPTS, MODEL_OPTIONS, REQUEST_S, WAIT_S, wrong_value
 from hacpo_grading.workers.grader_calls import Unjudged
 
 TEMPLATE = """You grade an answer to a question. Compare it with the reference, not with your own opinion.
@@ -68,8 +68,8 @@ class ModelJudge:
         model: str,
         template: str = TEMPLATE,
         max_tokens: int = 512,
-        attempts: int = 4,
-        request_s: float = 60.0,
+        attempts: int = ATTEMPTS,
+        request_s: float = REQUEST_S,
         api_key_env: str = "",
         cache: str = "",
         extra_body: str = "",
@@ -120,7 +120,7 @@ class ModelJudge:
         async with httpx.AsyncClient(**given) as client:
             for attempt in range(self._attempts):
                 if attempt:  # apart from each other, or all would come again at once
-                    await asyncio.sleep(FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(min(WAIT_S, FIRST_WAIT_S * 2.0**attempt) * random.uniform(0.5, 1.0))
                 try:
                     status, text = await asyncio.wait_for(self._response(client, asked), self._request_s)
                 except (httpx.HTTPError, TimeoutError) as error:

@@ -7,17 +7,16 @@ thousand, "3 1/2" a mixed number.
 
 import math
 import re
-import unicodedata
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
-from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed
+from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed, without_odd_signs
 
-SPACING = re.compile(r"\\[,;!: ]|\\left|\\right|\$")
-SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+APART = re.compile(r"\\ |(?<=[^\\],)\\[,;:]")  # a space between words, or behind a comma: "5,\,600" is a list
+SPACING = re.compile(r"\\[,;!:]|\\left|\\right|\$")
 # The lookbehinds let a match begin at the first digit of a run alone, or a long text would take quadratic time.
-THIN = r"[ ~\u00a0\u2009\u202f]"
+THIN = "[ ~]"
 GROUPED = re.compile(rf"(?<![\w.,^])(?<!\d{THIN})[1-9]\d{{0,2}}(?:{THIN}\d{{3}}){{1,6}}(?! ?\d)")
 PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 ARGUMENT = rf"\s*(?:\{{\s*(?:([+-])\s?)?({PLAIN})\s*\}}|(\d))"
@@ -28,12 +27,15 @@ FRACTION = re.compile(
 MAX_DIGITS = 30  # of a proper fraction: Python makes no int of thousands
 MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?![\w.])")
 TEN_TO = re.compile(
-    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*x×·⋅])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*(\{?)\s*([+-]?\d{1,6})"
+    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*"
+    r"(?:\{\s*([+-]?\d{1,6})\s*\}(?=(\w?))|([+-]?\d{1,6}))"
 )
+TIMES = "\u23e8"  # times ten to the power of what follows: 1/2 x 10^3 is 500
 RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|\*\*\s*[+-]?\d+")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 NUMBER = re.compile(
-    rf"(?:(?<![\w)\]}}])([+-])\s?)?(?<![\w.])({PLAIN})(?:[eE]([+-]?\d{{1,6}})(?!\w))?(?:\s?/\s?({PLAIN})(?![\w.]))?"
+    rf"(?:(?<![\w)\]}}])([+-])\s?)?(?<![\w.])({PLAIN})(?:(?:{TIMES}|[eE](?=[+-]?\d{{1,6}}(?!\w)))([+-]?\d{{1,6}}))?"
+    rf"(?:\s?/\s?((?:{PLAIN})(?:[eE][+-]?\d{{1,6}})?)(?![\w.])(?:{TIMES}([+-]?\d{{1,6}}))?)?"
 )
 
 
@@ -79,9 +81,9 @@ class Number:
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None without any."""
-    text = SUPERSCRIPT.sub(lambda raised: f"^{{{unicodedata.normalize('NFKC', raised[0])}}}", text)
+    text = APART.sub(" ", without_odd_signs(text))
     text = GROUPED.sub(lambda grouped: re.sub(r"\D", "", grouped[0]), text)  # before "9 $200" loses its dollar
-    text = SPACING.sub("", text).replace("{,}", ",").replace("−", "-")
+    text = SPACING.sub("", text).replace("{,}", ",")
     text = MIXED.sub(lambda mixed: _with_whole(*mixed.groups()) or mixed[0], FRACTION.sub(_as_quotient, text))
     text = TEN_TO.sub(_as_exponent, text)
     text = COMMAND.sub(" ", RAISED.sub(" ", text))
@@ -110,15 +112,13 @@ def _with_whole(whole: str, above: str, below: str) -> str | None:
 
 def _as_exponent(power: re.Match[str]) -> str:
     follows_a_number = not power.group().startswith("10")
-    return f"{'' if follows_a_number else '1'}e{power[2]}{' ' if power[1] else ''}"
+    return f"{TIMES if follows_a_number else '1e'}{power[1] or power[3]}{' ' if power[2] else ''}"
 
 
-def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None) -> float | None:
+def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None, power: str | None) -> float | None:
     value = float(f"{sign or ''}{digits.replace(',', '')}e{exponent or 0}")
-    if divisor is None:
-        return value
-    below = float(divisor.replace(",", ""))
-    return value / below if below else None
+    below = float((divisor or "1").replace(",", ""))
+    return value / below * float(f"1e{power or 0}") if below else None
 
 
 def _where(text: str) -> str:

@@ -49,7 +49,7 @@ GROUP = rf"\{{({INSIDE})\}}"
 LOOKS = re.compile(  # what only looks: hidden things and colours go, of what is set in a font the content stays
     rf"\\(?:[hv]?phantom|color|hspace|vspace|label|tag)\*?\s*\{{{INSIDE}\}}"
     r"|\\(?:color|text)?color(?:box)?\s*\{[^{}]*\}(?=\s*\{)"
-    r"|\\(?:begin|end)\{(?:aligned|align|gathered|gather|split|equation|center)\*?\}"
+    r"|\\(?:begin|end)\{(?:aligned|align|gathered|gather|split|equation|center)\*?\}|(?<=\\\\)\[[-\d.]+ ?[a-z]{2}\]"
     r"|\\(?:underline|boldsymbol|bm|pmb|mathit|mathsf|mathtt|mathop|mathord|ensuremath|emph|num)(?![a-zA-Z])"
     r"|\\mathbf(?![a-zA-Z])(?!\s*\{\s*[a-zA-Z])|\\mathrm(?=\s*(?:\d|\{[^{}a-zA-Z\\]*\d))"
 )
@@ -64,6 +64,9 @@ ROOT_SIGN = re.compile(r"([√∛∜])\s*(?:(\d+)|\(([^()]*)\)|(?=[{\\a-zA-Zπ])
 DEGREES_OF_ROOTS = {"√": "", "∛": "[3]", "∜": "[4]"}
 CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose(?![a-zA-Z])\s*([^{}]*)\}")
 ROOT_IN_BRACKETS = re.compile(r"\\sqrt\s*\(([^()]*)\)")
+BARE_ARGUMENT = r"\s*(\d|[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|pi|phi|omega)(?![a-zA-Z]))"
+FIRST_BARE = re.compile(rf"(\\[dtc]?frac)(?![a-zA-Z]){BARE_ARGUMENT}")
+SECOND_BARE = re.compile(rf"(\\[dtc]?frac\s*\{{{INSIDE}\}}){BARE_ARGUMENT}")
 OVER = re.compile(r"\{([^{}]*?)\s*\\over(?![a-zA-Z])\s*([^{}]*)\}")
 SAYS_NOT = r"(?![^{}]*\b(?:not?|never|neither|wrong|false|except|than|least|most)\b)"
 LEADING = re.compile(
@@ -81,6 +84,8 @@ TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|textnorma
 EN_DASH = re.compile(r"(?<![\w)}\]])[–—]\s*(?=[\d\\.])")
 THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))")  # 14,\!400 is no pair
 MARKDOWN = re.compile(r"^\s*(\*\*|`)(.*)\1\s*$", re.DOTALL)
+TIMES = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 4.5 x 10^3
+BRACED_SIGN = re.compile(r"(?<![\^_a-zA-Z])\{([-+.])\}")
 STAR = re.compile(r"(?<=\d)\s*\*\s*(?=[a-zA-Z\\])")  # 3+4*i
 PI = re.compile(r"(?<![a-zA-Z\\{])pi(?![a-zA-Z])|(?<=\{)pi(?=\})")
 COMMAND_SPACE = re.compile(r"(\\[a-zA-Z]+) (?=\d)")
@@ -141,26 +146,29 @@ def tidy(answer: str) -> str:
     text = answer[said[-1] if said else 0 :]
     is_short = len(text) <= MAX_TYPED
     text = COMMAND.sub(_without_typesetting, _as_latex(text) if is_short else text)
-    text = SIZES.sub("", text).replace("{,}", ",").replace("$", " ").strip()
+    text = BRACED_SIGN.sub(r"\1", SIZES.sub("", text)).replace("{,}", ",").replace("$", " ").strip()
     text = _unwrapped(LEADING.sub("", TRAILING.sub("", text), count=1)) if is_short else text.rstrip(".").strip()
     return LOOSE_SPACE.sub("", LIST_SPACE.sub("," + LIST_MARK, text)).replace(LIST_MARK, " ")
 
 
 def _as_latex(text: str) -> str:
     r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
-    text = (text if text.isascii() else _without_odd_signs(text)).replace("~", " ")
+    text = without_odd_signs(text).replace("~", " ")
     text = EN_DASH.sub("-", THOUSANDS.sub("", text))
     text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
     text = QUANTITY.sub(_quantity, text)
     text = CHOOSE.sub(r"\\binom{\1}{\2}", text)
     text = OVER.sub(r"\\frac{\1}{\2}", SMALL_MATRIX.sub(r"\\\1{\2matrix}", text))
     text = ROOT_IN_BRACKETS.sub(r"\\sqrt{\1}", ROOT.sub(r"\\sqrt", text))
-    text = STAR.sub("", text)
+    text = SECOND_BARE.sub(r"\1{\2}", FIRST_BARE.sub(r"\1{\2}", text))
+    text = STAR.sub("", TIMES.sub(r"\\times ", text))
     return PI.sub(r"\\pi ", MARKDOWN.sub(r"\2", text))
 
 
-def _without_odd_signs(text: str) -> str:
+def without_odd_signs(text: str) -> str:
     """Digits, fractions, powers and signs that have one character each, in LaTeX."""
+    if text.isascii():
+        return text
     text = COMPATIBLE.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]), ROOT_SIGN.sub(_root, text))
     text = FRACTION_SIGN.sub(_fraction, text)
     text = RAISED.sub(lambda signs: _script("^", signs[0]), text)
