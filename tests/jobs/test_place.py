@@ -332,14 +332,14 @@ def test_all_ranks_stay_while_the_last_report_is_written(tmp_path):
 
 
 def wait_for_a_writer(place: Place, rank_map: RankMap) -> str:
-    """The line on a disk that refuses the last rank three seconds after the first one waits, for one in collectives."""
+    """The line on a disk that refuses the last rank eight seconds after the first waits, for five in collectives."""
     for group in place._job._groups:
-        group._group._set_default_timeout(timedelta(seconds=1))
+        group._group._set_default_timeout(timedelta(seconds=5))
     joint_disk.export_bytes = lambda config: 60 * joint_disk.SLOWEST_BYTES_PER_S
 
     def write() -> None:
         if place.coordinate.global_rank == 1:
-            time.sleep(3.0)
+            time.sleep(8.0)
             raise OSError(errno.ENOSPC, "full")
 
     with pytest.raises(OSError, match="full") as said:
