@@ -16,19 +16,14 @@ case $word in
     sleep 600
     ;;
   begun)
-    if [[ $SLURM_PROCID != 0 ]]; then # ends last: srun gives those that remain a minute, which a busy start may need
-      until [[ -e $told/$attempt.killed ]]; do sleep 0.1; done
-      exit 1
-    fi
+    [[ $SLURM_PROCID == 0 ]] || exit 1
     "$@" &
     while kill -0 $! 2>/dev/null; do
       [[ $(grep -c '"step"' "$RUN/logs/attempts.jsonl" 2>/dev/null) -gt $attempt ]] && kill -KILL $!
       sleep 0.1
     done
     wait $!
-    status=$?
-    touch "$told/$attempt.killed"
-    exit $status
+    exit $?
     ;;
   "$SLURM_PROCID":gone) kill -KILL $PPID $$ ;;
   "$SLURM_PROCID":*)
