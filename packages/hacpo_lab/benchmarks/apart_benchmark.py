@@ -48,9 +48,8 @@ def pinned(cores: tuple[tuple[int, ...], ...], *arguments: str) -> None:
     play_command(*arguments)
 
 
-def config_of(folder: Path, size: str, num_steps: int) -> Path:
-    """One agent whose answers end at their longest."""
-    home = folder / size
+def config_of(home: Path, size: str, rollout: dict, training: dict, num_steps: int) -> Path:
+    """One agent of random weights alone, eight answers a prompt; it is made in `home` when it is not there."""
     if not (home / "one").exists():
         make_model(home / "one", "qwen3", vocab_size=len(CHARACTERS) + 2, tied=True, seed=1, **SIZES[size])
         make_tokenizer(home / "one", CHARACTERS)
@@ -59,12 +58,8 @@ def config_of(folder: Path, size: str, num_steps: int) -> Path:
         [{"name": "one", "model": str(home / "one"), "optimizer": {"lr": 1e-6}}],
         num_steps=num_steps,
         algorithm={"method": "gspo"},
-        rollout={"rollouts_per_prompt": 8, "max_prompt_tokens": 8, "max_answer_tokens": 24, "one_step_off": True},
-        training={
-            "prompts_per_step": PROMPTS[size],
-            "prompts_per_update": PROMPTS[size] // 4,
-            "max_tokens_per_microbatch": 8192,
-        },
+        rollout={"rollouts_per_prompt": 8, "max_prompt_tokens": 8, **rollout},
+        training=training,
         evaluation={"num_prompts": 8},
         checkpoint={"every_steps": 0},
     )
@@ -73,7 +68,13 @@ def config_of(folder: Path, size: str, num_steps: int) -> Path:
 def main(folder: Path, num_steps: int) -> None:
     """Prints a line for each size and way."""
     for size in SIZES:
-        config = config_of(folder, size, WARM_UP + num_steps)
+        rollout = {"max_answer_tokens": 24, "one_step_off": True}
+        training = {
+            "prompts_per_step": PROMPTS[size],
+            "prompts_per_update": PROMPTS[size] // 4,
+            "max_tokens_per_microbatch": 8192,
+        }
+        config = config_of(folder / size, size, rollout, training, WARM_UP + num_steps)
         for way, (overrides, cores) in WAYS.items():
             run_dir = folder / size / way.replace(" ", "_").replace(",", "")
             run_ranks(len(cores), pinned, cores, "train", str(config), f"run_dir={run_dir}", "--fresh", *overrides)

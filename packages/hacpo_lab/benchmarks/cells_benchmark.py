@@ -1,7 +1,7 @@
 """The gain of dealing an update's answers to cells by their work: `python cells_benchmark.py [FOLDER] [STEPS]`.
 
 One agent of 10 million random parameters under gspo, in two and in four cells of one thread each. A random model ends
-an answer with each token alike: lengths have a long tail. Each line has the median over updates, after the first
+an answer anywhere, so lengths have a long tail. Each line has the median over updates, after the first
 step's, of what an update takes, of the processor seconds of the fullest cell over the mean's, and of the share in which
 a cell is idle; this one only where every cell has a core of its own. And the highest abs(1 - ratio) of a first update.
 The model is written to FOLDER (build/cells) when it is not there.
@@ -16,20 +16,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-
-sys.path.extend(str(Path(__file__).resolve().parents[3] / "tests" / "support" / folder) for folder in ("", "cases"))
-
-from job import play_command, run_ranks
-from run_cases import CHARACTERS, write_config
-from tiny_models import make_model
+from apart_benchmark import config_of, play_command, run_ranks
 
 from hacpo_mega.agent import agent
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.megatron.actor import Actor
-from hacpo_mega.samples.tokenizers import make_tokenizer
 
-SIZE = {"num_layers": 6, "hidden_size": 384, "num_heads": 12, "num_kv_heads": 4, "head_dim": 32, "ffn_size": 1024}
-PROMPTS_PER_UPDATE, UPDATES = 8, 2
+UPDATES = 2  # of a step
+TRAINING = {"prompts_per_step": 8 * UPDATES, "prompts_per_update": 8, "max_tokens_per_microbatch": 1024}
 CELLS, ROUNDS = (2, 4), 2
 
 Updates = list[tuple[float, float]]  # wall and processor seconds of each
@@ -57,30 +51,9 @@ def by_prompt(tokens_PNG: np.ndarray, *_: Any, cells: int, **__: Any) -> np.ndar
     return np.broadcast_to((np.arange(len(tokens_PNG)) % cells)[:, None, None], tokens_PNG.shape).copy()
 
 
-def config_of(folder: Path, num_steps: int) -> Path:
-    """One agent, whose answers have some 80 tokens in the mean and up to 240."""
-    if not (folder / "one").exists():
-        make_model(folder / "one", "qwen3", vocab_size=len(CHARACTERS) + 2, tied=True, seed=1, **SIZE)
-        make_tokenizer(folder / "one", CHARACTERS)
-    return write_config(
-        folder,
-        [{"name": "one", "model": str(folder / "one"), "optimizer": {"lr": 1e-6}}],
-        num_steps=num_steps,
-        algorithm={"method": "gspo"},
-        rollout={"rollouts_per_prompt": 8, "max_prompt_tokens": 8, "max_answer_tokens": 240},
-        training={
-            "prompts_per_step": UPDATES * PROMPTS_PER_UPDATE,
-            "prompts_per_update": PROMPTS_PER_UPDATE,
-            "max_tokens_per_microbatch": 1024,
-        },
-        evaluation={"num_prompts": 8},
-        checkpoint={"every_steps": 0},
-    )
-
-
 def main(folder: Path, num_steps: int) -> None:
     """Prints a line for each number of cells, without the deal and with it."""
-    config = config_of(folder, 1 + num_steps)
+    config = config_of(folder, "10M", {"max_answer_tokens": 240}, TRAINING, 1 + num_steps)
     for cells in CELLS:
         found: dict[bool, list[np.ndarray]] = {False: [], True: []}
         errors = {False: 0.0, True: 0.0}
