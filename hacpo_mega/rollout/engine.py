@@ -432,7 +432,7 @@ class KeptTensors:
         starts = sorted(allocations)
         self._tensors = [
             tensor
-            for tensor in gc.get_objects()
+            for tensor in (gc.get_objects() if starts else ())
             if type(tensor) is torch.Tensor
             and (address := _address(tensor)) not in named
             and (place := bisect(starts, (address, math.inf)))
