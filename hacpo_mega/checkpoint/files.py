@@ -292,7 +292,7 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
 
 def _require_known(accepted: Sequence[str], config: Config, stored: dict[str, Any]) -> None:
     """ValueError for an accepted key that neither a configuration of today nor the stored one has."""
-    if lines := list(unknown_keys(accepted, [agent.name for agent in config.agents], stored)):
+    if accepted and (lines := list(unknown_keys(accepted, [agent.name for agent in config.agents], stored))):
         raise ValueError("\n".join(lines))
 
 

@@ -159,9 +159,13 @@ def prompt_set(prompt: str) -> PromptSet:
     return "validation" if place == 0 else "test" if place == 1 else "training"
 
 
-@functools.cache
 def _examples(skill: str, chosen: PromptSet) -> tuple[Example, ...]:
-    return tuple(e for e in SKILLS[skill]() if prompt_set(e.prompt) == chosen)
+    return tuple(example for example, its_set in _with_sets(skill) if its_set == chosen)
+
+
+@functools.cache
+def _with_sets(skill: str) -> tuple[tuple[Example, PromptSet], ...]:
+    return tuple((example, prompt_set(example.prompt)) for example in SKILLS[skill]())
 
 
 def training_examples(skill: str) -> tuple[Example, ...]:

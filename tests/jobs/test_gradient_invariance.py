@@ -41,8 +41,10 @@ WITHOUT_CONTEXT = [(4, 1, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (2, 1, 1, 1), (4, 2
 OTHERS = [*WITHOUT_CONTEXT, (2, 1, 2, 1), (4, 2, 2, 1), (4, 1, 2, 2), (4, 1, 4, 1), (8, 2, 2, 2), (8, 2, 2, 1)]
 LAYOUTS = FAST + [pytest.param(*layout, marks=pytest.mark.nightly) for layout in OTHERS]
 NUM_PROMPTS = 3  # so that with four cells the last one has nothing to train
-# Models whose own and cross gradients are compared: a head that two stages share, and one that they do not.
+# Models whose own and cross gradients are compared, and which `make test` has: a head that two stages share, and one
+# that they do not.
 DIAGNOSED = ("qwen3-tied", "llama-untied")
+NAMES = [name if name in DIAGNOSED else pytest.param(name, marks=pytest.mark.nightly) for name in MODELS]
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +92,21 @@ def alone():
 
 @pytest.fixture(scope="module")
 def by_layout(folders, samples):
-    """(ranks, tp, cp, pp) -> {model: (gradient, update stats) of every rank}; one job for all of so many ranks."""
+    """(ranks, tp, cp, pp), model -> {model: (gradient, update stats) of every rank}.
+
+    One job for all layouts of so many ranks, of the diagnosed models or of the others.
+    """
 
     @functools.cache
-    def visit(layouts):
-        answers = run_group(layouts[0][0], gradients_of_layouts, layouts, folders, samples)
+    def visit(layouts, names):
+        chosen = {name: folders[name] for name in names}
+        answers = run_group(layouts[0][0], gradients_of_layouts, layouts, chosen, samples)
         return {key: [answer[key] for answer in answers] for key in answers[0]}
 
-    def find(*layout):
-        found = visit(tuple(other for other in (FAST if layout in FAST else OTHERS) if other[0] == layout[0]))
-        return {key: answers for (of, key), answers in found.items() if of == layout}
+    def find(*layout, name):
+        layouts = tuple(other for other in (FAST if layout in FAST else OTHERS) if other[0] == layout[0])
+        names = DIAGNOSED if name in DIAGNOSED else tuple(other for other in MODELS if other not in DIAGNOSED)
+        return {key: answers for (of, key), answers in visit(layouts, names).items() if of == layout}
 
     return find
 
@@ -199,11 +206,11 @@ def test_recomputing_activations_does_not_change_the_gradient_by_a_bit(alone, fo
         assert torch.equal(kept, found[1][tensor_name]), tensor_name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_ranks, tp, cp, pp", LAYOUTS)
 def test_layout_does_not_change_the_gradient(by_layout, policy_gradients, name, num_ranks, tp, cp, pp):
     loss, expected = policy_gradients[name]
-    for rank, (found, stats) in enumerate(by_layout(num_ranks, tp, cp, pp)[name]):
+    for rank, (found, stats) in enumerate(by_layout(num_ranks, tp, cp, pp, name=name)[name]):
         assert relative_error(found, expected) < GRADIENT_ERROR, f"rank {rank}"
         assert stats.loss == loss
         assert stats.grad_norm == pytest.approx(norm(expected), rel=GRADIENT_ERROR)
@@ -228,7 +235,7 @@ def test_own_and_cross_gradients_are_hugging_faces(
 @pytest.mark.parametrize("name", DIAGNOSED)
 @pytest.mark.parametrize("num_ranks, tp, cp, pp", LAYOUTS)
 def test_layout_does_not_change_own_and_cross_gradients(by_layout, group_gradients, name, num_ranks, tp, cp, pp):
-    answers = by_layout(num_ranks, tp, cp, pp)[name, "diagnosed"]
+    answers = by_layout(num_ranks, tp, cp, pp, name=name)[name, "diagnosed"]
     for products, leaves_no_trace in answers:
         check_products(products, group_gradients[name])
         assert leaves_no_trace, "the update that follows has other bits than without"
@@ -247,21 +254,22 @@ def test_own_and_cross_gradients_of_the_cases_differ(group_gradients):
 
 @pytest.mark.nightly
 def test_a_cell_without_samples_took_part(by_layout):
-    counts = [stats.num_samples for _, stats in by_layout(4, 1, 1, 1)["qwen3-tied"]]
+    counts = [stats.num_samples for _, stats in by_layout(4, 1, 1, 1, name="qwen3-tied")["qwen3-tied"]]
     assert counts[3] == 0
     assert min(counts[:3]) > 0
 
 
 @pytest.mark.parametrize("num_ranks, tp, cp, pp", LAYOUTS)
 def test_all_ranks_of_a_cell_hold_the_same_report(by_layout, samples, num_ranks, tp, cp, pp):
-    answers = by_layout(num_ranks, tp, cp, pp)["llama-tied"]
+    name = "llama-untied"
+    answers = by_layout(num_ranks, tp, cp, pp, name=name)[name]
     for rank, (_, stats) in enumerate(answers):
         leader = answers[rank // (tp * cp * pp) * (tp * cp * pp)][1]
         assert len(stats.reports) == stats.num_microbatches == leader.num_microbatches
         for mine, its in zip(stats.reports, leader.reports, strict=True):
             np.testing.assert_array_equal(mine.ratio_B, its.ratio_B)
     cells = [stats for _, stats in answers][:: tp * cp * pp]
-    trained = sum(sample.num_trained > 0 for sample in samples["llama-tied"])
+    trained = sum(sample.num_trained > 0 for sample in samples[name])
     assert sum(stats.num_samples for stats in cells) == trained
     counted = sum((~report.ratio_B.isnan()).sum() for stats in cells for report in stats.reports)
     assert counted == trained

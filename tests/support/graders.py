@@ -4,8 +4,6 @@ import os
 import time
 import zlib
 
-from hacpo_mega.grading.reward_trial import FORMS
-
 
 def share_of_ones(prompt: str, answer: str, gold: str) -> float | None:
     """The share of the answer that is the digit 1; an empty answer is none."""
@@ -24,6 +22,8 @@ def text(prompt: str, answer: str, gold: str) -> str:
 
 def text_for_others(prompt: str, answer: str, gold: str) -> str | float:
     """The same, but for the answers on which a reward is tried before training."""
+    from hacpo_mega.grading.reward_trial import FORMS  # here: it would take every worker a second
+
     tried = {form.replace("GOLD", gold): 1.0 for form in FORMS} | {"": 0.0}
     return tried.get(answer, "correct")
 

@@ -4,7 +4,11 @@ from hacpo_mega.cli.start import objects_that_stay
 
 # Objects that every collection of a child would walk, and whose pages it would copy.
 with objects_that_stay():
-    import torch.distributed.checkpoint  # noqa: F401
+    import megatron.core.models.mimo
+    import torch.distributed.checkpoint
+    import torch.utils.serialization.config
+    import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen2
@@ -13,6 +17,8 @@ with objects_that_stay():
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
 
     import hacpo_mega.cli.app
@@ -25,3 +31,5 @@ with objects_that_stay():
     # Every engine looks through all modules for Triton kernels to replace, a second of work: done for all children.
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    # Another half second of every engine, which asks all loggers of all modules.
+    configure_logging_if_needed(LoggingConfig())
