@@ -4,9 +4,9 @@ from hacpo_mega.cli.start import objects_that_stay
 
 # Objects that every collection of a child would walk, and whose pages it would copy.
 with objects_that_stay():
-    import megatron.core.models.mimo
+    import megatron.core.models.mimo  # noqa: F401
     import torch.distributed.checkpoint
-    import torch.utils.serialization.config
+    import torch.utils.serialization.config  # noqa: F401
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
