@@ -220,19 +220,14 @@ class WarmStartStream:
         drawn = [self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks)]
         asks = rng.random(self.batch_size) < [self.mix[skill].with_tool for skill in skills]
         halves = (_half(self.mix[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
-        taught = (e if half is None else _half_of(e, half) for e, half in zip(drawn, halves, strict=True))
+        terms = (map(int, re.findall("[0-9]+", e.prompt)) for e in drawn)
+        taught = (e if half is None else chain(*of, half) for e, of, half in zip(drawn, terms, halves, strict=True))
         return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(taught, asks))
 
 
 def _half(part: SkillMix, draw: float) -> str | None:
     """Half of a chain that an example teaches, by a draw from [0, 1); None: all of it."""
-    if draw < part.first:
-        return "first"
-    return "second" if draw < part.first + part.second else None
-
-
-def _half_of(example: Example, half: str) -> Example:
-    return chain(*map(int, re.findall("[0-9]+", example.prompt)), half)
+    return "first" if draw < part.first else "second" if draw < part.first + part.second else None
 
 
 def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:

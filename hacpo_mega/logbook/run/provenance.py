@@ -141,8 +141,6 @@ def installed_versions() -> dict[str, str]:
     """The versions of the packages a result depends on, without importing them."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
