@@ -18,6 +18,8 @@ from hacpo_mega.samples.tokenizers import make_tokenizer
 CHARACTERS = tuple("0123456789+-*=,;s")
 PAIRS = ("10", "11", "+1", ",1")
 GRADER = ROOT / "tests/support/graders.py"
+# Of an engine, for all answers of these runs at once: vLLM walks all blocks of its cache at every weight sync.
+CACHE_BYTES = 16 * 2**20
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 TRAINING = {"prompts_per_step": 8, "prompts_per_update": 4, "max_tokens_per_microbatch": 256}
 
@@ -30,7 +32,8 @@ def agent_table(
     size |= {"vocab_size": len(vocabulary) + 2, "tied": family == "qwen3", **(sizes or {})}
     make_model(folder / name, family, seed=len(name), **size)
     make_tokenizer(folder / name, vocabulary)
-    return {"name": name, "model": str(folder / name), "optimizer": {"lr": 2e-2}, **layout}
+    engine = {"kv_cache_memory_bytes": CACHE_BYTES}
+    return {"name": name, "model": str(folder / name), "optimizer": {"lr": 2e-2}, "vllm": engine, **layout}
 
 
 def write_config(folder: Path, agents: list[dict], **tables) -> Path:
