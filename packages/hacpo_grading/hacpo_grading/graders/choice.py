@@ -19,7 +19,7 @@ ALONE = re.compile(
     rf"(?:(?i:option|choice) )?\(?([A-J])[).:]?|\(?([A-J])[).:]\s{NO_OTHER}.*|\(([A-J])\){NO_OTHER}.*", re.DOTALL
 )
 # A formula may begin with a letter in brackets: behind "(A)" an option begins with a word or a number, apart from it.
-OPTION = re.compile(r"(?:(?i:option|choice) )?\(?[A-Ja-j][).:]?(?:\s+(?:[\w.({\[\"']|-?\\?(?:\d|[dtc]?frac|sqrt|pi\b))|\Z)")
+OPTION = re.compile(r"(?:(?i:option|choice) )?\(?[A-Ja-j][).:]?(?:\s+(?:[\w.({\[\"']|-?\\?(?:\d|.?frac|sqrt|pi\b))|\Z)")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
 SAID = re.compile(
