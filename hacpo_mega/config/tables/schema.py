@@ -354,7 +354,7 @@ class Config(Section):
     to logs/ and ends. Long phases give signs of life."""
     wait_s: Annotated[float, Field(strict=True, ge=10.0, le=604_800.0)] = 1800.0
     """Timeout in seconds of waits for other processes, at the start and in each later exchange, before the job ends.
-    Must exceed the fastest agent's lead over the slowest in a step."""
+    Must exceed the fastest agent's lead over the slowest in a step; if placement is "shared", others' longest turn."""
     agents: tuple[AgentConfig, ...] = Field(min_length=1)
     """The agents that teach each other, one [[agents]] table each."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -47,6 +47,9 @@ def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_p
     other = make_result(CELL, (0.75,)).model_copy(update={"stage": "reported"})
     pack_results(tmp_path, [other])  # of a grid that has the same seed for another stage, and not the other method
     assert sorted(read_packed(tmp_path), key=str) == sorted([*results, other], key=str)
+    unpacked = write_result(tmp_path, other)  # of a grid that is not done yet
+    pack_results(tmp_path, results[1:])
+    assert unpacked.exists()
     with packed.open("a") as file:
         file.write('{"agents": 1}\n')
     with pytest.raises(ValueError, match=r"runs.jsonl:4: not the result of a run"):

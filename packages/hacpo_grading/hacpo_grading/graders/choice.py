@@ -10,7 +10,7 @@ Two letters ("A or B") are no choice: wrong. Text without a letter at these plac
 import re
 from typing import Any
 
-from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed, without_odd_signs
+from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, last_boxed, without_odd_signs
 
 WRAPPING = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox)\s*\{([^{}]*)\}")
 SPACES, MARKS = re.compile(r"\\[,;!: ]|~"), re.compile(r"\\left|\\right|[$*`]")
@@ -18,6 +18,8 @@ NO_OTHER = r"(?!(?:[\s,;/&]|or\b|and\b)*\(?[A-J](?:\)|\s*\Z))"
 ALONE = re.compile(
     rf"(?:(?i:option|choice) )?\(?([A-J])[).:]?|\(?([A-J])[).:]\s{NO_OTHER}.*|\(([A-J])\){NO_OTHER}.*", re.DOTALL
 )
+# A formula may begin with a letter in brackets: behind "(A)" an option begins with a word or a number, apart from it.
+OPTION = re.compile(r"(?:(?i:option|choice) )?\(?[A-Ja-j][).:]?(?:\s+(?:[\w.({\[\"']|-?\\?(?:\d|.?frac|sqrt|pi\b))|\Z)")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
 SAID = re.compile(
@@ -28,8 +30,11 @@ SAID = re.compile(
 )
 MEANT = re.compile(
     r"\b(?:(?i:it'?s|it is|it must be|so) (?i:option |choice )?|(?i:option|choice|answer) (?=\(?[A-J]\)? is ))"
-    r"\(?([A-J])\)?(?i: is (?:the )?(?:correct|right)(?: option| choice| answer| one)?)?[.!]?\s*\Z"
+    r"\(?([A-J])\)?((?i: is (?:the )?(?:correct|right)(?: option| choice| answer| one)?))?[.!]?\s*\Z"
 )
+CLAUSE = re.compile(r"[.,;:!?\n]|\b(?i:so|but|hence|thus|therefore)\b")
+# "I don't think option A is correct", "either option A or option B is correct"
+DENIED = re.compile(r"(?i:n['’]t|\b(?:not?|never|n?either|nor|doubt|unlikely|if|both))\b|\b[A-J]\)? (?:or|and) \Z")
 ANOTHER = re.compile(r"\)? ?(?:,|/|&|or\b|and\b) ?(?:or |and )?\(?[A-J](?!\w)")
 
 
@@ -47,8 +52,8 @@ def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
 
 
 def lone_letter(text: str) -> str | None:
-    """The letter that a text is, alone or before its option as in "(D) four"; None for other texts."""
-    return _alone(text)
+    """The letter that a text is, alone or before its option as in "(D) four"; None for other texts, as "(D)^2"."""
+    return _alone(text) if OPTION.match(_unmarked(text).strip()) else None
 
 
 def stated_letter(text: str) -> str | None:
@@ -64,15 +69,19 @@ def _letter(answer: str) -> tuple[str | None, str]:
         return _alone(content) or "", "the last box"
     tagged = TAGGED.findall(text)
     text = _unmarked(tagged[-1] if tagged else text)
-    said = None
-    for said in SAID.finditer(text):  # noqa: B007
-        pass
-    if said := said or MEANT.search(text):
+    *_, said = None, *SAID.finditer(text)
+    if said := said or _meant(text):
         return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
     if tagged:
         return _alone(text) or "", "the last <answer>"
     lines = text.strip().split("\n")
     return (_alone(lines[-1]) if lines and len(lines[-1].strip()) <= 4 else None), "the last line"
+
+
+def _meant(text: str) -> re.Match[str] | None:
+    """The last words where they say which letter is meant; a clause that denies it says nothing."""
+    meant = MEANT.search(text)
+    return None if meant and meant[2] and DENIED.search(CLAUSE.split(text[: meant.start()])[-1]) else meant
 
 
 def _unmarked(text: str) -> str:
@@ -93,9 +102,8 @@ def _upper_in_brackets(text: str) -> str:
 
 
 def _gold_letter(gold: str) -> str:
-    text = gold_answer(gold)
-    content = last_boxed(text)
-    letter = _alone(text if content is None else content)
+    # an option may be a letter, and of gold there is one
+    letter = _alone(re.sub(r"(?<=[).:])\s+[A-J]\Z", "", boxed_or_all(gold_answer(gold))))
     if letter is None:
         raise ValueError(f"the gold answer {gold[-80:]!r} is no letter from A to J")
     return letter

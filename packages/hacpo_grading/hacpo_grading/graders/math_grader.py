@@ -169,8 +169,7 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     texts = tidy(gold), tidy(answer)
     if is_same_text(*map(plain, texts)):
         return Decision(True, "the same text", gold, answer)
-    letter = lone_letter(answer)
-    if letter and letter == plain(gold).strip("().").upper():
+    if (letter := lone_letter(answer)) and letter == plain(gold).strip("()."):
         return Decision(True, "the letter of a choice", gold, answer, letter, letter)
     if None in _numbers(*map(plain, texts)) and (reason := too_large(texts[1], texts[0])):
         return Decision(False, f"refused: {reason}", gold, answer)

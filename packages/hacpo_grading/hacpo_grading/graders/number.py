@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
-from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_boxed, without_odd_signs
+from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, without_odd_signs
 
 APART = re.compile(r"\\ |(?<=[^\\],)\\[,;:]")  # a space between words, or behind a comma: "5,\,600" is a list
 SPACING = re.compile(r"\\[,;!:]|\\left|\\right|\$")
@@ -56,14 +56,14 @@ class Number:
     def __call__(self, prompt: str, answer: str, gold: str) -> float | None:
         """The grader."""
         wanted = self._wanted(gold)
-        found = last_number(_where(after_thinking(answer)))
+        found = last_number(boxed_or_all(after_thinking(answer)))
         if found is None:
             return None
         return float(abs(found - wanted) <= max(self.rel_tol * abs(wanted), self.abs_tol))
 
     def explain(self, answer: str, gold: str) -> dict[str, Any]:
         """Where the number was looked for, which it is, and how far from gold."""
-        where = _where(after_thinking(answer))
+        where = boxed_or_all(after_thinking(answer))
         found, wanted = last_number(where), self._wanted(gold)
         return {
             "extracted": where[-200:],
@@ -73,7 +73,7 @@ class Number:
         }
 
     def _wanted(self, gold: str) -> float:
-        wanted = last_number(_where(gold_answer(gold)))
+        wanted = last_number(boxed_or_all(gold_answer(gold)))
         if wanted is None or not math.isfinite(wanted):
             raise ValueError(f"the gold answer {gold[-80:]!r} has no number in it")
         return wanted
@@ -87,9 +87,7 @@ def last_number(text: str) -> float | None:
     text = MIXED.sub(lambda mixed: _with_whole(*mixed.groups()) or mixed[0], FRACTION.sub(_as_quotient, text))
     text = TEN_TO.sub(_as_exponent, text)
     text = COMMAND.sub(" ", RAISED.sub(" ", text))
-    last = None
-    for last in NUMBER.finditer(text):  # noqa: B007
-        pass
+    *_, last = None, *NUMBER.finditer(text)
     return None if last is None else _value(*last.groups())
 
 
@@ -118,9 +116,5 @@ def _as_exponent(power: re.Match[str]) -> str:
 def _value(sign: str | None, digits: str, exponent: str | None, divisor: str | None, power: str | None) -> float | None:
     value = float(f"{sign or ''}{digits.replace(',', '')}e{exponent or 0}")
     below = float((divisor or "1").replace(",", ""))
-    return value / below * float(f"1e{power or 0}") if below else None
-
-
-def _where(text: str) -> str:
-    content = last_boxed(text)
-    return text if content is None else content
+    scale = int(power or 0) * (1 if exponent is None else -1)  # 1/2 x 10^3 is 500, but 1 x 10^2 / 2 x 10^3 0.05
+    return value / below * float(f"1e{scale}") if below else None

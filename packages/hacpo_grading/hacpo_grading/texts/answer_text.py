@@ -109,6 +109,12 @@ def last_boxed(text: str) -> str | None:
     return None if span is None else text[span[1] : span[2]]
 
 
+def boxed_or_all(text: str) -> str:
+    """The content of the last box; without one the text itself."""
+    content = last_boxed(text)
+    return text if content is None else content
+
+
 def last_box(text: str) -> tuple[int, int, int] | None:
     """Start of the last complete box, and start and end of its content. One pass, linear in the text."""
     closing = _closing_braces(text)

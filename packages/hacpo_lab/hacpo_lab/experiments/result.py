@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -174,10 +174,10 @@ def write_result(folder: Path, result: Result) -> Path:
     return path
 
 
-def pack_results(folder: Path, results: Iterable[Result]) -> Path:
+def pack_results(folder: Path, results: Collection[Result]) -> Path:
     """Puts results into FOLDER/runs.jsonl, one a line in order of name, in place of a file for each.
 
-    Runs of other grids that are packed there stay. ValueError for a broken line among them.
+    Runs of other grids stay there, packed or in their files. ValueError for a broken line among them.
     """
     by_cell = {}
     for result in (*read_packed(folder), *results):
@@ -188,7 +188,7 @@ def pack_results(folder: Path, results: Iterable[Result]) -> Path:
     packed = folder / PACKED
     lines = (f"{json.dumps(result.model_dump(mode='json'))}\n" for result in ordered)
     replace_file(packed, "".join(lines), synced=True)
-    for result in ordered:
+    for result in results:
         (folder / f"{result.cell.name}.json").unlink(missing_ok=True)
     return packed
 
