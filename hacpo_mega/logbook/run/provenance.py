@@ -4,7 +4,6 @@ starts.jsonl    one line per start       finished.json   the number of steps aft
 alarms.jsonl    one line per warning that a step has raised
 """
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -136,7 +135,6 @@ def _git(folder: Path, *command: str) -> str | None:
     return done.stdout.decode(errors="replace").strip()
 
 
-@functools.cache
 def installed_versions() -> dict[str, str]:
     """The versions of the packages a result depends on, without importing them."""
     versions = {}
