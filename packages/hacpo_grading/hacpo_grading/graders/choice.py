@@ -46,11 +46,6 @@ def explain(kind: str, answer: str, gold: str) -> dict[str, Any]:
     return {"extracted": found, "parsed_gold": _gold_letter(gold), "rule": rule}
 
 
-def lone_letter(text: str) -> str | None:
-    """The letter that a text is, alone or before its option as in "(D) four"; None for other texts."""
-    return _alone(text)
-
-
 def stated_letter(text: str) -> str | None:
     """The letter that a text without a box states, "" for two of them, None for none."""
     return _letter(text)[0] if last_boxed(text) is None else None
@@ -61,7 +56,7 @@ def _letter(answer: str) -> tuple[str | None, str]:
     text = after_thinking(answer)
     content = last_boxed(text)
     if content is not None:
-        return _alone(content) or "", "the last box"
+        return lone_letter(content) or "", "the last box"
     tagged = TAGGED.findall(text)
     text = _unmarked(tagged[-1] if tagged else text)
     said = None
@@ -70,9 +65,9 @@ def _letter(answer: str) -> tuple[str | None, str]:
     if said := said or MEANT.search(text):
         return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
     if tagged:
-        return _alone(text) or "", "the last <answer>"
+        return lone_letter(text) or "", "the last <answer>"
     lines = text.strip().split("\n")
-    return (_alone(lines[-1]) if lines and len(lines[-1].strip()) <= 4 else None), "the last line"
+    return (lone_letter(lines[-1]) if lines and len(lines[-1].strip()) <= 4 else None), "the last line"
 
 
 def _unmarked(text: str) -> str:
@@ -82,7 +77,8 @@ def _unmarked(text: str) -> str:
     return MARKS.sub("", SPACES.sub(" ", text))
 
 
-def _alone(text: str) -> str | None:
+def lone_letter(text: str) -> str | None:
+    """The letter that a text is, alone or before its option as in "(D) four"; None for other texts."""
     stripped = _unmarked(text).strip()
     found = ALONE.fullmatch(stripped[:1].upper() + stripped[1:] if len(stripped) == 1 else _upper_in_brackets(stripped))
     return None if found is None else found[1] or found[2] or found[3]
@@ -95,7 +91,7 @@ def _upper_in_brackets(text: str) -> str:
 def _gold_letter(gold: str) -> str:
     text = gold_answer(gold)
     content = last_boxed(text)
-    letter = _alone(text if content is None else content)
+    letter = lone_letter(text if content is None else content)
     if letter is None:
         raise ValueError(f"the gold answer {gold[-80:]!r} is no letter from A to J")
     return letter
