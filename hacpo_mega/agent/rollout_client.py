@@ -151,7 +151,7 @@ class RolloutClient:
         """The call of this rank's engine, which must have the weights after `step`; a no-op without an engine."""
         self.weight_sync.require(step)
         if self.engine is None:
-            return _no_answers
+            return lambda **_how: []
         if self._has_conversations and self.player is None:
             return partial(_follow, self.engine)
         return asked.call(self.engine, self.player)
@@ -264,8 +264,4 @@ def _partners(place: Place, config: Config) -> Partners | None:
 def _follow(engine: Engine, **_how: Any) -> list[Completion]:
     """Turns that the engine's first rank plays, on another rank of the engine."""
     engine.serve(None)
-    return []
-
-
-def _no_answers(**_how: Any) -> list[Completion]:
     return []

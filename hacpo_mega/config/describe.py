@@ -48,7 +48,7 @@ def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Itera
     """Every field of a table and its inner tables, in the order of the schema. `NAME` stands for any key."""
     for place, name, field in _fields(table, section):
         allowed = _allowed(field.annotation, field.metadata)
-        yield FieldDescription(place, name, allowed, _default(field), _one_line(field.description))
+        yield FieldDescription(place, name, allowed, _default(field), " ".join((field.description or "").split()))
 
 
 def _fields(schema: type[BaseModel], section: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
@@ -209,10 +209,6 @@ def inner_table(kind: Any) -> tuple[type[BaseModel] | None, bool]:
         if inner is not None:
             return inner, get_origin(kind) is dict or inner_table(part)[1]
     return None, False
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split())
 
 
 def batch_arithmetic(config: Config) -> str:

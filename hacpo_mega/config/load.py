@@ -4,7 +4,6 @@ All complaints come at once.
 """
 
 import copy
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from hacpo_mega.config.describe import in_a_run, inner_table, nearest_key
 from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
-from hacpo_mega.models.files.documents import SHOWN, one_line, parse_toml, short, toml_file
+from hacpo_mega.models.files.documents import did_you_mean, one_line, parse_toml, short, toml_file
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 
 # Words for the value that a field takes, where pydantic would name a Python type that no TOML file has.
@@ -125,12 +124,8 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
 
 
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
-    if not way:
-        if not isinstance(table, dict):
-            raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
-        return [table]
-    step, rest = way[0], way[1:]
-    if isinstance(table, list):
+    if way and isinstance(table, list):
+        step, *rest = way
         named = [entry for entry in table if isinstance(entry, dict) and step in ("*", entry.get("name"))]
         if not named:
             names = ", ".join(short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
@@ -138,7 +133,7 @@ def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
         return [place for entry in named for place in _places(entry, rest, override)]
     if not isinstance(table, dict):
         raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
-    return _places(table.setdefault(step, {}), rest, override)
+    return _places(table.setdefault(way[0], {}), way[1:], override) if way else [table]
 
 
 def readable_problems(error: ValidationError, table: dict[str, Any], schema: type[BaseModel] = Config) -> list[str]:
@@ -204,7 +199,7 @@ def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     found = f"found {short(entry['input'])}"
     if kind == "literal_error":
         known = re.findall("'(.*?)'", context["expected"])
-        return f"must be {context['expected']}, {found}{_nearest(entry['input'], known)}"
+        return f"must be {context['expected']}, {found}{did_you_mean(entry['input'], known)}"
     if kind == "too_short":
         return f"needs {_needed(entry)}, {found}"
     if kind in EXPECTED or kind == "string_pattern_mismatch":
@@ -222,13 +217,6 @@ def _needed(entry: ErrorDetails) -> str:
     if kind == "string_pattern_mismatch":
         return PATTERNS.get(context["pattern"], f"a text of the pattern {context['pattern']}")
     return EXPECTED.get(kind) or context.get("expected") or entry["msg"].removeprefix("Input should be ")
-
-
-def _nearest(found: object, known: Iterable[str]) -> str:
-    # difflib takes seconds for a long text, and none is near to it
-    is_word = isinstance(found, str) and len(found) <= SHOWN
-    near = difflib.get_close_matches(found, list(known), n=1) if is_word else []
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:

@@ -7,7 +7,6 @@ of their own (hacpo_grading/workers/grader_calls.py).
 """
 
 import ast
-import difflib
 import functools
 import importlib.machinery
 import importlib.util
@@ -30,6 +29,7 @@ from hacpo_grading.workers.grader_signature import form_of
 from hacpo_grading.workers.own_file import load_by_name
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config, ConversationConfig, RewardConfig
+from hacpo_mega.models.files.documents import did_you_mean
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -101,10 +101,9 @@ def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({
     if kind in GRADERS:
         return None
     if not colon:
-        near = difflib.get_close_matches(kind, GRADERS, n=1, cutoff=0.5)
         return (
             f"{kind!r} is unknown; known: {', '.join(GRADERS)}, or your own as module:function or file.py:function"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            f"{did_you_mean(kind, GRADERS, cutoff=0.5)}"
         )
     if not place or not name.isidentifier():
         return f"{kind!r} is no grader; write module:function or file.py:function"
@@ -222,8 +221,7 @@ def environment_problem(name: str) -> str | None:
         return None
     place, colon, attribute = name.rpartition(":")
     if not colon or not place or not attribute.isidentifier():
-        near = difflib.get_close_matches(name, ENVIRONMENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, ENVIRONMENTS)
         return f"environment {name!r} is unknown; known: {', '.join(ENVIRONMENTS)}, or your own file.py:Class{hint}"
     found, problem = _read(name, "class")
     if isinstance(found, ast.ClassDef) and not found.bases and "reset" not in _bound_names(found.body):
@@ -238,10 +236,8 @@ def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
     if known is None or not (unknown := sorted(set(options) - set(known))):
         return value_problem(kind, options) if kind in GRADERS else None
     what = "options" if kind in GRADERS else "parameters"
-    near = difflib.get_close_matches(unknown[0], known, n=1)
-    return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {', '.join(known) or 'none'}" + (
-        f"; did you mean {near[0]!r}?" if near else ""
-    )
+    near, has = did_you_mean(unknown[0], known), ", ".join(known) or "none"
+    return f"{kind!r} has no option {', '.join(unknown)}; its {what} are: {has}{near}"
 
 
 def shown_grader(kind: str, options: Mapping[str, object]) -> str:
@@ -294,8 +290,7 @@ def _read(name: str, what: str = "function") -> tuple[Definition | None, str | N
         return None, f"{file} cannot be read ({error.strerror})"
     attribute, bound = name.rpartition(":")[2], _bound_names(tree.body)
     if attribute not in bound and "*" not in bound:
-        near = difflib.get_close_matches(attribute, sorted(bound), n=1)
-        return None, f"{file} has no {what} {attribute!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return None, f"{file} has no {what} {attribute!r}{did_you_mean(attribute, sorted(bound))}"
     binding = [node for node in tree.body if attribute in _bound_names([node])]
     if binding and all(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) for node in binding):
         value = ast.unparse(binding[-1].value)[:80]

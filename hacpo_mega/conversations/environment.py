@@ -207,7 +207,7 @@ class _Nursery:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-class EnvironmentClass:
+class EnvironmentClass(contextlib.AbstractContextManager["EnvironmentClass"]):
     """A class that plays conversations, looked at once.
 
     name        as it was named
@@ -264,9 +264,6 @@ class EnvironmentClass:
     def close(self) -> None:
         """Ends every process of the class."""
         self._nursery.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

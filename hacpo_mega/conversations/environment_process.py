@@ -15,7 +15,7 @@ Every one of them may be async. A class that derives from `Responder` has `respo
 derives from `AgentProgram` has `play`, and no tools.
 
 Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
-(`write_frame`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
+(`frame_of`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
 Not here: limits of time, and the pool of processes (environment.py).
 """
 
@@ -224,11 +224,6 @@ def described(error: BaseException) -> str:
     return _text(text[:MAX_SAID])
 
 
-def write_frame(connection: socket.socket, message: Any) -> None:
-    """Sends a message over a blocking socket."""
-    connection.sendall(frame_of(message))
-
-
 def frame_of(message: Any) -> bytes:
     """The bytes of a message: its length, and JSON in ASCII. ValueError for one that is nested too deeply."""
     try:
@@ -263,7 +258,7 @@ def _play(connection: socket.socket, factory: Callable[[], Any], *, looks: bool)
     except BaseException as error:
         reply = {"error": described(error)}
     while os.getpid() == pid:  # else a child that the user's code has forked and returned in
-        write_frame(connection, reply)
+        connection.sendall(frame_of(reply))
         if looks or held is None:
             return
         request = read_frame(connection)

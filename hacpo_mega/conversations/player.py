@@ -139,14 +139,13 @@ class Player:
         self.tally: ServeTally | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
-        self._door: SeatDoor | None = None
         self._lines = None if partners is None else Lines(partners)
         self._seats: dict[SeatKey, asyncio.Future[Seat]] = {}  # of this agent, for drivers in other processes
 
     def let_in(self, listener: AuthListener) -> None:
-        """Has drivers in other processes ask this agent's seats."""
+        """Has drivers in other processes ask this agent's seats, which a thread of the door answers."""
         self._start()
-        self._door = SeatDoor(listener, self._loop, self._seat_of)
+        SeatDoor(listener, self._loop, self._seat_of)
 
     def _start(self) -> None:
         if self._thread is None:

@@ -19,7 +19,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -117,7 +117,7 @@ class Meeting:
         return other
 
 
-class Door:
+class Door(AbstractContextManager["Door"]):
     """A port of this node on which neighbours ask whether they reach it; open while the context lasts."""
 
     def __init__(self, node: str, secret: Secret) -> None:
@@ -130,9 +130,6 @@ class Door:
         with suppress(OSError, ValueError):  # the listener is closed below it
             while True:
                 self._listener.admit().close()
-
-    def __enter__(self) -> "Door":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()

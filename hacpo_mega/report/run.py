@@ -96,7 +96,7 @@ def load_run(folder: Path) -> Run:
     config = toml_file(file, "the run_dir of a run") if file.exists() else {}
     if why := _wrong_setting(config):
         raise ValueError(f"{file} is not the configuration of a run: {why}")
-    config_text = _read_text(file)
+    config_text = file.read_text(encoding="utf-8") if file.exists() else ""
     return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
 
 
@@ -106,10 +106,6 @@ def _wrong_setting(config: dict[str, Any]) -> str | None:
         return why
     agents = enumerate(config.get("agents", ()))
     return next(filter(None, (wrong_field(agent, AGENT, f"agents[{n}].") for n, agent in agents)), None)
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str, ...]:

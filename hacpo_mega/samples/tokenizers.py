@@ -134,9 +134,9 @@ def control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 class TextCodec:
     """Encoder of prompts and answers for one agent, and decoder of its answers.
 
-    `ends` are the agent's end tokens, and `eos_id` the first of them, which is appended on encoding; `pad_id` and
-    `fingerprint` are the tokenizer's; `control_ids` are tokens that steer the model instead of being text. Prompts are
-    cached, since every source's answers to a prompt need the same ids.
+    `ends` are the agent's end tokens, and `eos_id` the first of them, which is appended on encoding; `fingerprint` is
+    the tokenizer's; `control_ids` are tokens that steer the model instead of being text. Prompts are cached, since
+    every source's answers to a prompt need the same ids.
     """
 
     def __init__(
@@ -155,7 +155,6 @@ class TextCodec:
             self._check_template()
         self.ends = self._find_ends()
         self.eos_id: int = self.ends.ids[0]
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.control_ids = control_ids(tokenizer) | frozenset(self.ends.ids)
         self._closing_ids = {*self.ends.ids, *self._appended_ids()}

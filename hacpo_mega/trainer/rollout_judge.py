@@ -11,9 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Self
 
 from hacpo_grading.judge import JudgeReport
 from hacpo_grading.judgement import Asked
@@ -28,7 +28,7 @@ MOST_AT_ONCE = 64
 AnswerKey = tuple[int, int]  # prompt index, rollout index
 
 
-class RolloutJudge:
+class RolloutJudge(AbstractContextManager["RolloutJudge"]):
     """One cell's judge of rollouts, on its leader. A context manager, whose exit ends the thread.
 
     hidden_s   seconds of judging that the last `judge` did not have to wait for
@@ -133,9 +133,6 @@ class RolloutJudge:
             self._ended.put(None)
             self._thread.join()
             self._thread = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self._is_leaving = True

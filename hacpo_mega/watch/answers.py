@@ -11,8 +11,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any
 
 import regex
 
@@ -58,7 +58,7 @@ def page_of_answers(index: Index, selection: Mapping[str, Any], sort: str, page:
     return found | ({"note": note} if note else {})
 
 
-class Judges:
+class Judges(AbstractContextManager["Judges"]):
     """Explains recorded verdicts by judging an answer anew, with graders that come with the project. A context.
 
     Nothing else that a run's configuration names is executed here, nor is a server asked: such verdicts stay without.
@@ -90,9 +90,6 @@ class Judges:
                 judge = Judge(given.kind, timeout_s=given.timeout_s, success=given.success or FULL, **options)
                 self._judges[name] = self._stack.enter_context(judge)
         return self._judges[name]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -21,7 +21,6 @@ SLICE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+\d+: \(UUID: (?P<uuid>[\
 class Gpu:
     """A device of the job: a GPU, or a MIG slice, whose size `name` then tells."""
 
-    index: str
     name: str
     driver: str
     clocks: str
@@ -55,8 +54,8 @@ def _named(name: str, cards: Sequence[Sequence[str]], slices: Sequence[tuple[str
         for uuid, profile, card in slices:
             # Older drivers name a slice by its card: MIG-GPU-<uuid>/instance/instance.
             if uuid == name or uuid.removeprefix("MIG-").startswith(name.removeprefix("MIG-")):
-                index, _, kind, _, _, driver, *clocks = next(row for row in cards if row[1] == card)
-                return Gpu(index, f"{kind} MIG {profile}", driver, " / ".join(clocks))
+                _, _, kind, _, _, driver, *clocks = next(row for row in cards if row[1] == card)
+                return Gpu(f"{kind} MIG {profile}", driver, " / ".join(clocks))
         return None
     found = [card for card in cards if card[0] == name or (name.startswith("GPU-") and card[1].startswith(name))]
     return _card(found[0]) if found else None
@@ -68,7 +67,7 @@ def _card(card: Sequence[str]) -> Gpu:
     with suppress(ValueError):  # "[N/A]" where a device does not tell
         if int(used) > MAX_USED_SHARE * int(total):
             problem = f"GPU {index}: {used} of {total} MiB are in use by another process"
-    return Gpu(index, f"{name} with {total} MiB", driver, " / ".join(clocks), problem)
+    return Gpu(f"{name} with {total} MiB", driver, " / ".join(clocks), problem)
 
 
 def _slices() -> Iterator[tuple[str, str, str]]:

@@ -6,7 +6,6 @@ types and bounds hold its values when a rank starts, before weights are loaded (
 """
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from hacpo_mega.config.checks.device_memory import capacity, is_cpu_build
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.memory.quantized import KINDS
-from hacpo_mega.models.files.documents import short
+from hacpo_mega.models.files.documents import did_you_mean, short
 from hacpo_mega.models.sharding.layout import FIRST_STAGE, LAST_STAGE, VIRTUAL
 from hacpo_mega.models.sharding.megatron_fields import (
     AUX_LOSS,
@@ -98,7 +97,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
     for key in [key for key in megatron if key not in DECIDED]:
         if key not in FREE and key not in WITHOUT_EFFECT:
-            yield f"megatron.{key}: Megatron's TransformerConfig has no such field{_nearest(key, FREE)}"
+            yield f"megatron.{key}: Megatron's TransformerConfig has no such field{did_you_mean(key, FREE)}"
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"
         elif problem := _type_problem(key, megatron[key]):
@@ -107,14 +106,9 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
     names = engine_fields() if free else None
     for key in free:
         if names is not None and key not in names:
-            yield f"vllm.{key}: vLLM's EngineArgs has no such field{_nearest(key, names - DECIDED_VLLM)}"
+            yield f"vllm.{key}: vLLM's EngineArgs has no such field{did_you_mean(key, names - DECIDED_VLLM)}"
         elif key in READ_HERE and not READ_HERE[key][1](vllm[key]):
             yield f"vllm.{key} must be {READ_HERE[key][0]}, found {short(vllm[key])}"
-
-
-def _nearest(key: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _type_problem(field: str, value: Any) -> str | None:
@@ -148,7 +142,7 @@ def require_accepted(
         if key in DECIDED_VLLM - {RETURNS_ROUTING}:
             raise ValueError(f"{owner}vllm.{key} = {short(value)}: this key is decided by the project; remove it")
         if key not in types:
-            raise ValueError(f"{owner}vllm.{key}: vLLM's EngineArgs has no such field{_nearest(key, types)}")
+            raise ValueError(f"{owner}vllm.{key}: vLLM's EngineArgs has no such field{did_you_mean(key, types)}")
         if isinstance(types[key], str):  # it names what vLLM imports for a type checker alone
             continue
         bounds = [bound for table in tables if key in table for bound in table[key].metadata]

@@ -55,10 +55,10 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -259,7 +259,7 @@ _REDUCERS: dict[str, Callable[[str, Parts], dict[str, float]]] = {
 _KINDS = (*_REDUCERS, "shares")
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Rank 0's writer of a run folder: `metrics.jsonl` and `tensorboard/`, continued after `steps_done` steps.
 
     Step 0 is before training; step n is after n steps. Lines of steps that a restart will repeat move to
@@ -289,9 +289,6 @@ class MetricsWriter:
         """Writes the waiting records. OSError if the disk still refuses."""
         if error := self._backlog.flush():
             raise error
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # else that error is the one to tell

@@ -10,10 +10,10 @@ run.) A tracker that fails is complained of once, and training goes on. Not here
 import importlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.user_code import named_function
@@ -138,7 +138,7 @@ def _begun(tracker: str, run: TrackedRun) -> Tracker:
     return _Comet(run) if tracker == "comet_ml" else _LikeWandb(tracker, run)
 
 
-class Trackers:
+class Trackers(AbstractContextManager["Trackers"]):
     """The trackers of a run, on the job's rank 0; the other ranks have quiet ones."""
 
     def __init__(self, config: Config, say: Callable[[str], None], *, goes_on: bool, quiet: bool = False) -> None:
@@ -188,9 +188,6 @@ class Trackers:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._say(f"{name} failed ({reason}); this is said once, training goes on, metrics.jsonl is whole")
             self._complained.add(name)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # an error ends the job now, and does not wait for anybody's network

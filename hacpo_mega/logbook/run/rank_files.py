@@ -16,9 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, wrong_field
 from hacpo_mega.models.files.documents import parse_json
@@ -39,7 +39,7 @@ FIELDS = {
 }
 
 
-class RankFile:
+class RankFile(AbstractContextManager["RankFile"]):
     """Writes this rank's file until the run ends. A context; an error at its end leaves the file where it is."""
 
     def __init__(self, run_dir: Path, place: "Place") -> None:
@@ -88,9 +88,6 @@ class RankFile:
         finally:
             os.close(file)
         os.replace(draft, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ends.set()

@@ -11,9 +11,8 @@ which may have been moved, removed or unmounted.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Self
 
 import tomli_w
 from torch import Tensor
@@ -34,7 +33,7 @@ from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.records import Pool
 
 
-class RunFolder:
+class RunFolder(AbstractContextManager["RunFolder"]):
     """A process's share of the run folder: rank 0 writes metrics, one leader per lane its rollouts."""
 
     def __init__(
@@ -131,9 +130,6 @@ class RunFolder:
             if why := self.misplaced():
                 raise OSError(why)
             record_end(self._path, steps_done)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.__exit__(*error)

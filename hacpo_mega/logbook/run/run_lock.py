@@ -25,9 +25,9 @@ import stat
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hacpo_mega.cluster.machine.environment import start_of
 from hacpo_mega.config.checks.run_dirs import LOCK
@@ -46,7 +46,7 @@ class Held(Exception):
     """Another job has the lock; its text says who."""
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """The right of this process to write a folder: a job's rank 0 a run's, a queue that of its runs. A context.
 
     path    the lock beside the folder      token   what the files of this holder say, and no other's
@@ -136,9 +136,6 @@ class RunLock:
         for path, file in self._files.items():
             file.release(path)
         self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._release()

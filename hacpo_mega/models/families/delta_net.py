@@ -35,11 +35,6 @@ class DeltaNet:
             )
 
     @property
-    def key_rows(self) -> int:
-        """Rows of all queries, and of all keys."""
-        return self.key_heads * self.key_dim
-
-    @property
     def value_rows(self) -> int:
         """Rows of all values, and of their gates."""
         return self.value_heads * self.value_dim
@@ -47,7 +42,7 @@ class DeltaNet:
     @property
     def mixed_rows(self) -> int:
         """Rows of queries, keys and values together, which the convolution reads."""
-        return 2 * self.key_rows + self.value_rows
+        return 2 * self.key_heads * self.key_dim + self.value_rows
 
     @property
     def projected_rows(self) -> int:

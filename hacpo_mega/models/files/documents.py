@@ -5,9 +5,11 @@ Not here: the meaning of a document (its reader knows), and JSON Lines, whose li
 """
 
 import codecs
+import difflib
 import json
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,14 @@ def short(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)  # a long text is cut before it is escaped
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def did_you_mean(word: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about a word that is none of `known`: the nearest of them, as a question, or nothing."""
+    # difflib takes seconds for a long text, and none is near to it
+    is_word = isinstance(word, str) and len(word) <= SHOWN
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff) if is_word else []
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def require_file(file: Path) -> None:

@@ -216,27 +216,23 @@ def _engine_problems(
     if architecture.has_experts:
         also["the model's {} columns of an expert"] = architecture.expert_ffn
     problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
-    if head_sizes is not None:
-        sizes = [heads.size for heads in architecture.kinds_of_heads]
-        has_latents = architecture.latent is not None
-        found = (
-            head_size_problem(size, head_sizes, has_latents=has_latents)
-            for size in ([architecture.cached_dim] if has_latents else sizes)
-        )
-        problems += [problem for problem in found if problem is not None]
-    if head_sizes is not None and architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
+    if head_sizes is None:
+        return problems
+    sizes = [heads.size for heads in architecture.kinds_of_heads]
+    has_latents = architecture.latent is not None
+    found = (
+        head_size_problem(size, head_sizes, has_latents=has_latents)
+        for size in ([architecture.cached_dim] if has_latents else sizes)
+    )
+    problems += [problem for problem in found if problem is not None]
+    if architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
         near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
         problems.append(
             f"hidden_size {architecture.hidden_size}: vLLM's experts on CPU take multiples of {CPU_EXPERTS}. "
             f"Nearest: {near}"
         )
     width = architecture.expert_ffn // engine_tp
-    if (
-        head_sizes is not None
-        and architecture.has_experts
-        and architecture.traits.experts.biased
-        and width % CPU_EXPERTS
-    ):
+    if architecture.has_experts and architecture.traits.experts.biased and width % CPU_EXPERTS:
         near = max(1, round(width / CPU_EXPERTS)) * CPU_EXPERTS * engine_tp
         problems.append(
             f"intermediate_size {architecture.expert_ffn}: of a rank's share (engine_tp {engine_tp}) vLLM's experts "

@@ -14,9 +14,10 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 from hacpo_grading.judgement import Asked, Judgement, Outcome, Stop, Verdict
 from hacpo_grading.registry import find_grader
@@ -72,7 +73,7 @@ class JudgeReport:
         return JudgeReport(**{name: getattr(self, name) - getattr(before, name) for name in names}, errors=errors)
 
 
-class Judge:
+class Judge(AbstractContextManager["Judge"]):
     """Judges answers of one kind.
 
     `kind` is a name of registry.py ("math", "number", "program", ...) or "module:function" / "file.py:function", a
@@ -265,9 +266,6 @@ class Judge:
         """Ends the workers; none is left, not even as a zombie. May be called twice."""
         if self._workers is not None:
             self._workers.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -16,9 +16,9 @@ its full reward, or where the mean is at least that number, 1 if it is not given
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hacpo_grading.judge import FULL, NO_OPTIONS, Explained, Judge, JudgeReport, is_success
 from hacpo_grading.judgement import Asked, Judgement, Verdict
@@ -36,7 +36,7 @@ class RewardPart:
     reward_range: tuple[float, float] = UNIT
 
 
-class WeightedJudge:
+class WeightedJudge(AbstractContextManager["WeightedJudge"]):
     """The judges of several parts, used as one judge is. `common` are arguments that all of them take.
 
     `success` is a part whose full reward makes an answer correct, or the weighted mean from which on it is.
@@ -137,9 +137,6 @@ class WeightedJudge:
     def close(self) -> None:
         """Ends the workers of all parts. May be called twice."""
         self._open.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -392,7 +392,8 @@ def test_a_plan_says_how_far_it_is_from_published_steps():
     for step in PUBLISHED:
         assert ratios()[step.name] == pytest.approx(step.seconds / planned_seconds(step))
         if step.name in PUBLISHED_RATES:
-            rate = step.tokens / step.seconds / step.num_devices
+            tokens = step.answers * (step.prompt_tokens + step.answer_tokens)
+            rate = tokens / step.seconds / (step.nodes * KINDS[step.kind]["devices_per_node"])
             assert rate == pytest.approx(PUBLISHED_RATES[step.name], rel=0.01)
         else:  # prime-rl's trainer, whose baselines recompute activations: a fourth forward, a third of frozen matrices
             flops = forward_flops(public_architecture(step.model), step.answers, step.answer_tokens)

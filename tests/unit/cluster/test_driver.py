@@ -93,7 +93,7 @@ def test_preflight_says_which_and_why(cuda, is_good, tmp_path, monkeypatch):
     nvidia_smi(tmp_path, f"echo '{HEADER.format('575.57.08', '12.9')}'")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(node_report, "torch_cuda", lambda: cuda)
-    facts, problems = node_report._environment_facts([Gpu("0", "H100", "575.57.08", "")])
+    facts, problems = node_report._environment_facts([Gpu("H100", "575.57.08", "")])
     assert facts == {"environment": f"CUDA {cuda or 'none'}; driver 575.57.08 runs CUDA up to 12"}
     assert (problems == []) == is_good and all("make env FLAVOUR=cuda12" in problem for problem in problems)
     assert node_report._environment_facts([]) == ({}, [])

@@ -56,7 +56,12 @@ class Signature:
     def wants(self) -> frozenset[str]:
         """Its needs beyond prompt, answer and gold: any of row, agent, group."""
         found = {PLURAL.get(name, name) for name in self.names} & {"agent", "group"}
-        reads_row = self.fields or self.is_open or self.style in ("trl", "verl", "verl_batch") or self._asks_for("row")
+        reads_row = (
+            self.fields
+            or self.is_open
+            or self.style in ("trl", "verl", "verl_batch")
+            or {"row", "rows"} & self.names.keys()
+        )
         may_read = any(can_do_without and name not in self._given for name, can_do_without in self.names.items())
         return frozenset(found | ({"row"} if reads_row or may_read else set()))
 
@@ -77,9 +82,6 @@ class Signature:
             "verl": VERL,
             "verl_batch": VERL_PLURAL,
         }[self.style]
-
-    def _asks_for(self, name: str) -> bool:
-        return name in self.names or f"{name}s" in self.names
 
     def __str__(self) -> str:
         completions = "chat messages" if self.has_messages else "texts" if self.has_texts else "the prompts are"

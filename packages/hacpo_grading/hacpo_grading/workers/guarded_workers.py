@@ -14,9 +14,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hacpo_grading.judgement import Asked, Outcome
 from hacpo_grading.workers.grader_calls import UNIT
@@ -86,7 +86,7 @@ class _Batch:
         return True
 
 
-class GuardedWorkers:
+class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
     """`num_workers` processes that all run one grader.
 
     `timeout_s` is CPU time of the worker for one answer; wall time is limited loosely, to WALL_FACTOR times that and
@@ -188,23 +188,21 @@ class GuardedWorkers:
         if self._slow_start_is_said or time.monotonic() < worker.began + NOTICE_S:
             return
         self._slow_start_is_said = True
-        line = (
+        _tell(
             f"the grader {self._grader.name!r} is not loaded after {NOTICE_S:g} s: {self._loading}, goes on; "
             f"it is given up after {self._start_timeout_s:g} s (reward.start_timeout_s)"
         )
-        _tell(line)
 
     def _end_hung(self, worker: Worker, batch: _Batch) -> None:
         if worker.began >= self._last_reply:  # else others go on, and it is this answer that the grader sleeps over
             self._num_hung += 1
         slept_s = SLEEP_FACTOR * self._timeout_s
         if not self._is_named:
-            line = (
+            _tell(
                 f"the grader {self._grader.name!r} hangs: it slept {slept_s:g} s (reward.timeout_s x {SLEEP_FACTOR:g}) "
                 f"over 1 of the {len(batch.tasks)} answers it was given; the others are tried, and after {MAX_HUNG} "
                 "such answers in a row the rest stays unjudged"
             )
-            _tell(line)
         self._is_named = batch.has_hung = True
         self._replace(worker, Outcome(None, HUNG.format(slept_s), timed_out=True), batch)
         if self._num_hung >= MAX_HUNG:
@@ -338,9 +336,6 @@ class GuardedWorkers:
         self._workers.clear()
         self._selector.close()
         self._is_closed = True
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -41,16 +41,6 @@ class PublishedStep:
     phases: tuple[str, ...] | None = None
     layout: Mapping[str, int | str | dict] = field(default_factory=dict)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the step's prompts and answers."""
-        return self.answers * (self.prompt_tokens + self.answer_tokens)
-
-    @property
-    def num_devices(self) -> int:
-        """GPUs of the step."""
-        return self.nodes * int(KINDS[self.kind]["devices_per_node"])
-
 
 def _trainer(name: str, model: str, tokens_per_s: float, **layout: int | dict) -> PublishedStep:
     """prime-rl's trainer on eight H200: 64 sequences of 16,384 tokens at a published rate."""
