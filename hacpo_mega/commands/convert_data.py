@@ -43,7 +43,7 @@ def convert(
     once = deduplicated(problems)
     kept = without_overlap(once, [problem for dataset in evaluation for problem in dataset.problems])
     if not kept:
-        raise ValueError(f"none of {len(problems)} problems is left to write; {out} not written")
+        raise ValueError(f"{describe(bad)}\nnone of {len(problems)} problems is left; {out} not written".strip())
     write_dataset(kept, out, own or ())
     # a disputed problem counts once, however many golds it has
     num_disputed = len({id(repetition.first) for repetition in disputed})

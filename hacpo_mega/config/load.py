@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks.checks import find_problems
-from hacpo_mega.config.describe import in_a_run, inner_table, nearest_key
+from hacpo_mega.config.describe import as_toml, in_a_run, inner_table, nearest_key
 from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
@@ -124,15 +124,16 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
 
 
 def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
-    if way and isinstance(table, list):
-        step, *rest = way
-        named = [entry for entry in table if isinstance(entry, dict) and step in ("*", entry.get("name"))]
+    if isinstance(table, list) and way:
+        named = [entry for entry in table if isinstance(entry, dict) and way[0] in ("*", entry.get("name"))]
         if not named:
             names = ", ".join(short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
-            raise ValueError(f"override {short(override)}: no entry is named {step!r}; there are: {names}")
-        return [place for entry in named for place in _places(entry, rest, override)]
+            raise ValueError(f"override {short(override)}: no entry is named {way[0]!r}; there are: {names}")
+        return [place for entry in named for place in _places(entry, way[1:], override)]
     if not isinstance(table, dict):
-        raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table")
+        is_of_agents = isinstance(table, list) and override.startswith("agents.")
+        remedy = f"; write {override.replace('agents.', 'agents.*.', 1)}, or a name for *" if is_of_agents else ""
+        raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table{remedy}")
     return _places(table.setdefault(way[0], {}), way[1:], override) if way else [table]
 
 
@@ -224,7 +225,7 @@ def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     field = _section(location[:-1], schema).model_fields.get(str(location[-1]))
     if field is None or not isinstance(field.default, bool | int | float | str | tuple):
         return ""
-    return f"; the default is {field.default!r}"
+    return f"; the default is {as_toml(field.default)}"
 
 
 def _spoken(location: tuple[int | str, ...], table: Any) -> list[str]:

@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
     says qwen2, and lose every token of more than one character.
     """
     if not Path(folder).is_dir():
-        raise ValueError(f"tokenizer folder {folder} does not exist; give a local Hugging Face folder as agent.model")
+        raise ValueError(f"tokenizer folder {folder} does not exist; give a Hugging Face folder on this machine")
     try:
         if _names_only_its_json(Path(folder)):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)

@@ -170,6 +170,8 @@ def _tokenizer_problem(agent: AgentConfig) -> str | None:
     """The problem of an agent's tokenizer files, or None; before `init` there is only its table."""
     if (agent.model / "config.json").is_file():
         return tokenizer_problem(agent.model, needs_template=agent.chat_template)
+    if agent.init is not None and (agent.model.is_file() or (agent.model.is_dir() and any(agent.model.iterdir()))):
+        return f"model = '{agent.model}' is there and has no config.json; init makes a new folder: name one"
     if agent.init is not None and agent.chat_template:
         return "chat_template = true, but init makes a tokenizer without a template; set it to false"
     return None

@@ -43,6 +43,7 @@ A metric that nobody added in a step is absent from it, not 0. Nothing here know
     capability/<name>, omega/<learner>/<source>                                               the job
     rate/learn_mfu, answer_tokens_per_gpu_s        the same of all agents; tokens of answers per second and GPU
     start/<part>_s, start/processor_s                              before the first step: slowest rank (start_parts.py)
+    time_unix_s                                                             when the step's line was written
 
 Every rank adds only what it owns, so nothing is counted twice: a cell's leader its answers and the results of its
 samples and updates; the first rank of an agent its skipped updates; the job's rank 0 capability and omega; and every

@@ -142,6 +142,7 @@ BAD = {
     "repeated seed": ({"seeds": [1, 2, 1]}, r"seeds: 1 is listed more than once. Nearest: \[1, 2\]"),
     "rates without seeds": ({"tuning_seeds": []}, "learning_rates has 2 values, so tuning_seeds needs at least one"),
     "unknown reference": ({"reference": "shard"}, "reference 'shard' is none of the methods: alone, shared, cut"),
+    "a run's file": ({"agents": [{"name": "a"}]}, "a run's configuration, no experiment's grid: use hacpo-mega train"),
     "unknown key": ({"learning_rate": [1e-4]}, "learning_rate: unknown key; did you mean 'learning_rates'?"),
     "unknown key inside": (
         {"methods": {"a": {"seed": [2]}}},

@@ -202,6 +202,8 @@ NAMES = [
     one("a variable", "slurm.environment={'a-b'='x'}", "slurm.environment.a-b: needs letters, digits and _, no digit"),
     one("a part", "reward={parts={'Right'={}}}", "reward.parts.Right: needs at most 31 small letters, digits and _"),
     one("into a text", "agents.a.model.x=1", "override 'agents.a.model.x=1': leads into a str, not a table"),
+    one("into all agents", "agents.tp=2", "leads into a list, not a table; write agents.*.tp=2, or a name for *"),
+    one("a default as TOML has it", "logging.trace='yes'", "needs true or false, found 'yes'; the default is false"),
     one("into a number", "seed.x.y=1", "seed: needs a whole number, found {'x'"),
 ]
 PASSED_ON = [

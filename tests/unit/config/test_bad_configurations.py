@@ -248,6 +248,14 @@ TRAIN_CASES = (
 )
 
 
+@pytest.mark.parametrize("place", ["folder.py", "mine.py"])
+def test_init_is_refused_where_it_could_not_put_a_model(place, here):
+    """Else it would teach for minutes, and then fail to rename its draft onto a file or other files."""
+    (here / "folder.py" / "inside").touch()
+    with pytest.raises(ValueError, match=f"agents.a: model = '{here / place}' is there and has no config.json; init"):
+        load_config(here / "run.toml", [f"agents.a.model='{here / place}'", INIT % "add={share=1.0}"])
+
+
 @pytest.mark.parametrize("overrides, says", TRAIN_CASES, ids=["reward", "rows", "too few rows", "no model yet"])
 def test_train_refuses_before_any_process_starts(overrides, says, here, tmp_path):
     """The launching process imports no torch before it has read everything, so no rank can have been started."""

@@ -139,6 +139,8 @@ def test_contradicting_golds_are_listed_and_left_out(tmp_path):
     assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["How much is 1 + 1?", "Other"]
     only = write(tmp_path / "only.jsonl", ROWS[0], {**ROWS[0], "answer": "5"})
     assert "none of 2 problems is left" in refused("data", "convert", only, "--out", tmp_path / "none.jsonl")
+    why = refused("data", "convert", only, "--out", tmp_path / "none.jsonl", "--prompt-field", "question", "--skip-bad")
+    assert "only.jsonl:1: field 'question' is missing" in why and "none of 0 problems is left" in why
 
 
 def test_a_copy_in_other_words_is_left_out(tmp_path):

@@ -129,18 +129,15 @@ class Cell:
 def load_grid(path: Path) -> Grid:
     """Reads an experiment. ValueError with one line per problem; looks at no other file."""
     table = toml_file(path, "the path of an experiment's TOML")
+    if "agents" in table:
+        raise ValueError(f"{path}: a run's configuration, no experiment's grid: use hacpo-mega train {path}")
     try:
         grid = Grid.model_validate(table)
     except ValidationError as error:
         lines = readable_problems(error, table, Grid)
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from error
-    if problems := [
-        *_seed_problems(grid),
-        *_method_problems(grid),
-        *_own_keys(grid),
-        *_folder_problems(grid),
-        *_long_names(grid),
-    ]:
+    checks = (_seed_problems, _method_problems, _own_keys, _folder_problems, _long_names)
+    if problems := [problem for check in checks for problem in check(grid)]:
         raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
     return grid
 
