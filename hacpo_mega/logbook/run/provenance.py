@@ -116,13 +116,13 @@ def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) ->
 def source_commit() -> str | None:
     """The git commit of this package's source; None outside a checkout.
 
-    `+` and a digest follow where files differ from it, or the packages have Python files that it does not know.
+    `+` and a digest follow where Python files of the packages differ from it, or it does not know them.
     """
     here = Path(__file__).parent
     commit = _git(here, "rev-parse", "HEAD")
     others = (_git(here, "ls-files", "--others", "--exclude-standard", "--", *OWN_CODE) or "").splitlines()
     contents = _git(here, "hash-object", "--", *others) if others else None
-    changed = [_git(here, "diff", "HEAD", "--binary", "--no-ext-diff") or "", *others, contents or ""]
+    changed = [_git(here, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *OWN_CODE) or "", *others, contents or ""]
     digest = hashlib.sha256("\n".join(changed).encode()).hexdigest()[:8] if any(changed) else ""
     return commit and commit + f"+{digest}" * bool(digest)
 

@@ -48,9 +48,11 @@ def test_two_changed_sources_have_two_marks(tmp_path, monkeypatch):
     monkeypatch.setattr("hacpo_mega.logbook.run.provenance.__file__", str(package / "provenance.py"))
     file, new = package / "known.py", package / "new.py"
     file.write_text("x = 1\n")
+    (tmp_path / "page.md").write_text("one")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *command], cwd=tmp_path, check=True)
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "page.md").write_text("two")
     clean, marks = source_commit(), []
     for path, text in ((file, "x = 2\n"), (file, "x = 3\n"), (new, "y = 1\n"), (new, "y = 2\n")):
         path.write_text(text)

@@ -120,7 +120,7 @@ class ModelJudge:
         async with httpx.AsyncClient(**given) as client:
             for attempt in range(self._attempts):
                 if attempt:  # apart from each other, or all would come again at once
-                    await asyncio.sleep(min(WAIT_S, FIRST_WAIT_S * 2.0**attempt) * random.uniform(0.5, 1.0))
+                    await asyncio.sleep(min(WAIT_S, FIRST_WAIT_S * 2.0 ** min(attempt, 99)) * random.uniform(0.5, 1.0))
                 try:
                     status, text = await asyncio.wait_for(self._response(client, asked), self._request_s)
                 except (httpx.HTTPError, TimeoutError) as error:
