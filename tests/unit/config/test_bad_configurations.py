@@ -42,7 +42,8 @@ CASES = [pytest.param(case, id=f"{group}: {case.name}") for group, cases in GROU
 def here(tmp_path_factory) -> Path:
     """A folder with a configuration that is right, its two models, and all kinds of files."""
     folder = tmp_path_factory.mktemp("bad")
-    agents = [agent_table(folder, "a", "qwen3", CHARACTERS), agent_table(folder, "b", "llama", CHARACTERS + PAIRS)]
+    shapes = {"a": ("qwen3", CHARACTERS), "b": ("llama", CHARACTERS + PAIRS)}
+    agents = [agent_table(folder, name, *shape, vllm={}) for name, shape in shapes.items()]
     write_config(folder, agents, data={"generator": "arithmetic"})
     write_prompt_files(folder)
     (folder / "mine.py").write_text(
