@@ -98,6 +98,7 @@ LEFT = 1  # the factors that are published and exported: after the first update
 # The step of every update is GRADIENT_RATE times the gradient, none of those before.
 PLAIN_DESCENT = DESCENT.model_copy(update={"betas": (0.0, 0.0)})
 AGREED = 1e-5
+FEW = {"max_tokens_per_microbatch": 144}  # two or three micro-batches of a cell
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def visit_cases(cases, folders, root):
 def visit_case(case, folder, out):
     """Scores with B = 0, beside those of the model itself; an update, what leaves then, and another update."""
     name, tp, pp, cp, recompute = case
-    layout = {"tp": tp, "pp": pp, "cp": cp, "ep": EP.get(name, 1), "overrides": OVERRIDES.get(name)}
+    layout = {"tp": tp, "pp": pp, "cp": cp, "ep": EP.get(name, 1), "overrides": OVERRIDES.get(name), **FEW}
     cells = dist.get_world_size() // (tp * pp * cp)
     mine = [sample for sample in SAMPLES if sample.prompt_index % cells == dist.get_rank() // (tp * pp * cp)]
     plain = [score.token_logprobs.tolist() for score in make_actor(folder, **layout).score(SAMPLES)]
@@ -148,7 +149,7 @@ def visit_case(case, folder, out):
     found["norm"] = actor.learn_supervised(mine, DIVISORS[1]).grad_norm
     found["factors"].append(factors_of(actor))
     found["again"], found["elsewhere"] = [], []
-    for what, place in (("again", layout), ("elsewhere", {"tp": 1})):
+    for what, place in (("again", layout), ("elsewhere", FEW)):
         actor = make_actor(folder, **place, lora=lora, recompute=recompute, optimizer=PLAIN_DESCENT, seed=2)
         actor.load(out.with_name(f"{out.name}-state"), **counts)
         found[what].append(factors_of(actor))

@@ -177,6 +177,7 @@ def test_one_changed_number_in_an_engine_is_found_by_name_on_its_rank(saw, model
     """After every publish nothing differs; of rank 1's engine, which got another last bit of a tensor, that one."""
     for rank, seen in enumerate(saw(model, layout)):
         assert seen["differences"] == [[]] * (NUM_UPDATES + 1)
+        assert seen["others differ"] == []
         for name, found in seen["mutated"].items():
             if ADDED_ONCE.search(name):  # by rank 0
                 assert found == []
