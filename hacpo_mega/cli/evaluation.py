@@ -11,7 +11,7 @@ from click import HelpFormatter
 from hacpo_mega.cli.start import Trust, fetch_missing, find_own_code_here, is_one_of
 from hacpo_mega.cluster.machine.environment import inside_a_job, prepare_environment, reads_first
 from hacpo_mega.config.describe import describe_fields
-from hacpo_mega.evaluation.keys import EvaluationTable, read_words
+from hacpo_mega.evaluation.keys import EvaluationReward, EvaluationTable, read_words
 from hacpo_mega.models.files.hub import given_path, model_folder
 from hacpo_mega.models.files.visible import say
 
@@ -90,8 +90,9 @@ def serve(
     given = given_path(name)
     if not inside_a_job():
         fetch_missing([given])
-    model = model_folder(given)
-    settings = ask(table.model_copy(update={"environment": NO_ENVIRONMENT}), model, (), trust=trust)
+    # nothing is judged or played here, so code of a run for that is not asked about
+    unused = {"environment": NO_ENVIRONMENT, "reward": EvaluationReward(kind="exact")}
+    settings = ask(table.model_copy(update=unused), model_folder(given), (), trust=trust)
     if reads_first():
         require_weights(settings)
     if not is_one_of(table.tp, "hacpo_mega.commands.serve"):

@@ -163,13 +163,9 @@ def settings_for(
     grader = next(iter(config.reward.graders.values()))
     is_judged_alike = reward is None or (reward == grader.kind and not config.reward.parts)
     talk = ConversationConfig() if environment is not None or config.roles else config.conversation
-    named = (
-        *code_of_reward(config.reward, reward),
-        *code_of_environment(talk),
-        *code_of_model(agent),
-        *code_of_engine(agent),
-    )
-    own = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; "
+    replaceable = (*code_of_reward(config.reward, reward), *code_of_environment(talk))
+    named = (*replaceable, *code_of_model(agent), *code_of_engine(agent))
+    own = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; " if replaceable else ""
     require_trust(named, file, trusted=trust, instead=own)
     return EvaluationSettings(
         model,

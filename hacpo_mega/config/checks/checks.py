@@ -386,17 +386,16 @@ def _position_problems(config: Config, architecture: Architecture) -> Iterator[s
     prompt, most = config.rollout.max_prompt_tokens, architecture.max_positions
     if (longest := prompt + config.longest_answer) <= most:
         return
-    answers = {"rollout": config.longest_rollout, "evaluation": config.evaluation.max_answer_tokens or 0}
-    shortest = min(tokens for tokens in answers.values() if tokens)
-    if most > prompt:
-        nearest = [
-            f"{key}.max_answer_tokens = {most - prompt}" for key, tokens in answers.items() if tokens > most - prompt
-        ]
-    elif most > shortest == config.longest_answer:
-        nearest = [f"rollout.max_prompt_tokens = {most - shortest}"]
-    else:
-        nearest = [f"rollout.max_prompt_tokens = {most // 2}"]
-        nearest += [f"{key}.max_answer_tokens = {most - most // 2}" for key, tokens in answers.items() if tokens]
+    answers = {
+        "conversation.max_total_tokens": config.longest_rollout if config.conversation.environment else 0,
+        "rollout.max_answer_tokens": config.rollout.max_answer_tokens,
+        "evaluation.max_answer_tokens": config.evaluation.max_answer_tokens or 0,
+    }
+    nearest, room = [], most - prompt
+    if room <= 0:
+        room = config.longest_answer if config.longest_answer < most else most - most // 2
+        nearest = [f"rollout.max_prompt_tokens = {most - room}"]
+    nearest += [f"{key} = {room}" for key, tokens in answers.items() if tokens > room]
     yield (
         f"the longest prompt with its answer ({longest} tokens) is beyond the {most} positions of this "
         f"{architecture.family} model; shorten one. Nearest: {' with '.join(nearest)}"

@@ -7,7 +7,8 @@ A line is `FILE: KEY ... Nearest: VALUE [or VALUE]`, `... Nearest: KEY = VALUE [
 import re
 
 # Keys that stand at the top and not in the table that a line is about.
-TABLES = ("agents", "algorithm", "data", "evaluation", "logging", "reward", "rollout", "slurm", "training")
+TABLES = ("agents", "algorithm", "conversation", "data", "evaluation", "logging", "reward", "rollout", "slurm",
+          "training")  # fmt: skip
 TOP = ("placement", "run_dir", "lanes", "num_steps")
 
 

@@ -171,6 +171,21 @@ def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
         assert settings_for(own_run, [], reward=reward).reward_options == {}
 
 
+def test_a_refusal_of_a_runs_code_advises_only_what_helps(own_run):
+    with pytest.raises(ValueError, match=r"reward\.kind = .*reward\.kind=FILE\.py:NAME .*--trust takes it"):
+        settings_for(own_run, [])
+    config = own_run.parents[1] / "config.toml"
+    config.write_text(config.read_text() + "trust_remote_code = true\n")
+    with pytest.raises(ValueError, match=r"trust_remote_code = true: .* own configuration\. --trust takes it"):
+        settings_for(own_run, [], reward="math")
+
+
+def test_a_model_is_served_without_the_grader_of_its_run(own_run):
+    """It ends later, since the folder holds no model: reward.kind, which would help `eval`, is no key of `serve`."""
+    done = run_here("serve", own_run)
+    assert done.returncode == 2 and "own.py" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
