@@ -298,8 +298,8 @@ class Agent:
         return None if found is None else f"{found} of {self.name} is not finite"
 
     def export(self, folder: Path) -> None:
-        """Writes the agent as a stand-alone Hugging Face folder."""
-        with self._devices.scoring():
+        """Writes the agent as a stand-alone Hugging Face folder, after its last answer."""
+        with self._devices.exporting():
             self.actor.save_hf(folder, added_end=self.codec.ends.added)
 
 

@@ -83,7 +83,7 @@ class Devices:
         """
         self._policy, self._place, self._engine, self._weight_sync = policy, place, engine, weight_sync
         self._state = actor.optimizer.offload if policy.offloads_state else Offload(())
-        self._offload, self._step = actor_offload, 0
+        self._offload, self._step, self._was_exported = actor_offload, 0, False
         self.asleep_bytes: int | None = None
         if policy.takes_turns:
             engine.sleep()
@@ -98,7 +98,7 @@ class Devices:
         if self._policy.takes_turns:
             self._step = step
             return
-        is_asleep = self._policy.engine_sleeps and self._engine.is_asleep
+        is_asleep, self._was_exported = self._policy.engine_sleeps and self._engine.is_asleep, False
         self._state.begin_offload()
         if is_asleep:
             self._engine.wake(cache=False)  # weights first: the cache comes back when nothing is in flight any more
@@ -122,6 +122,8 @@ class Devices:
                     yield
                 self.asleep_bytes = held_bytes()
             return
+        if self._was_exported:
+            self.publish(self._weight_sync.step)
         try:
             yield
         finally:
@@ -138,6 +140,17 @@ class Devices:
             return
         with self._turn(to_learn=False), self._place.spans.span("turn"):
             yield
+
+    def exporting(self) -> AbstractContextManager[None]:
+        """`scoring` with the engine asleep, until it next answers.
+
+        Every rank holds the model's largest matrices whole, twice (megatron/weights/reshard.py): 28 GiB for a layer of
+        DeepSeek-V3's experts. No phase of the budget has room for them beside an engine.
+        """
+        if self._policy.engine_sleeps and not self._engine.is_asleep:
+            self._engine.sleep()
+            self._was_exported = True
+        return self.scoring()
 
     @contextmanager
     def learning(self, phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:

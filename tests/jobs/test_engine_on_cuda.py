@@ -141,14 +141,17 @@ def test_gradients_and_state_are_off_the_device_while_the_engine_generates(saw):
     """Bytes of gradients (40) and optimizer state (80), call by call; after an error all is back for learning."""
     for (policy, offloads, _fails), noted in saw["off the device"].items():
         gone = (0, 0 if offloads else 80) if policy == "split" else (40, 80)
-        assert [held for name, *held in noted if name in ("generate", "evaluate")] == [list(gone)] * 2
+        assert [held for name, *held in noted if name in ("generate", "evaluate")] == [list(gone)] * 3
         assert [held for name, *held in noted if name == "learn"] == [[40, 80]]
         if policy == "split":
             wakes = [held for name, *held in noted if name == "wake"]
-            assert wakes == [[40, 80], list(gone)], "its weights beside all, its cache in what was freed"
+            assert wakes == [[40, 80], *[list(gone)] * 3], "its weights beside all, its cache in what was freed"
             assert [name for name, *_ in noted] == [
-                *("publish", "generate", "sleep", "learn", "wake", "publish", "wake", "evaluate")
+                *("publish", "generate", "sleep", "learn", "wake", "publish", "wake", "evaluate"),
+                *("sleep", "export", "export", "wake", "publish", "wake", "evaluate"),
             ]
+        else:
+            assert [name for name, *_ in noted][-3:] == ["export", "export", "evaluate"]
 
 
 def test_what_finds_no_room_to_wake_is_not_half_there(saw):

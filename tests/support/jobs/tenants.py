@@ -31,7 +31,7 @@ class Tenant:
     """The actor as it comes and leaves, and the engine as it wakes and sleeps."""
 
     def __init__(self, faults: Faults) -> None:
-        self.faults, self.is_asleep, self.quantizes = faults, False, False
+        self.faults, self.is_asleep, self.quantizes, self.step = faults, False, False, 1
 
     def to(self, name: str, is_asleep: bool) -> None:
         self.faults.point(f"before {name}")
@@ -156,6 +156,11 @@ def split_steps(policy: str, *, offloads: bool, fails: bool) -> list[tuple[str, 
     note("learn")
     assert state.tolist() == [1.0] * 20
     devices.publish(1)
+    with devices.answering():
+        note("evaluate")
+    for _ in range(2):  # the first one may have found the disk full
+        with devices.exporting():
+            note("export")
     with devices.answering():
         note("evaluate")
     return noted
