@@ -230,19 +230,14 @@ class WeightSync:
 
     def _plan(self, needed: Sequence[Shard]) -> WeightSyncPlan:
         """Makes the plan from what all ranks hold and need. Collective over the cell."""
-        mine = [[_as_json(shard) for shard in shards] for shards in (self._own.shards, needed)]
+        mine = [[(one.name, one.offsets, one.sizes) for one in shards] for shards in (self._own.shards, needed)]
         cell = [json.loads(payload) for payload in self._place.gather_block(json.dumps(mine).encode())]
-        sources, targets = ([[_from_json(*shard) for shard in rank[side]] for rank in cell] for side in (0, 1))
+        sources, targets = (
+            [[Shard(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in rank[side]] for rank in cell]
+            for side in (0, 1)
+        )
         my, shapes = self._place.coordinate, self._place.rank_map.agents
         return publish_plan(sources, targets, self._own.dtype.itemsize, cell_size=shapes[my.agent].cell_size)
-
-
-def _as_json(shard: Shard) -> list:
-    return [shard.name, shard.offsets, shard.sizes]
-
-
-def _from_json(name: str, offsets: list[int], sizes: list[int]) -> Shard:
-    return Shard(name, tuple(offsets), tuple(sizes))
 
 
 def _require_same_tensors(published: Set[str], held: Set[str]) -> None:

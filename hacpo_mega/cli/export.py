@@ -45,7 +45,7 @@ def export(
     chosen = trained_agent(run, agent, trust=trust)
     if dtype is not None and chosen.stored is None:
         raise ValueError(
-            f"--dtype is for a checkpoint: {chosen.folder} is rounded already; give one of {run}/checkpoints"
+            f"--dtype is for a checkpoint: {chosen.folder} keeps the type of its export; give one of {run}/checkpoints"
         )
     if adapter:
         export_adapter(chosen, out, dtype)

@@ -145,7 +145,9 @@ class DecodeScheduler(Scheduler):
             return self._with_held_back(outputs)
         batch.scheduled = None
         ended_R = batch.take(model_runner_output)
-        self._hash_full_blocks(batch)
+        # Hashes blocks that the sampled token has filled, as vLLM does for every token.
+        for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
+            batch.requests[place].update_block_hashes()
         outputs = [self._ended(batch, place) for place in np.flatnonzero(ended_R).tolist()]
         if outputs:
             goes_on_R = ~ended_R
@@ -224,11 +226,6 @@ class DecodeScheduler(Scheduler):
             num_spec_tokens_to_schedule=self.num_spec_tokens,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
-
-    def _hash_full_blocks(self, batch: DecodeBatch) -> None:
-        """Hashes blocks that the sampled token has filled, as vLLM does for every token."""
-        for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
-            batch.requests[place].update_block_hashes()
 
     def _ended(self, batch: DecodeBatch, place: int) -> EngineCoreOutput:
         """Frees an ended request; returns the record of its held tokens."""

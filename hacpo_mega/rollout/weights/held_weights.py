@@ -127,8 +127,7 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
     size = module.intermediate_size_per_partition
     for place, name in enumerate(names):
         cut = Cut(2 if place == 2 else 1, module.moe_config.tp_rank * size, size)
-        own = partial(_one_of, halves, place)
-        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, own, is_packed=False)
+        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, lambda place=place: halves()[place], is_packed=False)
     if not getattr(module.moe_config, "has_bias", False):
         return
     assert in_turn(module), parent
@@ -166,10 +165,6 @@ def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:
 
 def _sinks(module: nn.Module) -> Tensor:
     return module.attn.impl.sinks.to(module.sinks.dtype)  # which FlashInfer multiplies with: a copy in float32
-
-
-def _one_of(halves: Callable[[], Sequence[Tensor]], place: int) -> Tensor:
-    return halves()[place]
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:

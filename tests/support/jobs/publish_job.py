@@ -82,7 +82,15 @@ def train_beside_engine(place: Place, folder: Path, tp: int, pp: int, engine_tp:
     )
     engine = Engine(spec)
     weight_sync = WeightSync(place, actor, engine)
-    seen = {"sampled": [], "scored": [], "stale": [], "fixed": [], "samples": [], "differences": [], "others differ": []}
+    seen = {
+        "sampled": [],
+        "scored": [],
+        "stale": [],
+        "fixed": [],
+        "samples": [],
+        "differences": [],
+        "others differ": [],
+    }
     fixed = [as_sequence([5, 6, 7], np.arange(8, 40, dtype=np.int32))]
     for step in range(NUM_UPDATES + 1):
         weight_sync.publish()
