@@ -79,7 +79,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 
     A folder whose tokenizer.json is all there is (`is_complete`) is loaded from that alone: AutoTokenizer would put the
     pre-tokenizer of the model family or of the named class in its place, and lose every space, or every token of more
-    than one character.
+    than one character. Beside a tekken.json it would take a class of Mistral's without template and vocabulary.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist; give a Hugging Face folder on this machine")
@@ -88,7 +88,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                folder, trust_remote_code=trust_remote_code, local_files_only=True, mistral_format=False
             )
     except Exception as error:  # the Rust tokenizers raise a bare Exception, and transformers anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -116,6 +116,15 @@ def test_spaces_stay_where_a_folder_of_bytes_names_the_class_of_sentences(tmp_pa
     assert tokenizer_fingerprint(load_tokenizer(out)) == codec.fingerprint
 
 
+def test_a_file_of_mistrals_own_format_beside_the_tokenizer_is_not_read(tmp_path, small):
+    make_tokenizer(tmp_path, PAIRS)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    (tmp_path / "tekken.json").write_text("{}")
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == tokenizer_fingerprint(small["pairs"])
+
+
 def test_other_tools_load_the_folder(small, tmp_path):
     small["pairs"].save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path)("7+1=18").input_ids == small["pairs"]("7+1=18").input_ids
