@@ -185,7 +185,7 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype, *, text_onl
     With `text_only` an image checkpoint becomes its text model: that one's config.json, and no file for images.
     """
     copy_files(copied_files(source, text_only=text_only), source, out)
-    if names_wrong_class(out):  # else servers of the copy would lose the spaces of prompts and answers
+    if names_wrong_class(out):  # else servers of the copy would make other tokens of a prompt
         described = out / "tokenizer_config.json"
         named = {**read_json(described), "tokenizer_class": PLAIN_CLASSES[1]}
         described.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

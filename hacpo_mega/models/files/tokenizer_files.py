@@ -19,8 +19,12 @@ from hacpo_mega.models.files.folder import read_json
 
 # Their tokenizer.json is all there is; another class may bring special tokens of its own.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-# They replace what tokenizer.json says of spaces by SentencePiece's signs for them.
-SENTENCE_CLASSES = ("LlamaTokenizer", "GemmaTokenizer")
+# Classes that replace a part of tokenizer.json by their own, and what that part holds where it says something else:
+# bytes in place of SentencePiece's signs, or other splits of a text than GPT-2's.
+OVERRULED = {
+    **dict.fromkeys(("LlamaTokenizer", "GemmaTokenizer"), ("decoder", "ByteLevel")),
+    "GPT2Tokenizer": ("pre_tokenizer", "Sequence"),
+}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 # Special tokens that a class of transformers adds where tokenizer_config.json has no such key.
@@ -39,10 +43,7 @@ CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eo
 
 
 def is_complete(folder: Path) -> bool:
-    """True if a folder's tokenizer.json says all of its tokenizer: by its class, or by another one that cannot read it.
-
-    Models of DeepSeek in the form of Llama or Qwen3 have a tokenizer.json of bytes and name Llama's class.
-    """
+    """True if a folder's tokenizer.json says all of its tokenizer: by its class, or by another that reads it wrongly."""
     described = read_json(folder / "tokenizer_config.json")
     if "auto_map" in described or not (folder / "tokenizer.json").is_file():
         return False
@@ -50,10 +51,13 @@ def is_complete(folder: Path) -> bool:
 
 
 def names_wrong_class(folder: Path) -> bool:
-    """True if the class that a folder names would lose the spaces of its tokenizer.json, which is one of bytes."""
+    """True if the class that a folder names would lose the spaces of its tokenizer.json, or split texts otherwise.
+
+    Models of DeepSeek in the form of Llama or Qwen3 name Llama's class beside bytes, SmolLM2 names GPT-2's.
+    """
     named = str(read_json(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix("Fast")
-    decoder = read_json(folder / "tokenizer.json").get("decoder") if named in SENTENCE_CLASSES else None
-    return "ByteLevel" in json.dumps(decoder)
+    part, sign = OVERRULED.get(named, ("", ""))
+    return bool(part) and sign in json.dumps(read_json(folder / "tokenizer.json").get(part))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

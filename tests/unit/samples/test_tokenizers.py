@@ -38,7 +38,7 @@ from hacpo_mega.samples.tokenizers import (
 )
 
 REAL = SHARED / "tokenizers"
-ALPHABET = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "<eos>"]
+ALPHABET = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "12", "<eos>"]
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real tokenizers are not in {REAL}")
 
 
@@ -95,18 +95,21 @@ def test_a_config_beside_it_does_not_change_the_tokenizer(tmp_path, small, famil
     assert len(load_tokenizer(tmp_path)("13+14=").input_ids) == 4
 
 
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
-def test_spaces_stay_where_a_folder_of_bytes_names_the_class_of_sentences(tmp_path, family):
-    """As models of DeepSeek in the form of Llama and Qwen3 do; of a copy other tools read the same."""
+def test_a_class_that_reads_a_folder_wrongly_is_not_taken(tmp_path, family, named):
+    """As DeepSeek's models in the form of Llama and Qwen3 name Llama's, and SmolLM2 GPT-2's; a copy names a right one."""
     folder, out, text = tmp_path / "model", tmp_path / "out", "12 + 34\nis  é"
-    bytes_alone = tokenizers.Tokenizer(tokenizers.models.BPE(dict(map(reversed, enumerate(ALPHABET))), []))
-    bytes_alone.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = tokenizers.decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token=ALPHABET[-1]).save_pretrained(folder)
+    ids_of = {token: number for number, token in enumerate(ALPHABET)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids_of, [("1", "2")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=ALPHABET[-1]).save_pretrained(folder)
     described = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": "LlamaTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": named}))
     (folder / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": len(ALPHABET)}))
-    assert token_problem(folder, len(ALPHABET)) is None
     codec = TextCodec(load_tokenizer(folder))
     ids = codec.encode_prompt(text)
     assert (len(ids), codec.decode_answer(ids)) == (len(text.encode()), text)
@@ -114,6 +117,7 @@ def test_spaces_stay_where_a_folder_of_bytes_names_the_class_of_sentences(tmp_pa
     copy_beside_weights(folder, out, torch.float32)
     assert AutoTokenizer.from_pretrained(out)(text).input_ids == list(ids)
     assert tokenizer_fingerprint(load_tokenizer(out)) == codec.fingerprint
+    assert token_problem(folder, len(ALPHABET)) is None  # no token of the class is added
 
 
 def test_a_file_of_mistrals_own_format_beside_the_tokenizer_is_not_read(tmp_path, small):
