@@ -30,8 +30,8 @@ from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
 from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws
 from hacpo_mega.models.files.documents import one_line
-from hacpo_mega.models.files.folder import named_ends, read_config, read_json
-from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, PLAIN_CLASSES, mapping_digest
+from hacpo_mega.models.files.folder import named_ends, read_config
+from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, is_complete, mapping_digest
 from hacpo_mega.samples.ordinary_text import OrdinaryText
 
 PAD, EOS = "<pad>", "<eos>"
@@ -77,18 +77,18 @@ def _check_vocabulary(vocabulary: Sequence[str]) -> None:
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Tokenizer of a Hugging Face folder, from files alone. ValueError if there is none, or it has no EOS.
 
-    A folder that declares its tokenizer.json complete (tokenizer_class TokenizersBackend or PreTrainedTokenizerFast) is
-    loaded from that alone: AutoTokenizer would put the model family's own pre-tokenizer in its place if config.json
-    says qwen2, and lose every token of more than one character.
+    A folder whose tokenizer.json is all there is (`is_complete`) is loaded from that alone: AutoTokenizer would put the
+    pre-tokenizer of the model family or of the named class in its place, and lose every space, or every token of more
+    than one character. Beside a tekken.json it would take a class of Mistral's without template and vocabulary.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"tokenizer folder {folder} does not exist; give a Hugging Face folder on this machine")
     try:
-        if _names_only_its_json(Path(folder)):
+        if is_complete(Path(folder)):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                folder, trust_remote_code=trust_remote_code, local_files_only=True, mistral_format=False
             )
     except Exception as error:  # the Rust tokenizers raise a bare Exception, and transformers anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -99,14 +99,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         )
     tokenizer.model_max_length = NO_LIMIT  # it cuts nothing here, but transformers would warn of longer texts
     return tokenizer
-
-
-def _names_only_its_json(folder: Path) -> bool:
-    described = folder / "tokenizer_config.json"
-    if not described.is_file() or not (folder / "tokenizer.json").is_file():
-        return False
-    content = read_json(described)
-    return content.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in content
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

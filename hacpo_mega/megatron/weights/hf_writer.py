@@ -20,7 +20,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.folder import copied_files, has_tower, named_ends, read_config, read_json, with_dtype
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.stacked_experts import stack_shapes, stacked_experts
-from hacpo_mega.models.files.tokenizer_files import ID_KEYS
+from hacpo_mega.models.files.tokenizer_files import ID_KEYS, PLAIN_CLASSES, names_wrong_class
 from hacpo_mega.models.files.weight_files import (
     INDEX,
     SINGLE,
@@ -185,6 +185,10 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype, *, text_onl
     With `text_only` an image checkpoint becomes its text model: that one's config.json, and no file for images.
     """
     copy_files(copied_files(source, text_only=text_only), source, out)
+    if names_wrong_class(out):  # else servers of the copy would make other tokens of a prompt
+        described = out / "tokenizer_config.json"
+        named = {**read_json(described), "tokenizer_class": PLAIN_CLASSES[1]}
+        described.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     config = read_config(source)
     if text_only:
         config = {**config, **Architecture.from_folder(source).served_as}

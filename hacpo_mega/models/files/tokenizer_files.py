@@ -19,6 +19,12 @@ from hacpo_mega.models.files.folder import read_json
 
 # Their tokenizer.json is all there is; another class may bring special tokens of its own.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+# Classes that replace a part of tokenizer.json by their own, and what that part holds where it says something else:
+# bytes in place of SentencePiece's signs, or other splits of a text than GPT-2's.
+OVERRULED = {
+    **dict.fromkeys(("LlamaTokenizer", "GemmaTokenizer"), ("decoder", "ByteLevel")),
+    "GPT2Tokenizer": ("pre_tokenizer", "Sequence"),
+}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 # Special tokens that a class of transformers adds where tokenizer_config.json has no such key.
@@ -34,6 +40,24 @@ LARGEST_BYTES = 256 * 2**20
 # Added tokens that steer a model and are not marked special: </s> in Phi-3, <|fim_prefix|> in Qwen2.5, [PAD100015] in
 # DeepSeek. Others are words of the model's own, such as <think>, and stay text.
 CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eos|cls|sep|mask)\d*[>\]]", re.IGNORECASE)
+
+
+def is_complete(folder: Path) -> bool:
+    """True if a folder's tokenizer.json says all of its tokenizer: by its class, or by another that reads it wrongly."""
+    described = read_json(folder / "tokenizer_config.json")
+    if "auto_map" in described or not (folder / "tokenizer.json").is_file():
+        return False
+    return described.get("tokenizer_class") in PLAIN_CLASSES or names_wrong_class(folder)
+
+
+def names_wrong_class(folder: Path) -> bool:
+    """True if the class that a folder names would lose the spaces of its tokenizer.json, or split texts otherwise.
+
+    Models of DeepSeek in the form of Llama or Qwen3 name Llama's class beside bytes, SmolLM2 names GPT-2's.
+    """
+    named = str(read_json(folder / "tokenizer_config.json").get("tokenizer_class")).removesuffix("Fast")
+    part, sign = OVERRULED.get(named, ("", ""))
+    return bool(part) and sign in json.dumps(read_json(folder / "tokenizer.json").get(part))
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -202,7 +226,8 @@ def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
                 yield file, key, text
             elif key in LISTS and value is not None:
                 yield from ((file, key, token) for token in _listed(file, key, value))
-    for key, text in CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {}).items():
+    own = {} if is_complete(folder) else CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {})
+    for key, text in own.items():
         if key not in table and key not in older:
             yield described, f"tokenizer_class {table['tokenizer_class']} with its {key}", text
 

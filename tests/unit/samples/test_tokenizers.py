@@ -11,18 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository import ROOT, SHARED
 from run_cases import CHARACTERS
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from view_cases import PAIRS
 
 from hacpo_mega.config import AgentConfig, Prompting, RolloutConfig
 from hacpo_mega.config.tables.schema import DataConfig, EvaluationConfig
 from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
 from hacpo_mega.data.tasks import SKILLS
+from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights
 from hacpo_mega.models.files.tokenizer_files import CLASS_TOKENS, token_problem
 from hacpo_mega.samples.tokenizers import (
     TextCodec,
@@ -35,6 +38,7 @@ from hacpo_mega.samples.tokenizers import (
 )
 
 REAL = SHARED / "tokenizers"
+ALPHABET = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "12", "<eos>"]
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"real tokenizers are not in {REAL}")
 
 
@@ -89,6 +93,40 @@ def test_a_config_beside_it_does_not_change_the_tokenizer(tmp_path, small, famil
     made = make_tokenizer(tmp_path, PAIRS)
     assert tokenizer_fingerprint(made) == tokenizer_fingerprint(small["pairs"])
     assert len(load_tokenizer(tmp_path)("13+14=").input_ids) == 4
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizerFast", "GPT2Tokenizer"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
+def test_a_class_that_reads_a_folder_wrongly_is_not_taken(tmp_path, family, named):
+    """As DeepSeek's models in the form of Llama and Qwen3 name Llama's, and SmolLM2 GPT-2's; a copy names a right one."""
+    folder, out, text = tmp_path / "model", tmp_path / "out", "12 + 34\nis  é"
+    ids_of = {token: number for number, token in enumerate(ALPHABET)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(ids_of, [("1", "2")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=ALPHABET[-1]).save_pretrained(folder)
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": named}))
+    (folder / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": len(ALPHABET)}))
+    codec = TextCodec(load_tokenizer(folder))
+    ids = codec.encode_prompt(text)
+    assert (len(ids), codec.decode_answer(ids)) == (len(text.encode()), text)
+    out.mkdir()
+    copy_beside_weights(folder, out, torch.float32)
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == list(ids)
+    assert tokenizer_fingerprint(load_tokenizer(out)) == codec.fingerprint
+    assert token_problem(folder, len(ALPHABET)) is None  # no token of the class is added
+
+
+def test_a_file_of_mistrals_own_format_beside_the_tokenizer_is_not_read(tmp_path, small):
+    make_tokenizer(tmp_path, PAIRS)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described | {"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    (tmp_path / "tekken.json").write_text("{}")
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == tokenizer_fingerprint(small["pairs"])
 
 
 def test_other_tools_load_the_folder(small, tmp_path):
