@@ -254,7 +254,15 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
 def _interface_of_job() -> str | None:
     host = os.environ.get("MASTER_ADDR", "localhost")
     is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
-    return "lo" if is_here else _interface_towards(host)
+    if is_here:
+        return "lo"
+    found = _interface_towards(host)
+    if found is None:  # the first node's own name may lead it to loopback; its way to another node does not
+        own = (host, os.environ.get("SLURMD_NODENAME"))
+        other = next((node for node in expand_nodes(node_list()) if node not in own), host)
+        with suppress(ValueError):  # a name that Slurm alone knows
+            found = _interface_towards(other)
+    return found
 
 
 def cores_of_a_process(num_local: int) -> int:
