@@ -198,6 +198,20 @@ def test_the_preflight_waits_as_long_as_the_run_says(tmp_path):
     assert preflight.endswith("--wait 421.5")
 
 
+@pytest.mark.parametrize(
+    ("before", "status"), [(["died", "died"], 3), (["died", "lost"], 0), (["died", '"step": 0'], 0)]
+)
+def test_three_preflights_in_a_row_that_fail_end_the_job(tmp_path, before, status):
+    """No rank notes that it has begun, so no rank would find that the job goes in circles."""
+    notes = [f'"ended": "{word}"' if word.isalpha() else f'{word}, "ended": "died"' for word in before]
+    (tmp_path / "run/logs").mkdir(parents=True)
+    lines = [f'{{"time_unix_s": 1, "job": "slurm 7", "attempt": {n}, {note}}}\n' for n, note in enumerate(notes, 1)]
+    (tmp_path / "run/logs/attempts.jsonl").write_text("".join(lines))
+    attempt = Attempt(tmp_path, ended(1, 1), preflight=True, variables={"SLURM_RESTART_COUNT": "2"})
+    assert attempt.status == status, attempt.said
+    assert ("stops: three attempts in a row died before training began" in attempt.said) == (status == 3)
+
+
 def test_what_an_older_preflight_found_excludes_nobody(tmp_path):
     """This one fails and cannot write what it found, as on a full disk."""
     logs = tmp_path / "run" / "logs"
