@@ -409,6 +409,22 @@ def test_what_another_launcher_has_told_the_shell_that_submits_is_dropped(tmp_pa
     assert [line for line in notes if line.partition("=")[0] in names] == ["MASTER_PORT=4711"]
 
 
+def test_libraries_are_set_for_the_devices_of_the_node_they_run_on(tmp_path, monkeypatch):
+    """The script of --job runs on a login node: without GPUs it would have switched the compiler of all ranks off."""
+    for name in ("TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    shown = "print(os.environ.get('TORCHDYNAMO_DISABLE', 'unset'), file=open(os.environ['NOTES'], 'a'))"
+    assert Attempt(tmp_path, f"import os; {shown}").notes[-1] == "unset"
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    task = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
+    command = ["bash", ROOT / "launch/rank.sh", tmp_path, "env"]
+    environment = os.environ | task | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.run(command, env=environment).returncode == 0
+    log = (tmp_path / "rank_1.log").read_text()
+    assert "VLLM_LOGGING_LEVEL=WARNING" in log and "TORCHDYNAMO_DISABLE" not in log, log
+
+
 def test_nobody_waits_for_a_rank_that_refuses_its_input(tmp_path):
     """rank.sh says that it has, and the script ends those who wait for it in vain."""
     logs = tmp_path / "logs"
