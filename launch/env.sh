@@ -1,4 +1,5 @@
-# Source this before Python starts: in a job script before srun (launch/slurm.sbatch does), or in every process.
+# Source this before Python starts, on the node it runs on: in every process (launch/rank.sh does), or before a srun to
+# nodes that are alike.
 # What is set already stays. hacpo-mega sets the same values itself (hacpo_mega/cluster/machine/environment.py;
 # tests/jobs/test_failure.py compares them), so they matter to whoever imports the package without its command line.
 

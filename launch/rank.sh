@@ -17,7 +17,9 @@ else
   exec >>"$name.log" 2>&1
 fi
 echo "rank $SLURM_PROCID of $SLURM_NTASKS on $SLURMD_NODENAME, process $$, $(date '+%F %T')"
-source "$(dirname "${BASH_SOURCE[0]}")/node.sh"
+launch=$(dirname "${BASH_SOURCE[0]}")
+source "$launch/env.sh" # here, for what this node has: --job starts the job script on a login node without GPUs
+source "$launch/node.sh"
 raise_limits /sys
 [[ -n ${NCCL_IB_HCA+set} ]] || { found=$(active_infiniband /sys) && [[ -n $found ]] && export NCCL_IB_HCA=$found; }
 killed_before=$(memory_kills "")

@@ -31,6 +31,8 @@ from hacpo_mega.models.files.visible import say
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
+ALL_HERE = "all here"  # a key of the job, when the roll is full
+NAME_BYTES = 8  # of an attempt
 # Rank 0 may be another attempt's, which is about to end: so long is it asked again.
 ANOTHER_S = 60.0
 SAME = "give every process of the job the same HACPO_MEGA_SECRET"
@@ -48,12 +50,40 @@ def open_store(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Stor
         return store
     if env.launcher_keeps_store:
         store = _connect(env.address, env.port, env.world_size, patience_s)
-        # torchrun starts all again with the store of the attempt before.
-        return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore(_attempt(env, store, patience_s), store)
     if env.rank == 0:
         return _serve(env, secret, patience_s)
     address = "127.0.0.1" if is_on_one_machine() else env.address
     return _connect(address, _ask_port(env, address, secret, patience_s), env.world_size, patience_s)
+
+
+def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
+    """The name of this attempt in torchrun's store, which has the keys of those before: rank 0 tells it who asks.
+
+    TORCHELASTIC_RESTART_COUNT is none: a node that starts again because another one failed has not counted that.
+    """
+    name = os.urandom(NAME_BYTES).hex()
+    if env.rank == 0:
+        threading.Thread(target=_tell_attempt, args=(store.clone(), name), name="attempt", daemon=True).start()
+        return name
+    store.append("asking", name)
+    try:
+        store.wait([name], timedelta(seconds=patience_s))
+        return store.get(name).decode()
+    except RuntimeError as error:
+        raise Unreachable(f"rank {env.rank} on {env.node}: rank 0 has not come within {patience_s:g} s") from error
+
+
+def _tell_attempt(store: dist.Store, name: str) -> None:
+    """Until the roll is full: who comes later has been started again, and belongs to the next attempt."""
+    num_told, size = 0, 2 * NAME_BYTES
+    with suppress(RuntimeError):  # the launcher has ended
+        while not store.check([f"{name}/hacpo_mega/{ALL_HERE}"]):
+            asking = store.get("asking").decode() if store.check(["asking"]) else ""
+            for start in range(num_told * size, len(asking), size):
+                store.set(asking[start : start + size], name)
+            num_told = len(asking) // size
+            time.sleep(POLL_S)
 
 
 def _serve(env: LauncherEnv, secret: Secret, patience_s: float) -> dist.Store:
@@ -154,7 +184,7 @@ class RollCall:
             left_s = self._patience_s - (time.monotonic() - began)
             try:
                 self._store.wait(keys, timedelta(seconds=max(POLL_S, min(notice_s, left_s))))
-                return
+                return self._store.set(ALL_HERE, "1")
             except RuntimeError:
                 if left_s <= notice_s:
                     self.explain()

@@ -5,12 +5,12 @@ allocation: secret, environment, placement, preflight and the line of whoever fa
 ends, nothing starts it again. Not here: how nodes are asked for (jobs/slurm_script.py).
 """
 
-import os
 import shutil
 import signal
 import subprocess
 from dataclasses import replace
 
+from hacpo_mega.cluster.machine.environment import outside_of_jobs
 from hacpo_mega.jobs.slurm_queue import ask, jobs_of
 from hacpo_mega.jobs.slurm_script import Job, require_no_job, write
 
@@ -30,10 +30,8 @@ def start_in(job: Job, number: str, *, fresh: bool) -> int:
     if len(nodes) < (needed := len(job.plan.nodes)):
         raise ValueError(f"--job {number}: it has {len(nodes)} nodes ({','.join(nodes)}), the run needs {needed}")
     script = write(replace(job, held=True), fresh=fresh)
-    # A shell of salloc says how many tasks and processors it has, which srun would take for wishes.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     chosen = {"SLURM_JOB_NODELIST": ",".join(nodes[:needed]), "SLURM_JOB_NUM_NODES": str(needed)}
-    environment = kept | chosen | {"SLURM_JOB_ID": number}
+    environment = outside_of_jobs() | chosen | {"SLURM_JOB_ID": number}
     # In a session of its own: Ctrl-C would end the script and leave its srun.
     process = subprocess.Popen(["bash", str(script)], env=environment, start_new_session=True)
     signals = iter(["USR1"])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hacpo_mega.cluster.machine.environment import outside_of_jobs
 from hacpo_mega.models.files.visible import one_line, say
 
 QUEUE_S = 60.0  # after which a controller that does not answer is not waited for
@@ -101,7 +102,8 @@ def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = 
     is_said = False
     while True:
         try:
-            done = subprocess.run(command, input=script, capture_output=True, text=True, timeout=QUEUE_S)
+            pipes = {"input": script, "capture_output": True, "text": True}
+            done = subprocess.run(command, env=outside_of_jobs(), timeout=QUEUE_S, **pipes)
         except subprocess.TimeoutExpired:
             done = subprocess.CompletedProcess(command, 1, "", f"timed out after {QUEUE_S:.0f} s")
         if done.returncode == 0 or not AWAY.search(done.stderr) or time.monotonic() >= end:

@@ -6,6 +6,8 @@ import re
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from hacpo_mega.cluster.groups.tree import gather_bytes
 from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.cluster.rendezvous import open_store
+from hacpo_mega.cluster.rendezvous import RollCall, open_store
 from hacpo_mega.cluster.security.secret import SECRET, Secret, new_secret
 from hacpo_mega.cluster.watchdog import Watchdog
 from hacpo_mega.megatron.actor import initialize_parallel
@@ -201,6 +203,28 @@ def test_a_wrong_number_of_processes_is_refused_with_the_arithmetic(tmp_path):
     assert status != 0
     assert "this configuration needs 2 ranks (A: 1 lanes x 1 cells x tp 1 x pp 1 = 1; B: " in errors
     assert "found WORLD_SIZE 3" in errors
+
+
+def test_an_attempt_of_torchrun_needs_no_equal_counts(monkeypatch):
+    """A node that is restarted because another one failed has not counted it; the keys of both attempts stay."""
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True)  # by torchrun
+    env = LauncherEnv(0, 2, 0, 1, "node", (), "127.0.0.1", kept.port, launcher_keeps_store=True)
+    rank_map, secret = RankMap(1, (AgentShape("A"), AgentShape("B"))), Secret(bytes(32))
+    with ThreadPoolExecutor() as other_node:
+        for restarts in ("0", "1"):
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+            second = other_node.submit(open_store, replace(env, rank=1), secret, 5.0)
+            time.sleep(0.05)  # it has looked at its count
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+            stores = [open_store(env, secret, 5.0), second.result()]
+            assert not stores[1].check(["mine"])
+            stores[0].set("mine", restarts)
+            assert stores[1].get("mine") == restarts.encode()
+            rolls = [
+                RollCall(dist.PrefixStore("hacpo_mega", store), rank_map, rank, 5.0)
+                for rank, store in enumerate(stores)
+            ]
+            rolls[0].wait()  # whoever asks from now on waits for the next attempt
 
 
 @pytest.mark.nightly

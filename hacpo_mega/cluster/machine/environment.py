@@ -86,6 +86,7 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "in
 # Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
+OF_A_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # Slurm's programs need them anywhere
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
 PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
@@ -254,7 +255,15 @@ def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:
 def _interface_of_job() -> str | None:
     host = os.environ.get("MASTER_ADDR", "localhost")
     is_here = is_on_one_machine() or host == "localhost" or host.startswith("127.")
-    return "lo" if is_here else _interface_towards(host)
+    if is_here:
+        return "lo"
+    found = _interface_towards(host)
+    if found is None:  # the first node's own name may lead it to loopback; its way to another node does not
+        own = (host, os.environ.get("SLURMD_NODENAME"))
+        other = next((node for node in expand_nodes(node_list()) if node not in own), host)
+        with suppress(ValueError):  # a name that Slurm alone knows
+            found = _interface_towards(other)
+    return found
 
 
 def cores_of_a_process(num_local: int) -> int:
@@ -331,6 +340,16 @@ def _slurm_job() -> str | None:
     The shell of salloc is on another machine: it has the job's variables and no SLURM_PROCID.
     """
     return os.environ.get("SLURM_JOB_ID") if "SLURM_PROCID" in os.environ else None
+
+
+def outside_of_jobs() -> dict[str, str]:
+    """The environment without that of a job that this process belongs to, a shell of salloc or srun, say.
+
+    sbatch would hand it to the new job, and srun there refuses two kinds of memory, or takes counts for wishes.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return dict(os.environ)
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in OF_A_CLUSTER}
 
 
 def ends_are_noted() -> bool:

@@ -12,6 +12,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.cli.start import objects_that_stay
+from hacpo_mega.cluster.machine import environment
 from hacpo_mega.cluster.machine.environment import library_settings, one_queue
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -100,3 +101,13 @@ def test_what_imports_make_is_walked_by_no_collection():
         gc.unfreeze()
     assert {id(thing) for thing in gc.get_objects()} >= {id(thing) for thing in made}
     gc.freeze()  # as conftest.py leaves it
+
+
+def test_a_node_whose_name_is_loopback_listens_on_the_way_to_another(monkeypatch):
+    """As Debian writes it into /etc/hosts: gloo would wait on 127.0.1.1 for the other nodes."""
+    for name, value in {"MASTER_ADDR": "n1", "SLURMD_NODENAME": "n1", "SLURM_JOB_NODELIST": "n[1-3]"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x3)")
+    monkeypatch.setattr(environment, "_interface_towards", {"n1": None, "n2": "eth0"}.__getitem__)
+    assert environment._interface_of_job() == "eth0"

@@ -301,6 +301,19 @@ def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypat
     assert job.number == "7" and capsys.readouterr().err.count("Slurm does not answer (slurm_load_jobs error: ") == 1
 
 
+def test_a_job_that_is_submitted_from_a_job_has_nothing_of_it(tmp_path, monkeypatch):
+    """srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/bash\nenv | grep -oE '^(SBATCH|SLURM)_[A-Z_]+' | sort")
+    sbatch.chmod(0o755)
+    chosen = ("SBATCH_EXPORT", "SLURM_CONF")
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_JOB_ID", *chosen):
+        monkeypatch.setenv(name, "4")
+    assert slurm_queue.ask([str(sbatch)]).stdout.split() == [*chosen]
+    monkeypatch.delenv("SLURM_JOB_ID")  # outside of a job they are the user's own wishes
+    assert "SLURM_MEM_PER_CPU" in slurm_queue.ask([str(sbatch)]).stdout
+
+
 @pytest.mark.nightly
 def test_a_process_ends_without_taking_its_libraries_down():
     """Functions registered for the end run; Python's own end, where Triton and vLLM print, does not."""

@@ -198,6 +198,20 @@ def test_the_preflight_waits_as_long_as_the_run_says(tmp_path):
     assert preflight.endswith("--wait 421.5")
 
 
+@pytest.mark.parametrize(
+    ("before", "status"), [(["died", "died"], 3), (["died", "lost"], 0), (["died", '"step": 0'], 0)]
+)
+def test_three_preflights_in_a_row_that_fail_end_the_job(tmp_path, before, status):
+    """No rank notes that it has begun, so no rank would find that the job goes in circles."""
+    notes = [f'"ended": "{word}"' if word.isalpha() else f'{word}, "ended": "died"' for word in before]
+    (tmp_path / "run/logs").mkdir(parents=True)
+    lines = [f'{{"time_unix_s": 1, "job": "slurm 7", "attempt": {n}, {note}}}\n' for n, note in enumerate(notes, 1)]
+    (tmp_path / "run/logs/attempts.jsonl").write_text("".join(lines))
+    attempt = Attempt(tmp_path, ended(1, 1), preflight=True, variables={"SLURM_RESTART_COUNT": "2"})
+    assert attempt.status == status, attempt.said
+    assert ("stops: three attempts in a row died before training began" in attempt.said) == (status == 3)
+
+
 def test_what_an_older_preflight_found_excludes_nobody(tmp_path):
     """This one fails and cannot write what it found, as on a full disk."""
     logs = tmp_path / "run" / "logs"
@@ -393,6 +407,22 @@ def test_what_another_launcher_has_told_the_shell_that_submits_is_dropped(tmp_pa
     play = "import os; open(os.environ['NOTES'], 'a').write(''.join(f'{n}={v}\\n' for n, v in os.environ.items()))"
     notes = Attempt(tmp_path, play, environment={"MASTER_PORT": "4711"}).notes
     assert [line for line in notes if line.partition("=")[0] in names] == ["MASTER_PORT=4711"]
+
+
+def test_libraries_are_set_for_the_devices_of_the_node_they_run_on(tmp_path, monkeypatch):
+    """The script of --job runs on a login node: without GPUs it would have switched the compiler of all ranks off."""
+    for name in ("TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    shown = "print(os.environ.get('TORCHDYNAMO_DISABLE', 'unset'), file=open(os.environ['NOTES'], 'a'))"
+    assert Attempt(tmp_path, f"import os; {shown}").notes[-1] == "unset"
+    (tmp_path / "nvidia-smi").write_text("")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    task = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURMD_NODENAME": "node1"}
+    command = ["bash", ROOT / "launch/rank.sh", tmp_path, "env"]
+    environment = os.environ | task | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert subprocess.run(command, env=environment).returncode == 0
+    log = (tmp_path / "rank_1.log").read_text()
+    assert "VLLM_LOGGING_LEVEL=WARNING" in log and "TORCHDYNAMO_DISABLE" not in log, log
 
 
 def test_nobody_waits_for_a_rank_that_refuses_its_input(tmp_path):
