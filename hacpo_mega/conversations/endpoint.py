@@ -223,7 +223,7 @@ class Endpoint:
         if not isinstance(asked.get("messages"), list) or not asked["messages"] or not isinstance(tools, list):
             raise Refusal(400, "messages", "messages must be a list that is not empty, and tools a list")
         try:
-            turn_format = self._format_of(json.dumps(tools, sort_keys=True))
+            turn_format = self._format_of(json.dumps(tools))  # keys in the program's order, as templates show them
             messages = [normal_message(message) for message in asked["messages"]]
             prompt = conversation.prompt_of(messages, tools, turn_format, self._codec)
         except Exception as error:  # a template, a renderer or a tokenizer may raise anything of what it is given

@@ -188,3 +188,29 @@ def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
         endpoint.stop()
         ends.set()
         thread.join()
+
+
+def test_tools_reach_the_template_as_the_program_has_written_them():
+    """A template shows the keys in this order, as it does in training and in vLLM's own server."""
+    tools = [{"type": "function", "function": {"name": "order", "parameters": {"type": "object", "properties": {}}}}]
+    shown: list[str] = []
+
+    def format_of(given):
+        shown.append(json.dumps(given))
+        raise ValueError("no format here")
+
+    endpoint = Endpoint(Answering().queue, "m", "key", format_of, TERMS, seed=0)
+    address = endpoint.start()
+
+    async def call() -> int:
+        body = {"messages": [{"role": "user", "content": "Order bolts."}], "tools": tools}
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": "Bearer key"}) as session,
+            session.post(f"{address}/v1/chat/completions", json=body) as answer,
+        ):
+            return answer.status
+
+    try:
+        assert (asyncio.run(call()), shown) == (400, [json.dumps(tools)])
+    finally:
+        endpoint.stop()
