@@ -181,7 +181,11 @@ class ForeignConversation:
                 return TurnPrompt(ids, parent, _named(others, parent))
         history = None if codec is None else history_of(messages, tools, codec.prompting.chat_template)
         task = None if history is None or history.messages else history.task
-        ids = turn_format.opening(messages) if codec is None or task is None else codec.encode_prompt(task)
+        if task is not None:
+            return TurnPrompt(tuple(codec.encode_prompt(task)), task=task, history=history)
+        if history is not None:  # in the run's wording, as other agents read it
+            messages = [*codec.prompting.messages(history.task), *history.messages]
+        ids = turn_format.opening(messages)
         return TurnPrompt(tuple(ids), task=task, history=history)
 
     def note_answer(
