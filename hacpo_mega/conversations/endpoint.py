@@ -233,7 +233,7 @@ class Endpoint:
         served = await self._answered(turn)
         parsed = turn_format.parse(served.token_ids, turn.prompt.ids)
         conversation.note_answer(turn, messages, parsed, tools)
-        shown, has_logprobs = _shown(parsed.message), bool(asked.get("logprobs"))
+        shown, has_logprobs = _shown(turn.message), bool(asked.get("logprobs"))
         if not asked.get("stream"):
             return web.json_response(served.chatted(shown, has_logprobs=has_logprobs))
         options = asked.get("stream_options")

@@ -423,7 +423,7 @@ def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name
     queue.give(turn.name, Completion(np.array(own, np.int32), Stop.EOS, np.full(len(own), -1.0, np.float32)))
     parsed = turns.parse(own, first.ids)
     talk.note_answer(turn, [QUESTION], parsed, tools)
-    said = parsed.message
+    said = turn.message
     called = [call["id"] for call in said.get("tool_calls", ())]
     answer = {"role": "tool", "tool_call_id": called[0], "content": "42"} if called else QUESTION
     second = talk.prompt_of([QUESTION, said, answer], tools, turns, codec)
@@ -440,6 +440,10 @@ def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name
     other = {"role": "assistant", "content": "Another."}
     assert talk.prompt_of([QUESTION, other, QUESTION], tools, turns, codec).task is not None
     if called:  # a history with calls is no prompt of a row
+        again = talk.ask(talk.prompt_of([QUESTION, other, QUESTION], tools, turns, codec), None, 1.0)
+        again.parsed = parsed
+        ids = [call["id"] for call in (*said["tool_calls"], *again.message["tool_calls"])]
+        assert len(set(ids)) == len(ids) and all(len(one) == 9 and one.isalnum() for one in ids)
         assert talk.prompt_of([QUESTION, said, answer, other, QUESTION], tools, turns, codec).task is None
 
 
