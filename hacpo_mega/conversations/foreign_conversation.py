@@ -110,7 +110,7 @@ class AskedTurn:
 
     @property
     def message(self) -> Message:
-        """What it says, as a chat message. Ids of calls are as of no other turn: many programs find a result by its id
+        """Chat message of what it says. Ids of calls are those of no other turn: many programs find a result by its id
         in the whole conversation, and drop one whose id they have seen.
         """
         said = self.parsed.message

@@ -101,7 +101,7 @@ def test_limits_end_a_conversation_behind_an_own_turn(play, calculator, limits, 
     assert len(found.token_ids) <= limits.get("total", 40)
 
 
-def test_a_longer_answer_of_evaluation_lengthens_no_conversation_of_training(play, calculator):
+def test_training_does_not_take_the_lengths_of_evaluation(play, calculator):
     config = load_unchecked(ROOT / "configs/tools.toml", ["evaluation.max_answer_tokens=64"])
     assert PlayLimits.of(config).max_total_tokens == 32 < config.longest_answer
     for turn in (12, 24):  # the second is of an evaluation
