@@ -22,6 +22,7 @@ import socket
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ MAX_DEPTH = 64  # of lists and objects in a body
 MAX_AT_ONCE = 1024  # calls of all conversations under way
 MAX_KEPT = 1024  # conversations of an endpoint that opens them by itself
 BODY_S = 30.0  # how long a body may take to come
+BEAT_S = 30.0  # between signs of life while a turn runs
+JSON = "application/json; charset=utf-8"
 BYTES_OF_A_TOKEN = 32  # of a conversation as JSON, at most; what is beside it has MARGIN
 MARGIN = 2**20
 # Fields that a call may have. Sampling is the run's: READ is read, and NEUTRAL may only say what is so anyway.
@@ -213,8 +216,7 @@ class Endpoint:
         if self._codec is not None:
             raise Refusal(404, "ids", "a run takes messages, which other agents can read, at /chat/completions")
         turn = conversation.ask(conversation.prompt_of_ids(tuple(token_ids)), *self._sampling(sampling))
-        served = await self._answered(turn)
-        return web.json_response(served.generated())
+        return await self._reply(request, turn, lambda served: json.dumps(served.generated()))
 
     async def _chat(self, conversation: ForeignConversation, request: web.Request) -> web.StreamResponse:
         asked = await self._read(conversation, request)
@@ -223,29 +225,52 @@ class Endpoint:
         if not isinstance(asked.get("messages"), list) or not asked["messages"] or not isinstance(tools, list):
             raise Refusal(400, "messages", "messages must be a list that is not empty, and tools a list")
         try:
-            turn_format = self._format_of(json.dumps(tools, sort_keys=True))
+            turn_format = self._format_of(json.dumps(tools))  # keys in the program's order, as templates show them
             messages = [normal_message(message) for message in asked["messages"]]
             prompt = conversation.prompt_of(messages, tools, turn_format, self._codec)
         except Exception as error:  # a template, a renderer or a tokenizer may raise anything of what it is given
             reason = str(error).partition("\n")[0][:500]
             raise Refusal(400, "messages", f"these messages cannot be written: {reason}") from error
         turn = conversation.ask(prompt, *sampling)
-        served = await self._answered(turn)
-        parsed = turn_format.parse(served.token_ids, turn.prompt.ids)
-        conversation.note_answer(turn, messages, parsed, tools)
-        shown, has_logprobs = _shown(parsed.message), bool(asked.get("logprobs"))
-        if not asked.get("stream"):
-            return web.json_response(served.chatted(shown, has_logprobs=has_logprobs))
-        options = asked.get("stream_options")
+        has_logprobs, options = bool(asked.get("logprobs")), asked.get("stream_options")
         has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return await self._stream(request, served.streamed(shown, has_logprobs=has_logprobs, has_usage=has_usage))
 
-    async def _stream(self, request: web.Request, chunks: Sequence[Json]) -> web.StreamResponse:
-        """Chunks as server-sent events. They come when the turn has ended: the engine holds tokens back until then."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        lines = [*map(json.dumps, chunks), "[DONE]"]
-        await response.write("".join(f"data: {line}\n\n" for line in lines).encode())
+        def written(served: ServedTurn) -> str:
+            parsed = turn_format.parse(served.token_ids, turn.prompt.ids)
+            conversation.note_answer(turn, messages, parsed, tools)
+            shown = _shown(turn.message)
+            if not asked.get("stream"):
+                return json.dumps(served.chatted(shown, has_logprobs=has_logprobs))
+            chunks = served.streamed(shown, has_logprobs=has_logprobs, has_usage=has_usage)
+            return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, chunks), "[DONE]"))
+
+        return await self._reply(request, turn, written, "text/event-stream" if asked.get("stream") else JSON)
+
+    async def _reply(
+        self, request: web.Request, turn: AskedTurn, written: Callable[[ServedTurn], str], kind: str = JSON
+    ) -> web.StreamResponse:
+        """Answer to a call once its turn has ended: the engine holds the tokens back until then.
+
+        Ends of lines come before, which mean nothing in JSON and in events: a client hangs up on a server that is
+        silent for long (openai's after 600 s), and would have the same turn sampled anew.
+        """
+        headers = {"Content-Type": kind, "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+
+        async def beat() -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b"\n")
+
+        try:
+            text = written(await self._answered(turn, beat))
+        except Refusal as refusal:
+            if response.prepared:  # with the status of an answer
+                raise ConnectionAbortedError(str(refusal)) from refusal
+            raise
+        if not response.prepared:
+            return web.Response(text=text, headers=headers)
+        await response.write(text.encode())
         await response.write_eof()
         return response
 
@@ -264,14 +289,19 @@ class Endpoint:
             raise Refusal(404, "address", f"the model here is {self._model}")
         return asked
 
-    async def _answered(self, turn: AskedTurn) -> ServedTurn:
-        """Waits for a turn. The last call that hangs up aborts it."""
+    async def _answered(self, turn: AskedTurn, beat: Callable[[], Awaitable[None]]) -> ServedTurn:
+        """Waits for a turn, and calls `beat` every BEAT_S. The last call that hangs up aborts it."""
         turn.num_waiting += 1
         ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         turn.future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
         try:
-            await ended.wait()
+            while not ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await ended.wait()
+                if not ended.is_set():
+                    await beat()
         finally:
             turn.num_waiting -= 1
             if not turn.num_waiting:

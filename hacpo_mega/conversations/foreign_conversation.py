@@ -85,12 +85,14 @@ class TurnPrompt:
 class AskedTurn:
     """A turn that a program has asked for, and how many calls wait for it.
 
+    seed         of its sampling, as of no other turn
     num_before   tokens of its segment's prompt
     parsed       what it says, once a call for messages has got it
     """
 
     name: str
     prompt: TurnPrompt
+    seed: int
     future: Future[Completion]
     num_waiting: int = 0
     parsed: ParsedTurn | None = None
@@ -105,6 +107,16 @@ class AskedTurn:
         if not self.future.done() or self.future.cancelled() or self.future.exception() is not None:
             return None
         return None if self.future.result().stop is Stop.CUT else self.future.result()
+
+    @property
+    def message(self) -> Message:
+        """Chat message of what it says. Ids of calls are those of no other turn: many programs find a result by its id
+        in the whole conversation, and drop one whose id they have seen.
+        """
+        said = self.parsed.message
+        for n, call in enumerate(said.get("tool_calls", ())):
+            call["id"] = f"{(self.seed + n) % 16**9:09x}"
+        return said
 
     @property
     def is_dropped(self) -> bool:
@@ -181,7 +193,11 @@ class ForeignConversation:
                 return TurnPrompt(ids, parent, _named(others, parent))
         history = None if codec is None else history_of(messages, tools, codec.prompting.chat_template)
         task = None if history is None or history.messages else history.task
-        ids = turn_format.opening(messages) if codec is None or task is None else codec.encode_prompt(task)
+        if task is not None:
+            return TurnPrompt(tuple(codec.encode_prompt(task)), task=task, history=history)
+        if history is not None:  # in the run's wording, as other agents read it
+            messages = [*codec.prompting.messages(history.task), *history.messages]
+        ids = turn_format.opening(messages)
         return TurnPrompt(tuple(ids), task=task, history=history)
 
     def note_answer(
@@ -189,7 +205,7 @@ class ForeignConversation:
     ) -> None:
         """Remembers what an answered turn says, and the history that it ends."""
         turn.parsed = parsed
-        self._by_history[histories([*messages, normal_message(parsed.message)], tools)[-1]] = turn
+        self._by_history[histories([*messages, normal_message(turn.message)], tools)[-1]] = turn
 
     def ask(self, prompt: TurnPrompt, max_tokens: int | None, temperature: float) -> AskedTurn:
         """The turn behind a prompt: the one that was asked before, or a new one."""
@@ -201,7 +217,7 @@ class ForeignConversation:
         terms, limits = self._terms, self._queue.limits
         if len(self._by_prompt) - (turn is not None) >= terms.max_turns:
             raise Refusal(400, "turns", f"this conversation has had its {terms.max_turns} turns")
-        num_ids, name = len(prompt.ids), f"{self.name}/{self._num_asked}"
+        num_ids, name, seed = len(prompt.ids), f"{self.name}/{self._num_asked}", self._turn_seed(prompt.ids)
         # The prompt of the whole answer; those of further segments are counted in its length.
         begins = prompt.task is not None and not (terms.trains_all and self._has_begun)
         longest = terms.max_prompt_tokens or limits.max_model_len if begins else limits.max_model_len
@@ -215,13 +231,13 @@ class ForeignConversation:
             raise Refusal(400, "length", f"prompt of {num_ids} tokens: the maximum context length is {longest} tokens")
         most = min(room, terms.max_tokens, max_tokens or room)
         try:
-            future = self._queue.ask(TurnRequest(name, prompt.ids, self._turn_seed(prompt.ids), most, temperature))
+            future = self._queue.ask(TurnRequest(name, prompt.ids, seed, most, temperature))
         except ValueError as error:
             raise Refusal(400, "ids", str(error)) from error
         except RuntimeError as error:
             raise Refusal(503, "stopped", str(error)) from error
         self._num_asked += 1
-        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, future)
+        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future)
         return turn
 
     @property
@@ -387,7 +403,7 @@ def task_of(messages: Sequence[Message], tools: Sequence[Json], in_template: boo
 
 def _named(others: Sequence[Message], parent: AskedTurn) -> list[Message]:
     """Messages behind a turn, those of tools with the names of the tools, and a developer's as the system's."""
-    calls = () if parent.parsed is None else parent.parsed.message.get("tool_calls", ())
+    calls = () if parent.parsed is None else parent.message.get("tool_calls", ())
     names = {call["id"]: call["function"]["name"] for call in calls}
     return [
         {

@@ -19,6 +19,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -172,12 +173,14 @@ class Player:
         """
         self._start()
         how = {"max_tokens": max_tokens, "temperature": temperature, "return_logprobs": return_logprobs}
+        # Evaluation may ask for a turn that is longer than a conversation of training.
+        limits = replace(self._limits, max_total_tokens=max(self._limits.max_total_tokens, max_tokens))
         self._num_plays += 1
         turns = TurnQueue(engine.turn_limits, is_unwanted)
         if self._environment.plays:
-            work = self._run_programs(places, seeds, turns, self._terms(engine, how), on_answer)
+            work = self._run_programs(places, seeds, turns, _terms(engine, limits, how), on_answer)
         else:
-            work = self._play_all(places, seeds, turns, how, on_answer)
+            work = self._play_all(places, seeds, turns, limits, how, on_answer)
         playing = asyncio.run_coroutine_threadsafe(_with_error_read(work), self._loop)
         playing.add_done_callback(lambda _: turns.finish())
         try:
@@ -189,12 +192,6 @@ class Player:
             playing.cancel()
             return []
         return playing.result()
-
-    def _terms(self, engine: TurnEngine, how: Mapping[str, Any]) -> Terms:
-        """Limits and sampling of agent programs."""
-        limits = self._limits
-        sizes = limits.max_turns, how["max_tokens"], limits.max_total_tokens, limits.max_prompt_tokens
-        return Terms(engine.eos_ids, *sizes, how["temperature"], limits.as_rendered)
 
     async def _run_programs(
         self,
@@ -247,11 +244,10 @@ class Player:
         places: Sequence[tuple[Prompt, int]],
         seeds: Sequence[int],
         turns: TurnQueue,
+        limits: PlayLimits,
         how: dict[str, Any],
         on_answer: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
-        limits = self._limits
-
         def ask(request: TurnRequest) -> Awaitable[Completion]:
             return asyncio.wrap_future(turns.ask(request))
 
@@ -300,6 +296,12 @@ class Player:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = None
+
+
+def _terms(engine: TurnEngine, limits: PlayLimits, how: Mapping[str, Any]) -> Terms:
+    """Limits and sampling of agent programs."""
+    sizes = limits.max_turns, how["max_tokens"], limits.max_total_tokens, limits.max_prompt_tokens
+    return Terms(engine.eos_ids, *sizes, how["temperature"], limits.as_rendered)
 
 
 async def _drive(

@@ -101,7 +101,7 @@ class PlayLimits:
     def of(cls, config: Config) -> Self:
         """Limits of a run's conversations."""
         talk = config.conversation
-        return cls(talk.max_turns, config.rollout.max_prompt_tokens, config.longest_answer, talk.as_rendered)
+        return cls(talk.max_turns, config.rollout.max_prompt_tokens, config.longest_rollout, talk.as_rendered)
 
 
 @dataclass(frozen=True)

@@ -188,3 +188,52 @@ def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
         endpoint.stop()
         ends.set()
         thread.join()
+
+
+def test_tools_reach_the_template_as_the_program_has_written_them():
+    """A template shows the keys in this order, as it does in training and in vLLM's own server."""
+    tools = [{"type": "function", "function": {"name": "order", "parameters": {"type": "object", "properties": {}}}}]
+    shown: list[str] = []
+
+    def format_of(given):
+        shown.append(json.dumps(given))
+        raise ValueError("no format here")
+
+    endpoint = Endpoint(Answering().queue, "m", "key", format_of, TERMS, seed=0)
+    address = endpoint.start()
+
+    async def call() -> int:
+        body = {"messages": [{"role": "user", "content": "Order bolts."}], "tools": tools}
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": "Bearer key"}) as session,
+            session.post(f"{address}/v1/chat/completions", json=body) as answer,
+        ):
+            return answer.status
+
+    try:
+        assert (asyncio.run(call()), shown) == (400, [json.dumps(tools)])
+    finally:
+        endpoint.stop()
+
+
+def test_a_client_that_hears_nothing_for_long_keeps_waiting_for_its_turn(monkeypatch):
+    """Its limit is that of silence; without a sign of life the same turn would be sampled anew, and end likewise."""
+    monkeypatch.setattr("hacpo_mega.conversations.endpoint.BEAT_S", 0.05)
+    engine = Answering()
+    endpoint = Endpoint(engine.queue, "m", "key", None, TERMS, seed=0)
+    address = endpoint.start()
+
+    async def call() -> dict:
+        silence = aiohttp.ClientTimeout(sock_read=0.3)
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer key"}, timeout=silence) as session:
+            asked = asyncio.ensure_future(session.post(f"{address}/inference/v1/generate", json={"token_ids": [1, 2]}))
+            await asyncio.sleep(0.6)
+            engine.step()
+            async with await asked as answer:
+                return await answer.json()
+
+    try:
+        assert asyncio.run(call())["choices"][0]["token_ids"] == [2, 7]
+        assert len(engine.asked) == 1 and not endpoint.refused
+    finally:
+        endpoint.stop()

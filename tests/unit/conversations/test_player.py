@@ -12,6 +12,7 @@ import pytest
 from repository import ROOT
 from written_engine import SIGNS, Written
 
+from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.player import Player, PlayLimits, played_once
 from hacpo_mega.conversations.seat import turn_seed
@@ -47,7 +48,7 @@ def play(codec):
         engine.error = error
         rows = rows or [{}] * len(texts)
         places = [(Prompt(n, str(n), texts[n], "0", row=json.dumps(row)), 0) for n, row in enumerate(rows)]
-        how = {"max_tokens": 12, "return_logprobs": True}
+        how = {"max_tokens": sizes.get("turn", min(12, sizes["total"])), "return_logprobs": True}
         return player.play(engine, places, range(100, 100 + len(texts)), **how), engine
 
     yield played
@@ -98,6 +99,14 @@ def test_limits_end_a_conversation_behind_an_own_turn(play, calculator, limits, 
     assert len(own) == turns and found.conversation.turns[-1].is_own and found.stop is Stop.LENGTH
     assert {name: found.conversation.counts[name] for name in counts} == counts
     assert len(found.token_ids) <= limits.get("total", 40)
+
+
+def test_training_does_not_take_the_lengths_of_evaluation(play, calculator):
+    config = load_unchecked(ROOT / "configs/tools.toml", ["evaluation.max_answer_tokens=64"])
+    assert PlayLimits.of(config).max_total_tokens == 32 < config.longest_answer
+    for turn in (12, 24):  # the second is of an evaluation
+        (found,), _ = play(calculator, lambda read: ("1" * 30, Stop.LENGTH), total=16, turn=turn)
+        assert len(found.token_ids) == turn
 
 
 def test_a_turn_that_is_cut_ends_a_conversation(play, calculator):

@@ -423,7 +423,7 @@ def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name
     queue.give(turn.name, Completion(np.array(own, np.int32), Stop.EOS, np.full(len(own), -1.0, np.float32)))
     parsed = turns.parse(own, first.ids)
     talk.note_answer(turn, [QUESTION], parsed, tools)
-    said = parsed.message
+    said = turn.message
     called = [call["id"] for call in said.get("tool_calls", ())]
     answer = {"role": "tool", "tool_call_id": called[0], "content": "42"} if called else QUESTION
     second = talk.prompt_of([QUESTION, said, answer], tools, turns, codec)
@@ -440,4 +440,22 @@ def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name
     other = {"role": "assistant", "content": "Another."}
     assert talk.prompt_of([QUESTION, other, QUESTION], tools, turns, codec).task is not None
     if called:  # a history with calls is no prompt of a row
+        again = talk.ask(talk.prompt_of([QUESTION, other, QUESTION], tools, turns, codec), None, 1.0)
+        again.parsed = parsed
+        ids = [call["id"] for call in (*said["tool_calls"], *again.message["tool_calls"])]
+        assert len(set(ids)) == len(ids) and all(len(one) == 9 and one.isalnum() for one in ids)
         assert talk.prompt_of([QUESTION, said, answer, other, QUESTION], tools, turns, codec).task is None
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.call])
+def test_a_history_with_calls_has_the_wording_of_the_run(by_hand, name):
+    """As the prompts of the first messages have it; it is what another agent with this template reads."""
+    wording = Prompting(chat_template=True, system_prompt="Be brief.", prompt_template="{prompt} Say it.")
+    codec = by_hand.codec(CASES[name], wording)
+    turns = TurnFormat.of(codec, TOOLS, plays_user=True)
+    talk = ForeignConversation("t", 1, TurnQueue(TurnLimits(100_000, 4000)), Terms(turns.stop_ids, 4, 100, 1000))
+    answer = {"role": "tool", "tool_call_id": "call00000", "content": "42"}
+    found = talk.prompt_of([QUESTION, CALL, answer], TOOLS, turns, codec)
+    assert found.task is None and "What is 6*7? Say it." in codec.tokenizer.decode(found.ids)
+    other = TurnFormat.of(codec, plays_user=True)
+    assert list(found.ids) == other.segment(found.history.task, "", found.history.messages)
