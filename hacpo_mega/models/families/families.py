@@ -162,6 +162,7 @@ OLMO3 = replace(
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
+    only={"sliding_window_pattern": 4},
 )  # fmt: skip
 # The models of April 2025; GLM-4-9B of 2024 is another architecture.
 GLM4 = Family(
@@ -349,6 +350,7 @@ GEMMA4 = Family(
     only={
         "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "sliding_window_pattern": 6,
     },
     why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
     made_with={"hidden_size_per_layer_input": 0},

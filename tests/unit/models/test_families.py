@@ -370,6 +370,7 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
 @pytest.mark.parametrize(
     ("published", "change", "line"),
     [
+        (OLMO3, {"sliding_window_pattern": 2}, "sliding_window_pattern = 2 is not supported, only 4"),
         (MINIMAX_M2, {"tie_word_embeddings": True}, "with minimax_m2: vLLM gives it a head of its own"),
         (GPT_OSS, {"tie_word_embeddings": True}, "with gpt_oss: vLLM gives it a head of its own"),
         (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "only quant_method fp8 and weight_block_size"),
