@@ -189,6 +189,7 @@ GPT_OSS = Family(
     activation="swigluoai",
     packs="mxfp4",
     rope_kinds=("yarn",),
+    rope_lacks=frozenset({"attention_factor", "mscale", "mscale_all_dim"}),
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
         biased=True, adapted=False,
