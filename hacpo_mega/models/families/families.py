@@ -16,6 +16,8 @@ from hacpo_mega.models.files.weight_files import CORRECTION, EXPERT_BIAS
 
 _WINDOW = {"use_sliding_window": False, "use_mrope": False}
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})  # of a window that is not used
+_UNTIED = {"tie_word_embeddings": False}
+_OWN_HEAD = "vLLM gives it a head of its own, so it would sample from another model than the one that is trained"
 
 LLAMA = Family("llama", "LlamaForCausalLM", "Llama 2 and 3", may_have_bias=True, only={"rope_interleaved": False})
 QWEN2 = Family(
@@ -160,6 +162,7 @@ OLMO3 = replace(
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "window_theta": 5e5, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
+    only={"sliding_window_pattern": 4},
 )  # fmt: skip
 # The models of April 2025; GLM-4-9B of 2024 is another architecture.
 GLM4 = Family(
@@ -186,6 +189,7 @@ GPT_OSS = Family(
     activation="swigluoai",
     packs="mxfp4",
     rope_kinds=("yarn",),
+    rope_lacks=frozenset({"attention_factor", "mscale", "mscale_all_dim"}),
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="intermediate_size", may_normalise=False, router="router",
         biased=True, adapted=False,
@@ -199,8 +203,9 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5},
+    only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, **_UNTIED},
     ignores=_BALANCE | {"experts_per_token", "initial_context_length"},
+    why={"tie_word_embeddings": _OWN_HEAD},
     asked={"rope_parameters": "rope_table"},
 )  # fmt: skip
 # Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
@@ -223,6 +228,8 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1, "use_qk_norm": False, "rms_norm_eps": 1e-5,
     },
     ignores=frozenset(PREDICTS) | _BALANCE,
+    only=_UNTIED,
+    why={"tie_word_embeddings": _OWN_HEAD},
 )  # fmt: skip
 # Its fields of windows, shared experts and further prediction describe what it does not have.
 MINIMAX_M2 = Family(
@@ -245,11 +252,11 @@ MINIMAX_M2 = Family(
     },
     only={
         "use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid",
-        "shared_intermediate_size": 0, "sliding_window": None, "router_jitter_noise": 0.0,
+        "shared_intermediate_size": 0, "sliding_window": None, "router_jitter_noise": 0.0, **_UNTIED,
     },
     ignores=_BALANCE | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta", "use_mtp"}
     | {"mtp_transformer_layers", "num_mtp_modules"},
-    why={"router_jitter_noise": MIXTRAL.why["router_jitter_noise"]},
+    why={**MIXTRAL.why, "tie_word_embeddings": _OWN_HEAD},
     asked={"rotary_dim": "rotary_dim"},
 )  # fmt: skip
 HY_V3 = Family(
@@ -344,6 +351,7 @@ GEMMA4 = Family(
     only={
         "hidden_act": _TANH, "hidden_activation": _TANH, "use_bidirectional_attention": "vision",
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "sliding_window_pattern": 6,
     },
     why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
     made_with={"hidden_size_per_layer_input": 0},
@@ -394,7 +402,6 @@ QWEN3_5_MOE = replace(
     ignores=QWEN3_5.ignores - {"mlp_only_layers"} | _BALANCE,
     only={**QWEN3_5.only, "mlp_only_layers": []},
 )
-_OWN_HEAD = "vLLM gives it a head of its own, so it would sample from another model than the one that is trained"
 QWEN3_NEXT = replace(
     QWEN3_5_MOE,
     model_type="qwen3_next",

@@ -106,6 +106,7 @@ class Family:
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
     rope_ignores    fields of its rope table that say where images lie, and change nothing in text
+    rope_lacks      fields of its rope table that vLLM's class passes over
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
     rotary_share    how much of a head turns with the position, where config.json does not say it
     may_turn_a_part whether config.json may say another share
@@ -154,6 +155,7 @@ class Family:
     stored_fused: frozenset[str] = frozenset()
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_ignores: frozenset[str] = frozenset()
+    rope_lacks: frozenset[str] = frozenset()
     rotary_share: float = 1.0
     may_turn_a_part: bool = False
     counts_turning: bool = False

@@ -127,7 +127,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
             f"supported are {', '.join(family.rope_kinds)}"
         )
     known, read = KINDS[kind]
-    known |= family.rope_ignores | (_OF_QUERIES if family.scales_queries else frozenset())
+    known = (known - family.rope_lacks) | family.rope_ignores | (_OF_QUERIES if family.scales_queries else frozenset())
     if unknown := sorted(key for key, value in table.given.items() if value is not None and key not in known | OF_ALL):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(table.given[unknown[0]])} is no field of rope type {kind!r} that "

@@ -85,7 +85,7 @@ def make_model(
     head_dim: int = 16,
     ffn_size: int = 96,
     vocab_size: int = 131,
-    tied: bool = True,
+    tied: bool | None = None,
     seed: int = 1,
     rope_scaling: dict | None = None,
     attention_bias: bool = False,
@@ -102,10 +102,11 @@ def make_model(
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
     A `window` is that of all layers, or of every second one, as the family has it; experts are `ffn_size` wide.
-    `said` are further fields of config.json. With `images` it is the text model of an image checkpoint.
+    `said` are further fields of config.json. It is tied where it may be, unless `tied` says otherwise. With `images` it is the text model of an image checkpoint.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     traits = FAMILIES[family]
+    tied = "tie_word_embeddings" not in traits.only if tied is None else tied
     if traits.latent:  # which decide the size of heads
         num_kv_heads = num_heads
     config = _config(family, rope_scaling, head_dim, hidden_size // num_heads, attention_bias, said or {})

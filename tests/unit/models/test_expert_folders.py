@@ -77,6 +77,7 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path, publishe
         ("first_k_dense_replace", 2, r"first_k_dense_replace is 2, and there are 2 layers: none"),
         ("n_shared_experts", 0, r"n_shared_experts must be an integer of at least 1"),
         ("scoring_func", "softmax", r"scoring_func = 'softmax' is no field of glm4_moe that is known"),
+        ("tie_word_embeddings", True, r"with glm4_moe: vLLM gives it a head of its own"),
     ],
 )  # fmt: skip
 def test_routers_that_there_cannot_be_are_refused_by_name(tmp_path, field, value, line):

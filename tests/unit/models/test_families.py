@@ -359,6 +359,7 @@ def test_layers_that_do_not_turn_are_those_of_transformers(tmp_path):
         ("attention_bias", False, "attention_bias = False is not supported, only True"),
         ("rms_norm_eps", 1e-6, "rms_norm_eps = 1e-06 is not supported, only 1e-05"),
         ("rope_scaling", {"rope_type": "default"}, "rope type 'default' is not supported with gpt_oss"),
+        ("rope_scaling", YARN | {"attention_factor": 1.0}, "attention_factor = 1.0 is no field of rope type 'yarn'"),
     ],
 )  # fmt: skip
 def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, line):
@@ -370,6 +371,9 @@ def test_what_vllms_gpt_oss_would_pass_over_is_refused(tmp_path, field, value, l
 @pytest.mark.parametrize(
     ("published", "change", "line"),
     [
+        (OLMO3, {"sliding_window_pattern": 2}, "sliding_window_pattern = 2 is not supported, only 4"),
+        (MINIMAX_M2, {"tie_word_embeddings": True}, "with minimax_m2: vLLM gives it a head of its own"),
+        (GPT_OSS, {"tie_word_embeddings": True}, "with gpt_oss: vLLM gives it a head of its own"),
         (MINIMAX_M2, {"quantization_config": {"quant_method": "fp8"}}, "only quant_method fp8 and weight_block_size"),
         (HY3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .* is not supported, only None"),
         (MINIMAX_M2, {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
