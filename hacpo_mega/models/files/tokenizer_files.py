@@ -43,7 +43,7 @@ CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eo
 
 
 def is_complete(folder: Path) -> bool:
-    """True if a folder's tokenizer.json says all of its tokenizer: by its class, or by another that reads it wrongly."""
+    """True if tokenizer.json says all of a folder's tokenizer: by its class, or by another that reads it wrongly."""
     described = read_json(folder / "tokenizer_config.json")
     if "auto_map" in described or not (folder / "tokenizer.json").is_file():
         return False

@@ -102,7 +102,8 @@ def make_model(
 
     The same arguments give the same weights. `rope_scaling` (for example LLAMA3_ROPE) is merged into rope_parameters.
     A `window` is that of all layers, or of every second one, as the family has it; experts are `ffn_size` wide.
-    `said` are further fields of config.json. It is tied where it may be, unless `tied` says otherwise. With `images` it is the text model of an image checkpoint.
+    `said` are further fields of config.json. It is tied where it may be, unless `tied` says otherwise. With `images` it
+    is the text model of an image checkpoint.
     Qwen2 derives its head size, so hidden_size must be num_heads * head_dim, and has its own fixed biases.
     """
     traits = FAMILIES[family]

@@ -98,7 +98,7 @@ def test_a_config_beside_it_does_not_change_the_tokenizer(tmp_path, small, famil
 @pytest.mark.parametrize("named", ["LlamaTokenizerFast", "GPT2Tokenizer"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
 def test_a_class_that_reads_a_folder_wrongly_is_not_taken(tmp_path, family, named):
-    """As DeepSeek's models in the form of Llama and Qwen3 name Llama's, and SmolLM2 GPT-2's; a copy names a right one."""
+    """DeepSeek's models in the form of Llama and Qwen3 name Llama's, SmolLM2 GPT-2's; a copy names a right one."""
     folder, out, text = tmp_path / "model", tmp_path / "out", "12 + 34\nis  é"
     ids_of = {token: number for number, token in enumerate(ALPHABET)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ids_of, [("1", "2")]))
