@@ -214,13 +214,13 @@ class _Run:
         questions = [self._asked(one.row, self._opened(one, done) + text, done.stop) for one, text, done in drawn]
         talks = [completion.conversation for completion in completions]
         judgements = self._judgements(judge, [*questions, *others], talks)
-        parts = zip(batch, completions, texts, questions, judgements, strict=True)
+        parts = zip(batch, completions, texts, talks, questions, judgements, strict=True)
         return [
             Answer(
                 id=request.row.id,
                 rollout=request.rollout,
                 seed=request_seed(self.settings.seed, request),
-                prompt_seen=self.codec.shown_prompt(request.row.text),
+                prompt_seen=self._seen(request.row, talk),
                 gold=request.row.gold,
                 text=text,
                 vote=final_answer(self.settings.voted, question.answer),
@@ -229,7 +229,7 @@ class _Run:
                 stop=completion.stop.name.lower(),
                 num_tokens=len(completion.token_ids),
             )
-            for request, completion, text, question, judgement in parts
+            for request, completion, text, talk, question, judgement in parts
         ]
 
     def _asked(self, row: PromptRow, text: str, stop: Stop) -> Asked:
@@ -255,6 +255,10 @@ class _Run:
     def _opened(self, request: Request, completion: Completion) -> str:
         talk = completion.conversation
         return self.codec.opened_thinking(request.row.text) if talk is None else talk.answer.opened
+
+    def _seen(self, row: PromptRow, talk: Conversation | None) -> str:
+        shown = self.codec.shown_prompt
+        return shown(row.text) if talk is None else shown(talk.task or row.text, talk.opening)
 
     def _text(self, completion: Completion) -> str:
         if completion.conversation is not None:

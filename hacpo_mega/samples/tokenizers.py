@@ -235,10 +235,10 @@ class TextCodec:
             size *= 4
         return False
 
-    def shown_prompt(self, text: str) -> str:
+    def shown_prompt(self, text: str, opening: str = "") -> str:
         """Text of a task as the model reads it: template, system prompt and special tokens included."""
         return self.tokenizer.decode(
-            list(self.encode_prompt(text)), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(self.encode_prompt(text, opening)), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def opened_thinking(self, text: str) -> str:

@@ -375,6 +375,7 @@ def test_an_agent_is_evaluated_in_its_runs_environment(run, tmp_path):
     ]
     assert len(found["none"]) == 12 and len({answer["text"] for answer in found["none"]}) > 6
     assert max(answer["num_tokens"] for answer in found["own"]) > 6, "some conversation has a second turn"
+    assert {answer["prompt_seen"] for answer in found["own"]} == {f"{n}+{n}=7" for n in range(10, 16)}
     for answer in found["own"]:  # a turn that was cut is not heard
         assert (1 / 6 if answer["num_tokens"] > 6 else 0.0) <= answer["reward"] <= 1.0, answer
     refused = run_here("eval", run / "agents/wide", file, "--out", tmp_path / "refused")

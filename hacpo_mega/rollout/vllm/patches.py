@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.utils import jit_monitor
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreOutput
@@ -83,22 +82,6 @@ def inside_a_block(allocate: Allocate) -> Allocate:
         return allocate(manager, request, num_new_tokens, **how)
 
     return allocate_slots
-
-
-def of_hashed_blocks(reset: Callable[..., bool]) -> Callable[..., bool]:
-    """Replacement of BlockPool's `reset_prefix_cache`, which takes 3 us for every block of the cache, used or not."""
-
-    @wraps(reset)
-    def reset_prefix_cache(pool: BlockPool) -> bool:
-        every = pool.blocks
-        if not pool._reuse_watchers:  # they are found by their place among all
-            pool.blocks = [block for block in every if block.block_hash is not None]
-        try:
-            return reset(pool)
-        finally:
-            pool.blocks = every
-
-    return reset_prefix_cache
 
 
 def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor], Callable[..., Any]]:
@@ -207,7 +190,6 @@ _EXPERTS = "every rank of an engine keeps the experts that its tokens went to"
 _MONITOR = "it watches the whole process: it warns of the trainer's own kernels, or fails them"
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
 _SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
-_BLOCKS = "a small model's cache has tens of thousands of blocks, and every weight sync forgets their prefixes"
 _LOADERS = "loaders of norms over all heads that ranks share are partial functions, which have no name"
 _CLASS = "another process would import vLLM to read the class, and answer with a pickle; this one loads it anyhow"
 _ROUTER = "on the CPU it has sigmoids with a bias for groups of experts alone, which MiniMax-M2 has none of"
@@ -222,7 +204,6 @@ VLLM = (
     Patch(jit_monitor, "activate", lambda **_how: None, _MONITOR),
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
-    Patch(BlockPool, "reset_prefix_cache", of_hashed_blocks, _BLOCKS, wraps=True),
     Patch(_LazyRegisteredModel, "inspect_model_cls", inspected_here, _CLASS),
     Patch(CPURouter, "__init__", of_one_group, _ROUTER, wraps=True),
     Patch(DeepseekV2MLAAttention, "__init__", with_latent_norms, _LATENTS, wraps=True),

@@ -72,7 +72,6 @@ SIGNATURES = {
     ),
     "vllm.model_executor.model_loader.reload.layerwise._get_weight_loader": "(tensor: torch.Tensor)",
     "LogprobsProcessor._update_sample_logprobs": "(self, logprobs_lists: vllm.v1.outputs.LogprobsLists) -> None",
-    "BlockPool.reset_prefix_cache": "(self) -> bool",
     "KVCacheManager.allocate_slots": (
         "(self, request: vllm.v1.request.Request, num_new_tokens: int, num_new_computed_tokens: int = 0, "
         f"new_computed_blocks: {BLOCKS} = None, num_lookahead_tokens: int = 0, num_external_computed_tokens: int = 0, "

@@ -11,9 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import _LazyRegisteredModel
 from vllm.sampling_params import RequestOutputKind
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -25,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hacpo_mega.rollout.vllm import patches
-from hacpo_mega.rollout.vllm.patches import MergedRecords, inside_a_block, of_hashed_blocks, written_at_once
+from hacpo_mega.rollout.vllm.patches import MergedRecords, inside_a_block, written_at_once
 
 LENGTHS = (1, 2, 63, 64, 65, 66, 150, 200)  # around the most tokens that are held
 
@@ -147,28 +146,3 @@ def test_slots_inside_a_block_are_vllms(tmp_path, monkeypatch, kind, layer):
     assert len({blocks for *_, blocks in found[0]}) > 1, "blocks became known as they filled"
     is_full = type(layer) is FullAttentionSpec
     assert taken[1] < taken[0] / 4 if is_full else taken[1] == taken[0]
-
-
-@pytest.mark.parametrize("is_running", [False, True])
-def test_a_reset_forgets_the_hashes_that_there_are(monkeypatch, is_running):
-    """As vLLM's own, which asks every block; with a block in use nothing is forgotten."""
-    own = next(patch for patch in patches.VLLM if patch.name == "reset_prefix_cache").original()
-    asked = []
-    forget = KVCacheBlock.reset_hash
-    monkeypatch.setattr(KVCacheBlock, "reset_hash", lambda block: asked.append(block.block_id) or forget(block))
-    for reset, num_asked in ((own, 50), (of_hashed_blocks(own), 3)):
-        asked.clear()
-        pool = BlockPool(50, enable_caching=True, hash_block_size=16)
-        every, taken = pool.blocks, pool.get_new_blocks(6)
-        for number, block in enumerate(taken[:4]):
-            block.set_block_hash(bytes([number // 2]), 16)  # two blocks of a hash
-            pool.cached_block_hash_to_block.insert(block.block_hash, block)
-        pool.free_blocks(taken[is_running:])
-        pool._maybe_evict_cached_block(taken[1])
-        asked.clear()
-        assert reset(pool) is not is_running
-        assert pool.blocks is every
-        assert len(asked) == (0 if is_running else num_asked)
-        left = [taken[0], taken[2], taken[3]] if is_running else []
-        assert [block for block in every if block.block_hash is not None] == left
-        assert len(pool.cached_block_hash_to_block) == (2 if is_running else 0)
