@@ -31,7 +31,6 @@ from hacpo_mega.models.files.visible import say
 PROBE_S = 5.0  # for one connection
 POLL_S = 0.2
 PURPOSE = "store"
-ALL_HERE = "all here"  # a key of the job, when the roll is full
 NAME_BYTES = 8  # of an attempt
 # Rank 0 may be another attempt's, which is about to end: so long is it asked again.
 ANOTHER_S = 60.0
@@ -64,7 +63,8 @@ def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
     """
     name = os.urandom(NAME_BYTES).hex()
     if env.rank == 0:
-        threading.Thread(target=_tell_attempt, args=(store.clone(), name), name="attempt", daemon=True).start()
+        told = (store.clone(), name, env.world_size)
+        threading.Thread(target=_tell_attempt, args=told, name="attempt", daemon=True).start()
         return name
     store.append("asking", name)
     try:
@@ -74,11 +74,12 @@ def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
         raise Unreachable(f"rank {env.rank} on {env.node}: rank 0 has not come within {patience_s:g} s") from error
 
 
-def _tell_attempt(store: dist.Store, name: str) -> None:
+def _tell_attempt(store: dist.Store, name: str, num_ranks: int) -> None:
     """Until the roll is full: who comes later has been started again, and belongs to the next attempt."""
     num_told, size = 0, 2 * NAME_BYTES
+    roll = [f"{name}/hacpo_mega/{_here(rank)}" for rank in range(num_ranks)]
     with suppress(RuntimeError):  # the launcher has ended
-        while not store.check([f"{name}/hacpo_mega/{ALL_HERE}"]):
+        while not store.check(roll):
             asking = store.get("asking").decode() if store.check(["asking"]) else ""
             for start in range(num_told * size, len(asking), size):
                 store.set(asking[start : start + size], name)
@@ -184,7 +185,7 @@ class RollCall:
             left_s = self._patience_s - (time.monotonic() - began)
             try:
                 self._store.wait(keys, timedelta(seconds=max(POLL_S, min(notice_s, left_s))))
-                return self._store.set(ALL_HERE, "1")
+                return
             except RuntimeError:
                 if left_s <= notice_s:
                     self.explain()

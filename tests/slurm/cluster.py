@@ -124,7 +124,7 @@ class Cluster:
         self.on(CONTROL, "slurmctld", "-c")
         for node in NODES:
             self.power_on(node)
-        self.wait(lambda: self.states() == ["idle"] * len(NODES), "all nodes to be idle")
+        self.wait_for_idle_nodes()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,6 +190,10 @@ class Cluster:
     def states(self) -> list[str]:
         """The state of every node, in Slurm's words."""
         return self.on(CONTROL, "sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).stdout.split()
+
+    def wait_for_idle_nodes(self) -> None:
+        """Until every node is there and has no job."""
+        self.wait(lambda: self.states() == ["idle"] * len(NODES), "all nodes to be idle")
 
     def job(self, number: str) -> dict[str, str]:
         """The fields of `scontrol show job`: JobState, Restarts, NodeList, ..."""

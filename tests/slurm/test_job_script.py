@@ -35,6 +35,7 @@ def going(slurm, config, python, tmp_path_factory) -> Iterator[dict[str, tuple[s
     """The number and the log of jobs that were submitted together; the node that fails "bad" has another model."""
     elsewhere = configure(tmp_path_factory.mktemp("spoiled"))
     model = str(elsewhere.parent / "wide")
+    slurm.cluster.wait_for_idle_nodes()  # a job of another file may be leaving the first
     slurm.cluster.on("node1", "mount", "-t", "tmpfs", "tmpfs", model)
     try:
         yield {

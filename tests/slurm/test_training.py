@@ -163,7 +163,7 @@ def disturbed(slurm, config) -> dict:
     cluster.on(CONTROL, "scancel", first)
     gate.open(2)
     told = {"run_dir": run_dir, "first": first, "state": slurm.wait_for_end(first, run_dir)}
-    cluster.wait(lambda: cluster.states() == ["idle"] * 4, "the nodes to be free")
+    cluster.wait_for_idle_nodes()
     told["left"], told["committed"] = processes_of(run_dir), max(committed_steps(run_dir))
 
     gate.open(told["committed"] + 1)
