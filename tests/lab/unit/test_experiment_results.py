@@ -12,6 +12,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 
 from hacpo_lab.experiments.grid import Cell, load_grid
 from hacpo_lab.experiments.identity import folder_digest, identity_of
+from hacpo_lab.experiments.order import Part
 from hacpo_lab.experiments.result import diagnose, measure, pack_results, read_packed, read_result, write_result
 from hacpo_lab.experiments.trust import (
     check_cells,
@@ -149,6 +150,9 @@ def test_a_seed_is_not_finished_from_other_warm_starts(tmp_path):
     assert seeds_begun_elsewhere(grid, mixed, here) == [2]
     with pytest.raises(ValueError, match=rf"{cells[3].name}.json: warm start of A there, expected start"):
         require_same(grid, {cell: there[cell] for cell in cells[:4]}, here, COMMIT)
+    require_same(grid, {cell: there[cell] for cell in cells[:4]}, here, COMMIT, Part.parse("1/2"))
+    with pytest.raises(ValueError, match="warm start of A there"):
+        require_same(grid, {cell: there[cell] for cell in cells[:4]}, here, COMMIT, Part.parse("2/2"))
 
 
 def test_the_table_of_two_sources_is_refused_by_the_command(tmp_path):

@@ -4,7 +4,12 @@ from repository import ROOT
 
 GENERATED = {
     ROOT / "docs" / name
-    for name in ("evidence/README.md", "evidence_gap/README.md", "evidence_conversations/README.md")
+    for name in (
+        "evidence/README.md",
+        "evidence_equals/README.md",
+        "evidence_gap/README.md",
+        "evidence_conversations/README.md",
+    )
 }
 # A document that needs more words takes them from another one.
 MOST_WORDS, MOST_README_LINES = 31_400, 120

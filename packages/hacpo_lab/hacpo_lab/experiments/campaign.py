@@ -96,14 +96,14 @@ class Queue:
         """Runs cells until none is left, or `limit` have been tried."""
         failed: list[Cell] = []
         num_made = 0
-        scores = self.scores()
+        scores = self.scores(part)
         while limit is None or num_made + len(failed) < limit:
             cell = next((cell for cell in pending_cells(self.grid, scores, part) if cell not in failed), None)
             if cell is None:
                 break
             start = time.monotonic()
             result = self.make(cell)
-            scores = self.scores()
+            scores = self.scores(part)
             if result is None:
                 failed.append(cell)
                 continue
@@ -116,10 +116,10 @@ class Queue:
             pack_results(self.grid.results, read_results(self.grid)[0].values())
         return Outcome(num_made, tuple(failed), num_missing)
 
-    def scores(self) -> dict[Cell, float]:
+    def scores(self, part: Part) -> dict[Cell, float]:
         """The scores of finished cells, as they lie on disk: files of another machine may come at any time."""
         results, _ = read_results(self.grid)
-        require_same(self.grid, results, self.identities, self.commit)
+        require_same(self.grid, results, self.identities, self.commit, part)
         return {cell: result.score for cell, result in results.items()}
 
     def make(self, cell: Cell) -> Result | None:

@@ -39,8 +39,13 @@ class Part:
 
         Tuning runs go by method, so that all rates of a method are tried on one machine; reported runs by seed.
         """
-        number = list(grid.methods).index(cell.method) if cell.stage == "tuning" else list(grid.seeds).index(cell.seed)
-        return number % self.total == self.index
+        if cell.stage == "tuning":
+            return list(grid.methods).index(cell.method) % self.total == self.index
+        return self.has_seed(grid, cell.seed)
+
+    def has_seed(self, grid: Grid, seed: int) -> bool:
+        """Tells whether the reported runs of a seed are this machine's."""
+        return list(grid.seeds).index(seed) % self.total == self.index
 
 
 EVERYTHING = Part(0, 1)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, warm_starts_of
 from hacpo_lab.experiments.identity import Identity, folder_digest, identity_of
-from hacpo_lab.experiments.order import pending_cells
+from hacpo_lab.experiments.order import EVERYTHING, Part, pending_cells
 from hacpo_lab.experiments.result import Result, read_packed, read_result
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
@@ -86,14 +86,19 @@ def check_identities(configs: Mapping[Setting, Config]) -> dict[Setting, Identit
 
 
 def require_same(
-    grid: Grid, results: Mapping[Cell, Result], identities: Mapping[Setting, Identity], commit: str | None
+    grid: Grid,
+    results: Mapping[Cell, Result],
+    identities: Mapping[Setting, Identity],
+    commit: str | None,
+    part: Part = EVERYTHING,
 ) -> None:
     """ValueError for results that this source and this grid would not make again: one line per kind of difference.
 
-    Warm starts are looked at where runs are missing: a seed of which all are there may have begun from others.
+    Warm starts are looked at where this machine's part lacks runs: a seed of which all are there may have begun from
+    others, and one that another machine runs from that machine's.
     """
     complaints: dict[str, list[str]] = {}
-    unfinished = _unfinished_seeds(grid, results)
+    unfinished = _unfinished_seeds(grid, results, part)
     for cell, result in results.items():
         expected = identities[cell.regime, cell.method]
         differences = [("commit", result.commit, commit)] if result.commit != commit else []
@@ -191,12 +196,13 @@ def _unfit(grid: Grid, config: Config) -> Iterator[str]:
         yield f"agents.{plain[0]} has no init table, so no seed can have a model of its own: leave warm_starts out"
 
 
-def _unfinished_seeds(grid: Grid, results: Mapping[Cell, Result]) -> set[tuple[str, int]]:
-    """(regime, seed) of which runs are missing: every reported one while a rate that some of them need is not known."""
-    pending = pending_cells(grid, {cell: result.score for cell, result in results.items()})
-    in_tuning = {cell.regime for cell in pending if cell.stage == "tuning"}
-    reported = {(regime, seed) for regime in in_tuning for seed in grid.seeds}
-    return reported | {(cell.regime, cell.seed) for cell in pending}
+def _unfinished_seeds(grid: Grid, results: Mapping[Cell, Result], part: Part) -> set[tuple[str, int]]:
+    """(regime, seed) of which runs of a part are missing: every reported one while a rate that some of them need is not
+    known."""
+    scores = {cell: result.score for cell, result in results.items()}
+    in_tuning = {cell.regime for cell in pending_cells(grid, scores) if cell.stage == "tuning"}
+    reported = {(regime, seed) for regime in in_tuning for seed in grid.seeds if part.has_seed(grid, seed)}
+    return reported | {(cell.regime, cell.seed) for cell in pending_cells(grid, scores, part)}
 
 
 Difference = tuple[str, str, str]  # (what, found, expected)
