@@ -185,7 +185,7 @@ class Endpoint:
     def _conversation_of(self, request: web.Request) -> ForeignConversation:
         """The conversation of a call, by its address and its key."""
         name = request.match_info.get("name") or request.headers.get("X-Session-ID") or "default"
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode()
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._key(name).encode()):
             others = (self._key(other).encode() for other in list(self._conversations))
             if any(hmac.compare_digest(given, key) for key in others):

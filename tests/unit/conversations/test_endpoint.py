@@ -7,6 +7,7 @@ import asyncio
 import json
 import stat
 import threading
+from http.client import HTTPConnection
 from pathlib import Path
 
 import aiohttp
@@ -188,6 +189,17 @@ def test_a_key_opens_its_own_conversation_only(tmp_path, by_file):
         endpoint.stop()
         ends.set()
         thread.join()
+
+
+def test_a_key_of_any_bytes_is_refused():
+    endpoint = Endpoint(Answering().queue, "m", "key", None, TERMS, seed=0)
+    connection = HTTPConnection(endpoint.start().removeprefix("http://"))
+    try:
+        connection.request("POST", "/inference/v1/generate", b"{}", {"Authorization": b"Bearer \xff"})
+        assert (connection.getresponse().status, endpoint.refused) == (401, {"key": 1})
+    finally:
+        connection.close()
+        endpoint.stop()
 
 
 def test_tools_reach_the_template_as_the_program_has_written_them():
