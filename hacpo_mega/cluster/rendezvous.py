@@ -63,8 +63,7 @@ def _attempt(env: LauncherEnv, store: dist.Store, patience_s: float) -> str:
     """
     name = os.urandom(NAME_BYTES).hex()
     if env.rank == 0:
-        told = (store.clone(), name, env.world_size)
-        threading.Thread(target=_tell_attempt, args=told, name="attempt", daemon=True).start()
+        threading.Thread(target=_tell_attempt, args=(store.clone(), name, env.world_size), daemon=True).start()
         return name
     store.append("asking", name)
     try:

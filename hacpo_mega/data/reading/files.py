@@ -303,6 +303,9 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
         yield 0, DataProblem(file, None, None, "is a folder" if file.is_dir() else "does not exist")
     elif file.suffix == ".parquet":
         yield from _read_batches(file)
+    elif file.suffix in (".csv", ".tsv"):
+        what = f"is {file.suffix[1:]}, JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet.write_table"
+        yield 0, DataProblem(file, None, None, what)
     else:
         with open_bytes(file) as lines:
             is_packed = isinstance(lines, gzip.GzipFile)

@@ -62,7 +62,8 @@ def test_every_problem_of_every_file_at_once(tmp_path):
     )
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    problems = check_data([bad, empty, tmp_path / "absent.jsonl", tmp_path], "prompt", "answer")
+    (table := tmp_path / "table.csv").write_text("prompt,answer\n1+1,2\n")
+    problems = check_data([bad, empty, tmp_path / "absent.jsonl", tmp_path, table], "prompt", "answer")
     found = [(p.file.name, p.line, p.field, p.what.split(" (")[0]) for p in problems]
     assert found == [
         ("bad.jsonl", 2, "prompt", "is missing"),
@@ -80,9 +81,15 @@ def test_every_problem_of_every_file_at_once(tmp_path):
         ("empty.jsonl", None, None, "has no rows"),
         ("absent.jsonl", None, None, "does not exist"),
         (tmp_path.name, None, None, "is a folder"),
+        (
+            "table.csv",
+            None,
+            None,
+            "is csv, JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet.write_table",
+        ),
     ]
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: field 'prompt' is missing") as error:
-        load_prompts([bad, empty, tmp_path / "absent.jsonl", tmp_path])
+        load_prompts([bad, empty, tmp_path / "absent.jsonl", tmp_path, table])
     assert "the row has: answer" in str(error.value)
     assert len(str(error.value).splitlines()) == len(problems)
 
