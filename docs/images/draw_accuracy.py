@@ -1,14 +1,15 @@
-"""Draws docs/images/accuracy.png: accuracy on the test set of equal agents, method by method, from docs/evidence_equals.
+"""Draws docs/images/accuracy.png: test accuracy of equal agents, method by method, from docs/evidence_equals.
 
     python docs/images/draw_accuracy.py
 
-Mean of both agents, greedy, each skill alike; a point is a seed, a bar the mean. At the right, the answers of both agents
-that a run generated, and those that trained an agent, each counted once for every agent that learned from it.
+Mean of both agents, greedy, each skill alike; a point is a seed, a bar the mean. At the right, the answers that a run
+generated, and those that trained an agent, each counted once for every agent that learned from it.
 """
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+
 from hacpo_lab.experiments.evidence import ALL_AGENTS, evidence_of
 from hacpo_lab.experiments.final_answers import GREEDY
 from hacpo_lab.experiments.grid import load_grid

@@ -304,7 +304,7 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
     elif file.suffix == ".parquet":
         yield from _read_batches(file)
     elif file.suffix in (".csv", ".tsv"):
-        what = f"is {file.suffix[1:]}, JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet.write_table"
+        what = f"is {file.suffix[1:]}; JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet"
         yield 0, DataProblem(file, None, None, what)
     else:
         with open_bytes(file) as lines:

@@ -81,12 +81,7 @@ def test_every_problem_of_every_file_at_once(tmp_path):
         ("empty.jsonl", None, None, "has no rows"),
         ("absent.jsonl", None, None, "does not exist"),
         (tmp_path.name, None, None, "is a folder"),
-        (
-            "table.csv",
-            None,
-            None,
-            "is csv, JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet.write_table",
-        ),
+        ("table.csv", None, None, "is csv; JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet"),
     ]
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: field 'prompt' is missing") as error:
         load_prompts([bad, empty, tmp_path / "absent.jsonl", tmp_path, table])
