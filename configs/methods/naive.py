@@ -2,8 +2,8 @@
 
     s = exp(log ratio),   L = -min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A) for everybody's answers
 
-The same method twice is to show what rounding alone does to a run. In float32 on CPUs it does nothing: every answer and
-metric is the same (docs/evidence_equals).
+The same method twice was to show what rounding alone does to a run. On CPUs both compute in float64 and round once, so
+every answer and metric of six seeds is the same (docs/evidence_equals).
 
     [algorithm]
     method = "naive"
