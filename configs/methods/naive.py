@@ -3,7 +3,7 @@
     s = exp(log ratio),   L = -min(s A, clip(s, 1 - 3e-4, 1 + 4e-4) A) for everybody's answers
 
 The same method twice was to show what rounding alone does to a run. On CPUs both compute in float64 and round once, so
-every answer and metric of six seeds is the same (docs/evidence_equals).
+every answer and metric of eight seeds is the same (docs/evidence_equals).
 
     [algorithm]
     method = "naive"
