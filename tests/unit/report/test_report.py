@@ -28,10 +28,10 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.canvas import label_ends, panels
+from hacpo_mega.report.canvas import dressed, label_ends, panels, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
-from hacpo_mega.report.plots import draw, draw_pictures, figures_of
+from hacpo_mega.report.plots import draw, draw_pictures, draw_timeline, figures_of
 from hacpo_mega.report.run import Run, Series, load_run
 from hacpo_mega.report.verdicts import verdicts
 
@@ -195,8 +195,14 @@ def test_a_bare_metrics_file_is_enough(tmp_path: Path) -> None:
 def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path) -> None:
     """Two ranks learn for 3 and 1 of 4 seconds; the second waits in its exchange. By pixels of a phase's colour."""
     write_run(tmp_path, ("a", "b"), num_steps=1, evaluate_every=0)
-    write_report(tmp_path)
-    measured = num_pixels(tmp_path / "report" / "timeline.png", PHASE_COLOURS["publish"])
+    picture = tmp_path / "timeline.png"
+
+    def draw_again() -> None:
+        with dressed():
+            picture.write_bytes(to_png(draw_timeline(load_run(tmp_path))))
+
+    draw_again()
+    measured = num_pixels(picture, PHASE_COLOURS["publish"])
     assert measured > 1000, "the seconds of the phases, which the run has"
     spans = {0: (Span("learn", "phase", 0.0, 3.0), Span("exchange", "phase", 3.0, 4.0))}
     waits = Span("barrier", "collective", 1.0, 4.0, "job", 0)
@@ -204,8 +210,8 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     spans[0] += (waits._replace(begin_s=3.0),)
     tracks = [Track(rank, rank, "ab"[rank], 0, 0, 0.0, 0.0, found) for rank, found in spans.items()]
     assert write_trace(tmp_path, 1, chrome_trace(1, tracks)) is None
-    write_report(tmp_path)
-    pixels = {name: num_pixels(tmp_path / "report" / "timeline.png", PHASE_COLOURS[name]) for name in PHASE_COLOURS}
+    draw_again()
+    pixels = {name: num_pixels(picture, PHASE_COLOURS[name]) for name in PHASE_COLOURS}
     assert pixels["publish"] == 0, "what is not in the trace is not drawn"
     assert pixels["learn"] > 1.3 * pixels["exchange"], "4 s each, but most of one exchange is a wait"
     whole = (tmp_path / "trace" / "step_000001.json.gz").read_bytes()
@@ -214,7 +220,7 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     for content in (b"no trace", damaged, deep, infinite):
         (tmp_path / "trace" / "step_000001.json.gz").write_bytes(content)
         with pytest.raises(ValueError, match=r"step_000001.json.gz is not a trace of a step"):
-            write_report(tmp_path)
+            draw_again()
 
 
 @pytest.mark.nightly
@@ -226,7 +232,7 @@ def test_a_strip_shows_every_token_on_its_learners_advantage(tmp_path: Path) -> 
     answer = prompt["answers"][0] | {"tokens": ["4<b>", "+", "5"], "token_logprob": [-0.25, -1.0, -2.0]}
     answer |= {"token_ratio": [0.5, 1.0, 1.05], "advantage": {"a": -1.5, "b": 2.0}, "ratio": {"b": 0.7}}
     path.write_text(json.dumps(prompt | {"answers": [answer]}) + "\n")
-    text = write_report(tmp_path).read_text(encoding="utf-8")
+    text = render_page(load_run(tmp_path), [])
     own = '<div class="strip down" style="--depth:30%"><span class="less strong" title="log-prob -0.250, ratio 0.500">'
     assert f"{own}4&lt;b&gt;</span>" in text
     assert '<span class="" title="log-prob -1.000, ratio 1.000">+</span>' in text
