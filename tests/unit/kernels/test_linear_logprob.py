@@ -257,9 +257,9 @@ def test_triton_refuses_float64_and_auto_takes_the_reference():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("architecture", [90, 86, 120])
+@pytest.mark.parametrize("architecture", [90, 120])
 def test_kernels_compile_without_a_gpu(request, architecture):
-    """Every variant fits in a device's shared memory, and on Hopper the matrix products use WGMMA."""
+    """Every variant fits in a device's shared memory: wide tiles with WGMMA on Hopper, narrow ones where 99 KiB are."""
     script = request.config.rootpath / "kernels/bench/compile_report.py"
     report = subprocess.run([sys.executable, str(script), str(architecture)], capture_output=True, text=True)
     assert report.returncode == 0, report.stdout + report.stderr
