@@ -156,4 +156,5 @@ def grade(
     lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
     lines += [graded.unjudged] if graded.unjudged else []
     lines += [describe(graded.problems)] if graded.problems else []
+    lines += ["--gold-field and --pred-field name other columns"] if any(p.field for p in graded.problems) else []
     return Findings(tuple(lines), is_sound=not graded.problems and not graded.unjudged)
