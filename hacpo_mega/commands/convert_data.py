@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hacpo_mega.commands.inspect_data import Findings, listed, read_all, read_evaluation
 from hacpo_mega.data.dataset_checks import contradictions, deduplicated, without_overlap
-from hacpo_mega.data.datasets import LAYOUTS, layouts_of, write_dataset
+from hacpo_mega.data.datasets import LAYOUTS, NO_LAYOUT, layouts_of, write_dataset
 from hacpo_mega.data.reading.files import describe, refuse_overwriting
 
 NUM_SHOWN = 20
@@ -36,7 +36,8 @@ def convert(
     evaluation = read_evaluation(evaluation_files, layouts_of(*own, only=False) if own else LAYOUTS)
     bad, unknown = ([defect for one in read for defect in one.defects] for read in (datasets, evaluation))
     if unknown or (bad and not skip_bad):
-        remedy = "" if unknown else "; --skip-bad leaves these rows out"
+        columns = "; --prompt-field and --gold-field name other columns" if NO_LAYOUT in describe(bad) else ""
+        remedy = "" if unknown else f"{columns}; --skip-bad leaves these rows out"
         raise ValueError(f"{describe([*bad, *unknown])}\n{out} not written{remedy}")
     problems = [problem for dataset in datasets for problem in dataset.problems]
     disputed = contradictions(problems)

@@ -24,7 +24,7 @@ from hacpo_mega.data.reading.files import (
     refuse_overwriting,
     replacing,
 )
-from hacpo_mega.data.reading.row_values import GOLD_TYPES, gold_text, quoted, value_problem
+from hacpo_mega.data.reading.row_values import GOLD_TYPES, gold_text, prompt_problem, prompt_text, quoted, value_problem
 from hacpo_mega.models.files.links import require_inside_its_run
 from hacpo_mega.records import Judgement, Stop, Verdict
 
@@ -73,8 +73,9 @@ def grade_file(
 
     Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
     has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
-    for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos). Answers to an equal prompt (in
-    eval's files `prompt_seen`) with an equal gold are a group; without prompts, those of equal rows. The reward of an
+    a text or chat messages for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos).
+    Answers to an equal prompt (in eval's files `prompt_seen`) with an equal gold are a group; without prompts, those of
+    equal rows. The reward of an
     unjudged answer is null. Unreadable rows are in `problems`, with their lines; nothing is raised for them. ValueError
     when `out` is the file itself.
     """
@@ -130,7 +131,8 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: 
     row = fields_text({name: value for name, value in record.items() if name not in ("prompt", pred_field)})
     question = record.get("prompt") or record.get("prompt_seen")
     place = hash((str(question), gold_text(gold))) if question else None
-    prompt = str(record.get("prompt") or "")
+    asked = record.get("prompt") or ""
+    prompt = prompt_text(asked, {}, None) if prompt_problem(asked) is None else str(asked)
     return _Row(line, Asked(prompt, gold_text(pred), gold_text(gold), STOPS[stop], row, place=place))
 
 
@@ -156,4 +158,5 @@ def grade(
     lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
     lines += [graded.unjudged] if graded.unjudged else []
     lines += [describe(graded.problems)] if graded.problems else []
+    lines += ["--gold-field and --pred-field name other columns"] if any(p.field for p in graded.problems) else []
     return Findings(tuple(lines), is_sound=not graded.problems and not graded.unjudged)

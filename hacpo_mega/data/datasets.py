@@ -12,6 +12,7 @@ its line; the good rows still come. Not here: repeated and overlapping problems 
 import json
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -38,11 +39,12 @@ from hacpo_mega.data.reading.files import (
 )
 from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
+    choices_problems,
     gold_problem,
     gold_text,
+    media_problems,
     prompt_problem,
     prompt_text,
-    quoted,
     row_tools_problem,
 )
 from hacpo_mega.data.reading.tables import MAX_TIMES_UNPACKED, is_saved, most_unpacked
@@ -53,6 +55,7 @@ Record = dict[str, Any]
 
 LINES = (".jsonl", ".jsonl.gz")
 DOCUMENTS = (".json", ".json.gz")
+NO_LAYOUT = "fits no known layout"
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Entries of an archive that say something of the next one: a long name, a size, times.
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -134,16 +137,20 @@ def _boxed_solution(row: Record) -> str:
     return answer
 
 
-def _last_message(row: Record) -> object:
-    roles = [message["role"] for message in row["prompt"]]
-    if roles != ["user"]:
-        raise ValueError(f"has messages of {quoted(', '.join(map(str, roles)))}; needs a single one of user")
-    return row["prompt"][0]["content"]
+def _text_or_messages(row: Record) -> object:
+    """The text of a single message of the user, which the same problem has in other files, or all messages."""
+    messages = row["prompt"]
+    is_text = [message["role"] for message in messages] == ["user"] and isinstance(messages[0]["content"], str)
+    return messages[0]["content"] if is_text else messages
 
 
 def _verl_target(row: Record) -> object:
     truth = row["reward_model"]["ground_truth"]
-    return truth["target"] if isinstance(truth, dict) else truth
+    truth = truth["target"] if isinstance(truth, dict) else truth
+    if isinstance(truth, str) and truth.startswith('["'):  # Skywork-OR1 writes each list of golds as JSON text
+        with suppress(ValueError):
+            truth = parse_json(truth)
+    return _single(truth)
 
 
 def _verl_solution(row: Record) -> object:
@@ -155,11 +162,11 @@ def _with_context(row: Record) -> object:
     return row["context"] + "\n\n" + row["question"] if row.get("context") else row["question"]
 
 
-def _single_answer(row: Record) -> object:
-    answers = row["final_answer"]
+def _single(answers: object) -> object:
+    """The gold of a list of one. ValueError for more: readers differ in whether all are asked for or any will do."""
     if not isinstance(answers, list) or len(answers) == 1:
         return answers[0] if isinstance(answers, list) else answers
-    raise ValueError(f"has {len(answers)} final answers; needs one string with all of them")
+    raise ValueError(f"has {len(answers)} final answers; needs a single text")
 
 
 def _olympiad_solution(row: Record) -> object:
@@ -172,12 +179,16 @@ LAYOUTS: Mapping[str, Layout] = {
         lambda row: isinstance(row.get("prompt"), list) and "reward_model" in row,
         "prompt",
         "reward_model.ground_truth",
-        _last_message,
+        _text_or_messages,
         _verl_target,
         _verl_solution,
     ),
     "olympiadbench": _plain(
-        "question", "final_answer", prompt=_with_context, gold=_single_answer, solution=_olympiad_solution
+        "question",
+        "final_answer",
+        prompt=_with_context,
+        gold=lambda row: _single(row["final_answer"]),
+        solution=_olympiad_solution,
     ),
     "nemo": _plain("problem", "expected_answer", solution=lambda row: row.get("reference_solution")),
     "gsm8k": _plain(
@@ -334,7 +345,7 @@ def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> 
         asked = f"has not {own.prompt_field!r} and {own.gold_field!r}, and " if own else ""
         empty = field_names({name: None for name, value in record.items() if value is None})
         null = "" if empty == field_names({}) else f"; null: {empty}"
-        what = f"{asked}fits no known layout (the row has: {field_names(record)}{null})"
+        what = f"{asked}{NO_LAYOUT} (the row has: {field_names(record)}{null})"
         return DataProblem(row.file, row.line, None, what)
     field = own.prompt_field if record.get(own.prompt_field) is None else own.gold_field
     return DataProblem(row.file, row.line, field, absence(record, field))
@@ -347,7 +358,8 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
         return DataProblem(row.file, row.line, None, what)
     checked = (layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))
-    for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field))):
+    unread = media_problems(record) + (choices_problems(record, prompt) if layout in LAYOUTS.values() else [])
+    for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field)), *unread):
         if what:
             return DataProblem(row.file, row.line, field, what)
     text = prompt_text(prompt, record, layout.tools_field)

@@ -28,6 +28,7 @@ from hacpo_mega.data.reading.row_values import (
     NUM_CHARACTERS_SHOWN,
     gold_problem,
     gold_text,
+    media_problems,
     prompt_problem,
     prompt_text,
     quoted,
@@ -40,7 +41,6 @@ from hacpo_mega.models.files.replacing import replacing as replacing_bytes
 NUM_PROBLEMS_SHOWN = 20
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
 # Size of a row, packed or not: a program's test cases take a few MiB.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
@@ -253,10 +253,7 @@ class _FileReader:
                 what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
             if what:
                 problems.append(DataProblem(self._file, line, field, what))
-        for field in MEDIA:
-            if (value := record.get(field)) and isinstance(value, list | dict | bytes):
-                what = "is not read, for agents see text alone: leave such rows out, or the field if the text says all"
-                problems.append(DataProblem(self._file, line, field, what))
+        problems += [DataProblem(self._file, line, field, what) for field, what in media_problems(record)]
         if what := row_tools_problem(record, self._tools_field):
             problems.append(DataProblem(self._file, line, self._tools_field, what))
         return problems

@@ -16,6 +16,8 @@ NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
 # Words for a value of a row, by its type.
 WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
+CHOICES = ("choices", "options")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -58,6 +60,21 @@ def prompt_problem(value: object) -> str | None:
         return messages_problem(value) or value_problem(messages_text(value), (str,))
     is_read_as_other = isinstance(value, str) and messages_of(value) is not None
     return "is chat messages as JSON text; write them as a list" if is_read_as_other else value_problem(value, (str,))
+
+
+def media_problems(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The fields of a row that hold images and the like, each with the reason why it cannot be used."""
+    what = "is not read, for agents see text alone: leave such rows out, or the field if the text says all"
+    return [(field, what) for field in MEDIA if row.get(field) and isinstance(row[field], list | dict | bytes)]
+
+
+def choices_problems(row: Mapping[str, Any], prompt: object) -> list[tuple[str, str]]:
+    """The fields of a row that hold choices which its prompt, a text, lacks, each with the reason not to use it."""
+    found = [(field, row[field]) for field in CHOICES if isinstance(row.get(field), list | dict)]
+    texts = [(field, list(value.values()) if isinstance(value, dict) else value) for field, value in found]
+    what = "has choices that are not in the prompt: write them into it, or leave the field out"
+    is_text = isinstance(prompt, str)
+    return [(field, what) for field, given in texts if is_text and any(str(text) not in prompt for text in given)]
 
 
 def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:

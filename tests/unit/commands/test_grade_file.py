@@ -117,6 +117,17 @@ def test_the_answers_of_an_evaluation_and_fields_of_other_names_are_read(tmp_pat
     assert (done.exit_code, done.output.startswith("correct: 1\nwrong: 1\n")) == (0, True), done.output
 
 
+def test_prompts_that_are_chat_messages_are_so_for_a_grader_of_trls(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def own(prompts, completions, **kwargs):\n"
+        "    return [float(p[0]['content'] == c[0]['content']) for p, c in zip(prompts, completions)]\n"
+    )
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "gold": "1", "pred": said} for said in "ab"]
+    with Judge(f"{tmp_path}/own.py:own") as judge:
+        grade_file(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
+    assert [reply["reward"] for reply in graded(tmp_path / "out.jsonl")] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("field", ["prompt", "prompt_seen"])
 def test_all_answers_to_a_prompt_are_a_group_wherever_they_stand(tmp_path, monkeypatch, field):
     monkeypatch.setattr(grade, "ROWS_AT_A_TIME", 2)

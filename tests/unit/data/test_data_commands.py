@@ -67,7 +67,8 @@ def test_convert_reads_the_named_columns_and_a_run_reads_its_output(tmp_path):
         {"id": f"own{i}", "talk": chat, "target": len(chat[1]["content"]), "hard": i} for i, chat in enumerate(chats)
     ]
     file, out = write(tmp_path / "chats.jsonl", rows), tmp_path / "out.jsonl"
-    assert "fits no known layout" in run("data", "convert", file, "--out", out)[1]
+    said = run("data", "convert", file, "--out", out)[1]
+    assert "fits no known layout" in said and "--prompt-field and --gold-field name other columns" in said
     code, text = run("data", "convert", file, "--out", out, "--prompt-field", "talk", "--gold-field", "target")
     assert (code, "2 problems; 1 repetitions" in text) == (0, True), text
     written = [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
@@ -94,3 +95,5 @@ def test_grade_writes_a_verdict_per_line(tmp_path):
     assert code == 0
     assert [json.loads(line)["verdict"] for line in out.read_text().splitlines()] == ["correct", "wrong", "no_answer"]
     assert "correct: 1" in text
+    code, text = run("grade", tmp_path / "answers.jsonl", "--out", out, "--gold-field", "label")
+    assert code == 1 and "--gold-field and --pred-field name other columns" in text

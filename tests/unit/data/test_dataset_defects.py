@@ -48,14 +48,28 @@ def test_defects_are_named_with_their_line_and_good_rows_still_come(tmp_path):
 
 
 def test_layout_specific_defects(tmp_path):
-    chat = {**VERL, "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}
-    assert "messages of 'system, user'" in read_dataset(write_lines(tmp_path / "a.jsonl", chat)).defects[0].what
+    either = {**VERL, "reward_model": {"ground_truth": '["1", "2"]'}}
+    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "a.jsonl", either)).defects[0].what
     two = {"question": "Q", "final_answer": ["1", "2"]}
     assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "b.jsonl", two)).defects[0].what
     no_target = {**VERL, "reward_model": {"ground_truth": {"question": "q"}}}
     assert (
         "malformed (KeyError: 'target')" in read_dataset(write_lines(tmp_path / "c.jsonl", no_target)).defects[0].what
     )
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [
+        ("images", ["a.png"], "is not read, for agents see text alone"),
+        ("options", ["2", "3"], "has choices that are not in the prompt"),
+        ("choices", {"A": "2", "B": "4"}, "has choices that are not in the prompt"),
+    ],
+)
+def test_what_a_row_shows_beside_its_text_is_not_left_out(tmp_path, field, value, said):
+    for row in ({"problem": "What is 1+1? A) 2", "answer": "2"}, {"prompt": "1+1? A) 2", "answer": "2"}):
+        (defect,) = read_dataset(write_lines(tmp_path / "a.jsonl", {**row, field: value})).defects
+        assert defect.field == field and said in defect.what
 
 
 def test_damaged_containers(tmp_path):
@@ -165,7 +179,7 @@ def test_what_is_damaged_is_named_where_it_lies(tmp_path):
 def test_what_is_no_answer_is_refused_with_its_line(tmp_path, gold, row):
     file = write_lines(tmp_path / "f.jsonl", row("1"), row(gold))
     found = read_dataset(file)
-    if "final_answer" in row("1") and gold == [70]:  # that layout keeps its answer in a list of one
+    if row("1").keys() & {"final_answer", "reward_model"} and gold == [70]:  # they may keep it in a list of one
         assert [p.gold for p in found.problems] == ["1", "70"]
         return
     assert [p.gold for p in found.problems] == ["1"]

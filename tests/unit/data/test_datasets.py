@@ -11,12 +11,15 @@ import pytest
 from dataset_rows import VERL, problem, write_lines
 
 from hacpo_grading.judgement import Asked
+from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_grading.workers.grader_calls import GraderCall
 from hacpo_mega.data.dataset_checks import (
     overlap,
 )
 from hacpo_mega.data.datasets import read_dataset, write_dataset
 from hacpo_mega.data.reading.files import content_id, load_prompts
+
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,11 @@ from hacpo_mega.data.reading.files import content_id, load_prompts
         ("olympiadbench", {"question": "Q", "final_answer": ["2"], "context": "C"}, "C\n\nQ", "2"),
         ("verl", VERL, "What is $1+1$?", "2"),
         ("verl", {**VERL, "reward_model": {"ground_truth": "3"}}, "What is $1+1$?", "3"),
+        ("verl", {**VERL, "reward_model": {"ground_truth": '["10\\\\%"]'}}, "What is $1+1$?", "10\\%"),
+        ("verl", {**VERL, "reward_model": {"ground_truth": ["3"]}}, "What is $1+1$?", "3"),
+        ("verl", {**VERL, "reward_model": {"ground_truth": '["3'}}, "What is $1+1$?", '["3'),
+        ("verl", {**VERL, "prompt": CHAT}, messages_text(CHAT), "2"),
+        ("plain", {"prompt": "A) x", "answer": 7, "choices": ["x"]}, "A) x", "7"),
         ("plain", {"prompt": "P", "answer": 7}, "P", "7"),
         ("question", {"question": "Q", "answer": "7"}, "Q", "7"),
     ],

@@ -105,7 +105,7 @@ def _message_problem(message: object, is_first: bool) -> str | None:
     if others:
         return f"with {', '.join(map(repr, others))}: only role and content are read, no tool calls"
     if role not in ROLES or (role == "system" and not is_first):
-        return f"of role {role!r}; roles are {', '.join(ROLES)}, the first of them in the first message alone"
+        return f"of role {repr(role)[:80]}; roles are {', '.join(ROLES)}, the first of them in the first message alone"
     if isinstance(content, list):
         kinds = sorted({str(part.get("type")) for part in content if isinstance(part, dict)})
         return f"in parts ({', '.join(kinds) or 'none'}): images and the like are not read; content must be one text"
