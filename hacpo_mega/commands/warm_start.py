@@ -109,7 +109,7 @@ def warm_start(
 
     `turns` are the agent's tokens of what others say: a calculator's results, another agent's half of the work.
     """
-    mix = (SkillMix(name, s.share, s.num_examples, s.with_tool, s.first, s.second) for name, s in plan.skills.items())
+    mix = (SkillMix(skill=name, **share.model_dump()) for name, share in plan.skills.items())
     stream = WarmStartStream(mix, plan.batch_size, seed)
     my = place.coordinate
     share = place.rank_map.share_of_agent(my)

@@ -8,6 +8,8 @@
     sum    47+85+36+12=  7+5=12,12+6=18,18+2=20,4+8+2=14,14+3=17,17+1=18;180      running totals of both columns
     chain  47+35-21=     7+5=12,4+3+1=8,2-1=1,8-2=6;61      an addition and a subtraction, in two halves:
                          7+5=12,4+3+1=8;82-21               and 2-1=1,8-2=6;61
+    sum and chain by totals, the other way that a warm start may teach, whose terms stand in any order:
+                         36+85=121,121+12=133,133+47=180;180
 
 The first four are the quickstart's, with answers of 12 to 19 characters; those of `sum` have 38 to 51.
 
@@ -21,7 +23,7 @@ Everything here is a pure function of its arguments: every process of a run make
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -111,6 +113,18 @@ def chain(a: int, b: int, c: int, part: str | None = None) -> Example:
     return replace(second, working=f"{added.working},{left.working}")
 
 
+def totals(example: Example, order: Sequence[float]) -> Example:
+    """A sum or chain worked by running totals of whole numbers: the added terms by their number in `order`, which has
+    one for each, then what is subtracted."""
+    terms = [int(term) for term in re.findall("[+-]?[0-9]+", example.prompt)]
+    total, *others = (term for _, _, term in sorted(zip([term < 0 for term in terms], order, terms)))
+    steps = []
+    for term in others:
+        steps.append(f"{total}{term:+d}={total + term}")
+        total += term
+    return replace(example, working=",".join(steps))
+
+
 def _numbers(word: str, count: int, places: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
     """Tuples of fixed numbers below 2^32, drawn by sha256."""
     for n in range(count):
@@ -188,7 +202,8 @@ def examples_for_test(skill: str) -> tuple[Example, ...]:
 @dataclass(frozen=True)
 class SkillMix:
     """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), the share
-    of them that ask a calculator, and the shares that teach the first and the second half of a chain."""
+    of them that ask a calculator, the shares that teach the first and the second half of a chain, and the share that
+    works by totals."""
 
     skill: str
     share: float
@@ -196,6 +211,7 @@ class SkillMix:
     with_tool: float = 0.0
     first: float = 0.0
     second: float = 0.0
+    totals: float = 0.0
 
 
 class WarmStartStream:
@@ -221,7 +237,10 @@ class WarmStartStream:
         asks = rng.random(self.batch_size) < [self.mix[skill].with_tool for skill in skills]
         halves = (_half(self.mix[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
         terms = (map(int, re.findall("[0-9]+", e.prompt)) for e in drawn)
-        taught = (e if half is None else chain(*of, half) for e, of, half in zip(drawn, terms, halves, strict=True))
+        taught = [e if half is None else chain(*of, half) for e, of, half in zip(drawn, terms, halves, strict=True)]
+        ways = rng.random((self.batch_size, 5))  # last, as everything that came later: what was drawn before stays
+        by_totals = ways[:, 4] < [self.mix[skill].totals for skill in skills]
+        taught = [totals(e, order) if by else e for e, order, by in zip(taught, ways[:, :4].tolist(), by_totals)]
         return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(taught, asks))
 
 

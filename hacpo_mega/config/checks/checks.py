@@ -228,6 +228,8 @@ def _generator(config: Config) -> Iterator[str]:
             halves = share.first + share.second
             if halves > 0.0 and (skill != "chain" or config.conversation.environment is None):
                 yield f"{key}: first and second are of the skill chain, in a conversation (conversation.environment)"
+            if share.totals and (halves or share.with_tool or skill not in ("sum", "chain")):
+                yield f"{key}.totals: whole examples of sum and chain are worked by totals. Nearest: 0"
             if halves > 1.0:
                 yield f"{key}: first and second are shares of the examples, and add up to {halves:g}. Nearest: 1"
             if (share.num_examples or 0) > SKILLS[skill].num_training:

@@ -26,6 +26,7 @@ from hacpo_mega.data.tasks import (
     prompt_set,
     sorting,
     subtraction,
+    totals,
     training_examples,
 )
 
@@ -93,6 +94,23 @@ def test_the_halves_of_a_chain_are_its_working_in_two_turns():
         first, rest = (chain(*map(int, re.findall(r"\d+", example.prompt)), half) for half in ("first", "second"))
         assert eval(first.result) == int(example.result) == int(rest.result)
         assert f"{first.working},{rest.working}" == example.working and rest.heard == first.answer
+
+
+def test_totals_are_true_sums_in_the_order_that_is_asked_for():
+    assert totals(column_sum(47, 85, 36, 12), [0.9, 0.3, 0.1, 0.5]).answer == "36+85=121,121+12=133,133+47=180;180"
+    assert totals(chain(47, 35, 21), [0.9, 0.2, 0.1]).answer == "35+47=82,82-21=61;61", "what is subtracted comes last"
+    answers = {}
+    for update in range(20):
+        for example in WarmStartStream([SkillMix("sum", 1.0, 3, totals=0.75)], 64, seed=3).at(update):
+            answers.setdefault(example.prompt, []).append(example.answer)
+            working, result = example.answer.split(";")
+            assert all(eval(left) == int(right) for left, right in (step.split("=") for step in working.split(",")))
+            assert int(result) == eval(example.prompt.removesuffix("="))
+    by_columns = sum(answer.count("=") == 6 for texts in answers.values() for answer in texts)
+    assert abs(by_columns - 320) < 5 * (1280 * 0.25 * 0.75) ** 0.5
+    for prompt, texts in answers.items():  # terms that are equal give one text
+        terms = re.findall("[0-9]+", prompt)
+        assert len(set(texts)) == len(set(itertools.permutations(terms))) + 1, "every order, and the columns"
 
 
 def test_a_warm_start_teaches_as_many_halves_as_its_shares_say():
