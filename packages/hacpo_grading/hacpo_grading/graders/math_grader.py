@@ -44,6 +44,7 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
 MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
+LAST_LINE = re.compile(r"####([^\n#]+)\Z")  # GSM8K's form, which golds have, too
 WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
 UNITS = "units of different things"
 LITERAL = "a time, a date, a range or letters"
@@ -129,6 +130,8 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     if decision is not None:
         return decision
     gold = box_of(gold_answer(gold))
+    if (last := LAST_LINE.search(text)) and (decision := decide(gold, last[1], rules)).is_equal:
+        return decision
     if is_same_text(plain(gold), plain(text)):
         return Decision(True, "the same text", gold, text)
     if decision := _choice_in_words(gold, text):
@@ -140,7 +143,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
             return decision
     if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
         return Decision(True, LITERAL, gold, literal)
-    found = _extracted(as_formula(region(text)).replace("−", "-"), rules.targets)
+    found = _extracted(as_formula(region(text)).replace("−", "-").replace("\\$", ""), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
@@ -167,7 +170,7 @@ def _has_money(*sides: str) -> list[bool]:
 def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     """Decides whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
     texts = tidy(gold), tidy(answer)
-    if is_same_text(*map(plain, texts)):
+    if is_same_text(*map(plain, texts)) or is_same_text(*(plain(text.removesuffix("\\ldots")) for text in texts)):
         return Decision(True, "the same text", gold, answer)
     if (letter := lone_letter(answer)) and letter == plain(gold).strip("()."):
         return Decision(True, "the letter of a choice", gold, answer, letter, letter)
