@@ -130,6 +130,14 @@ def test_an_answer_without_advantage_is_not_clipped(options):
     assert not outside_band(SimpleNamespace(reports=[report]))
 
 
+def test_an_answer_that_is_pulled_against_its_advantage_is_trained():
+    report = report_of([1.0, -0.5, 2.0] * 3, method="naive", objective=f"{FILE}:against")
+    stats = objective_stats(report.terms)
+    assert report.terms.weight_B.tolist() == pytest.approx([-1.0] * 9)
+    assert stats.clipped_self.tolist() == [0, 3] and stats.cross_inside.tolist() == [6, 6]
+    assert not outside_band(SimpleNamespace(reports=[report]))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_unchanged_policy_has_a_ratio_of_1_under_an_own_objective(seed):
     report = report_of([1.0] * 12, seed, method="naive", objective=f"{FILE}:clipped")
