@@ -158,6 +158,7 @@ WRITTEN = [
     (r"180^\circ", (r"180\text{ degrees}", r"\pi\text{ radians}", "180º"), (r"180\text{ radians}", r"180\text{ cm}")),
     (r"7\text{ students}", ("7", r"7\text{ people}"), (r"7\text{ cm}",)),
     (r"5\text{ cm}, 6\text{ cm}", ("5, 6", r"6\text{ cm} \text{ and } 50\text{ mm}"), (r"5\text{ kg}, 6\text{ kg}",)),
+    ("2, 2, 3", ("2,3,2", r"\{3,2,2\}", "2, 3"), ("2, 3, 3", "3,2,3", "2,2")), ("1, 1", ("1",), ("2, 2",)),
     ("1.5", (r"1.5\,\Omega", r"1.5\,\mu\mathrm{m}", r"1.5\,\AA", "1.5 Å", r"1.5\,k\Omega", r"1.5\text{ kJ/mol}"), ()),
     # degrees inside functions are radians
     (r"\cos 30^\circ", (r"\frac{\sqrt3}{2}", r"\sin 60^{\circ}", r"\cos\frac{\pi}{6}", r"\cos 30\text{ degrees}"), (r"\cos 30",)),

@@ -34,7 +34,7 @@ from hacpo_grading.graders.number_text import (
 from hacpo_grading.texts.answer_sets import as_sets, with_imaginary_unit
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_grading.texts.formula_text import as_formula, with_distinct_letters
-from hacpo_grading.texts.list_text import are_equal_lists
+from hacpo_grading.texts.list_text import are_equal_lists, repeat_differently
 from hacpo_grading.texts.literal_text import last_literal, literal_verdict
 from hacpo_grading.texts.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
@@ -185,10 +185,17 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         return Decision(False, "words that change the value", gold, answer)
     quantities = read_quantities(*texts, _has_money(gold, answer))
     decision = _decide_values(*quantities, (gold, answer), rules)
-    if not decision.is_equal and decision.rule == "math-verify" and WITH_UNITS.search("".join(texts)):
-        by_element = are_equal_lists(*texts, lambda wanted, found: decide(wanted, found, rules).is_equal)
-        return Decision(True, "elements of a list", gold, answer) if by_element else decision
-    return decision
+    if decision.rule != "math-verify":
+        return decision
+
+    def are_equal(wanted: str, found: str) -> bool:
+        return decide(wanted, found, rules).is_equal
+
+    if decision.is_equal:
+        is_other = repeat_differently(*texts, are_equal)
+    else:
+        is_other = WITH_UNITS.search("".join(texts)) is not None and are_equal_lists(*texts, are_equal)
+    return Decision(not decision.is_equal, "elements of a list", gold, answer) if is_other else decision
 
 
 def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:
