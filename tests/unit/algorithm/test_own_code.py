@@ -195,6 +195,9 @@ def test_advantages_get_the_capability_of_each_skill_and_the_step():
     capability_NS, judged_NS = tracker.skill_values()
     assert capability_NS.tolist() == [[3 / 4, 1.5 / 4], [0.5 / 3, 1.25 / 2]]  # "": 1, 0 and 1, 1; .5 and 0, 0
     assert judged_NS.tolist() == [[4, 4], [3, 2]]
+    by_success = CapabilityTracker(2, config.model_copy(update={"capability_metric": "positive_rate"}), ("", "add"))
+    by_success.load_state_dict(tracker.state_dict())
+    assert by_success.skill_values()[0].tolist() == [[3 / 4, 1 / 4], [0 / 3, 1 / 2]]
     again = CapabilityTracker(2, config, ("", "add", "sub"))
     again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
     assert torch.equal(again.skill_values()[0][:, :2], capability_NS) and again.skill_values()[1][:, 2].tolist() == [
