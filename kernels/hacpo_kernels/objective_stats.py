@@ -80,7 +80,7 @@ def objective_stats(terms: SequenceTerms) -> ObjectiveStats:
     finite_B = terms.loss_B.isfinite() & gradient_B.isfinite()
     counted_B = finite_B & ~ratio_B.isnan()  # no ratio: a sequence without tokens
     own_B, cross_B = counted_B & terms.is_self_B, counted_B & ~terms.is_self_B
-    trained_B = weight_B > 0
+    trained_B = weight_B != 0  # below 0 where an objective of the user's pulls against the advantage
     return ObjectiveStats(
         ratio_self=_pair(ratio_B, own_B),
         ratio_self_min=_extreme(ratio_B, own_B, torch.inf, torch.amin),

@@ -158,6 +158,7 @@ WRITTEN = [
     (r"180^\circ", (r"180\text{ degrees}", r"\pi\text{ radians}", "180º"), (r"180\text{ radians}", r"180\text{ cm}")),
     (r"7\text{ students}", ("7", r"7\text{ people}"), (r"7\text{ cm}",)),
     (r"5\text{ cm}, 6\text{ cm}", ("5, 6", r"6\text{ cm} \text{ and } 50\text{ mm}"), (r"5\text{ kg}, 6\text{ kg}",)),
+    ("2, 2, 3", ("2,3,2", r"\{3,2,2\}", "2, 3"), ("2, 3, 3", "3,2,3", "2,2")), ("1, 1", ("1",), ("2, 2",)),
     ("1.5", (r"1.5\,\Omega", r"1.5\,\mu\mathrm{m}", r"1.5\,\AA", "1.5 Å", r"1.5\,k\Omega", r"1.5\text{ kJ/mol}"), ()),
     # degrees inside functions are radians
     (r"\cos 30^\circ", (r"\frac{\sqrt3}{2}", r"\sin 60^{\circ}", r"\cos\frac{\pi}{6}", r"\cos 30\text{ degrees}"), (r"\cos 30",)),
@@ -169,6 +170,7 @@ WRITTEN = [
     ("1,234.5", (r"1{,}234.5\%",), ()),
     (r"\frac{9}{11}", (r"0.\overline{81}", r"0.\overline{8181}", "0.(81)", r"0.8181\ldots"), (r"0.\overline{8}", "0.81")),
     (r"1.2\overline{34}", (r"\frac{611}{495}",), ("1.234", r"1.\overline{234}")),
+    (r"\frac16", ("0.1666...", "0.16666...."), ("0.1666", "0.666...")), ("0.333", ("0.333...",), ("0.334...",)),
     ("21", (r"\text{twenty-one}", r"\text{Twenty-one apples}"), (r"\text{twenty}", r"\text{twenty-one million}")),
     # no arithmetic
     ("12:30", (r"12\!:\!30",), ("2:5", "6:15", r"\frac25", "12:35")),
@@ -246,7 +248,10 @@ SENTENCES = [
     (r"5 \text{ cm}", "The length is $5$ kg", 0.0), (r"3\text{ hours}", "It takes 3 minutes.", 0.0),
     (r"50\%", "so it is 0.5", 1.0), ("12:30", "The train leaves at 12:30.", 1.0), ("12:30", "It leaves at 2:05.", 0.0),
     (r"\frac13", r"we get $0.\overline{3}$.", 1.0), (r"\frac12", r"It is $\sin 30^\circ$.", 1.0),
-    ("-3", "Therefore the value is −3.", 1.0),
+    ("-3", "Therefore the value is −3.", 1.0), (r"\frac13", "so it is 0.333...", 1.0),
+    ("42", r"In total it costs \$42.00 per day.", 1.0), ("30", r"It costs \$30 and then \$42.", 0.0),
+    ("1200", "3 * 400 = 1200\n#### 1,200", 1.0), ("3", "3 * 400 = 1200\n#### 1,200", 0.0),
+    (r"\frac12", "so\n#### 1/2", 1.0),
     ("B", "It's not A, therefore I think it's B", 1.0), ("B", "The answer is for sure D, it can't be B", 0.0),
     ("(D) Alina", "D", 1.0), ("(D) Alina", "B", 0.0),
 ]  # fmt: skip

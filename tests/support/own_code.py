@@ -104,3 +104,8 @@ class Notes:
     def finish(self):
         """One line."""
         self.log(-1, {})
+
+
+def against(answers):
+    """Moves log s by -A: own and others' answers have the weight -1."""
+    return answers.advantage_B * answers.log_ratio_B

@@ -67,6 +67,14 @@ def test_an_interval_over_seeds_and_prompts_is_that_of_all_their_resamples():
     assert crossed_interval(differences, 0.8) == (low, high)
 
 
+def test_prompts_of_each_skill_are_resampled_by_themselves():
+    """Prompt by prompt one skill gains what the other loses: drawn together, every resample has the mean 0."""
+    of_skill = np.tile([1.0, -1.0], 32)
+    low, high = crossed_interval([[of_skill, -of_skill]] * 3, 0.95)
+    deviation = math.sqrt(2 / 64) / 2  # of the mean of two means of 64 prompts, each of variance 1
+    assert (-low, high) == pytest.approx((1.96 * deviation, 1.96 * deviation), rel=0.1)
+
+
 def test_an_interval_over_seeds_and_prompts_holds_what_it_promises():
     """400 made-up experiments of 16 seeds and two skills whose true difference is .02, with a difficulty that a prompt
     keeps for all seeds and one that a seed has for all prompts: 95 % intervals hold .02 in 90 to 99 % of them.

@@ -10,6 +10,7 @@ from job import run_here
 from repository import ROOT
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_lab.experiments import screen as screen_module
 from hacpo_lab.experiments.screen import ScreenedAnswers, pull_of, screen
 from hacpo_mega.algorithm import Judged
 from hacpo_mega.config import load_config
@@ -84,3 +85,15 @@ def test_a_table_for_each_learner_names_what_cannot_be_screened(tmp_path):
     (run / "rollouts/step_000001.lane_0000.jsonl").unlink()
     with pytest.raises(ValueError, match="no step with answers and metrics"):
         screen(grid, run, "naive")
+
+
+def test_screened_answers_have_the_number_of_their_step(tmp_path):
+    """Advantages of one's own may change with the step: each is called with that of the run, not with the first."""
+    run = run_folder(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text() + (run / "metrics.jsonl").read_text().replace('"step": 1', '"step": 2')
+    (run / "metrics.jsonl").write_text(lines)
+    logged = (run / "rollouts/step_000001.lane_0000.jsonl").read_text().replace('"step": 1', '"step": 2')
+    (run / "rollouts/step_000002.lane_0000.jsonl").write_text(logged)
+    _, steps = screen_module._read(run)
+    last = load_config(run / "config.toml").num_steps
+    assert [(found.judged.step, found.judged.num_steps) for found in steps] == [(1, last), (2, last)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from method_cases import sequence_objective
+from repository import ROOT
 
 from hacpo_mega.agent.policy_loss import PolicyLoss, scores_of_update
 from hacpo_mega.algorithm import kl_penalty, mean_logprobs, objective_bounds, sample_weight
@@ -15,6 +16,7 @@ from hacpo_mega.records import MicroBatch, Sample, UpdateStats
 
 # Unit roundoff of float32 and float64. A tolerance is a number of roundings.
 U32, U64 = 2.0**-24, 2.0**-53
+OWN = f"{ROOT / 'tests' / 'support' / 'own_code.py'}:clipped"
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -189,10 +191,12 @@ def test_a_tokens_weight_is_not_one_of_its_kl_to_the_initial_policy():
     assert torch.equal(grads[0], grads[1])
 
 
-def test_ratio_length_source_divides_by_the_sources_count():
+@pytest.mark.parametrize("options", [{"alpha": 0.0}, {"method": "naive", "objective": OWN}])
+def test_ratio_length_source_divides_by_the_sources_count(options):
+    """In the kernels' objective, and in the log ratio that a function of the user's gets."""
     token_logprob = torch.tensor([-0.2, -0.4], requires_grad=True)
     batch = micro_batch([2], [False], [1.0], [-0.1], divisors=[4.0])
-    loss, report = PolicyLoss(0, 1.0, AlgorithmConfig(alpha=0.0), reference={})(token_logprob, batch)
+    loss, report = PolicyLoss(0, 1.0, AlgorithmConfig(**options), reference={})(token_logprob, batch)
     loss.backward()
     s = math.exp(-0.6 / 4 - -0.1)
     assert report.terms.ratio_B.item() == pytest.approx(s, rel=8 * U32)

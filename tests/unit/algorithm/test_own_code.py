@@ -130,6 +130,14 @@ def test_an_answer_without_advantage_is_not_clipped(options):
     assert not outside_band(SimpleNamespace(reports=[report]))
 
 
+def test_an_answer_that_is_pulled_against_its_advantage_is_trained():
+    report = report_of([1.0, -0.5, 2.0] * 3, method="naive", objective=f"{FILE}:against")
+    stats = objective_stats(report.terms)
+    assert report.terms.weight_B.tolist() == pytest.approx([-1.0] * 9)
+    assert stats.clipped_self.tolist() == [0, 3] and stats.cross_inside.tolist() == [6, 6]
+    assert not outside_band(SimpleNamespace(reports=[report]))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_unchanged_policy_has_a_ratio_of_1_under_an_own_objective(seed):
     report = report_of([1.0] * 12, seed, method="naive", objective=f"{FILE}:clipped")
@@ -187,6 +195,9 @@ def test_advantages_get_the_capability_of_each_skill_and_the_step():
     capability_NS, judged_NS = tracker.skill_values()
     assert capability_NS.tolist() == [[3 / 4, 1.5 / 4], [0.5 / 3, 1.25 / 2]]  # "": 1, 0 and 1, 1; .5 and 0, 0
     assert judged_NS.tolist() == [[4, 4], [3, 2]]
+    by_success = CapabilityTracker(2, config.model_copy(update={"capability_metric": "positive_rate"}), ("", "add"))
+    by_success.load_state_dict(tracker.state_dict())
+    assert by_success.skill_values()[0].tolist() == [[3 / 4, 1 / 4], [0 / 3, 1 / 2]]
     again = CapabilityTracker(2, config, ("", "add", "sub"))
     again.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
     assert torch.equal(again.skill_values()[0][:, :2], capability_NS) and again.skill_values()[1][:, 2].tolist() == [

@@ -34,7 +34,7 @@ from hacpo_grading.graders.number_text import (
 from hacpo_grading.texts.answer_sets import as_sets, with_imaginary_unit
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_grading.texts.formula_text import as_formula, with_distinct_letters
-from hacpo_grading.texts.list_text import are_equal_lists
+from hacpo_grading.texts.list_text import are_equal_lists, repeat_differently
 from hacpo_grading.texts.literal_text import last_literal, literal_verdict
 from hacpo_grading.texts.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
@@ -44,6 +44,7 @@ logging.getLogger("latex2sympy2_extended").setLevel(logging.ERROR)
 MAX_TEXT_CHARACTERS = 2000
 LATEX, EXPRESSION = LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()
 MARKED = re.compile(r"(?<!\\)\$[^$]+\$|\\[\[(]")  # where formulas stand between words; "$255" is money
+LAST_LINE = re.compile(r"####([^\n#]+)\Z")  # GSM8K's form, which golds have, too
 WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
 UNITS = "units of different things"
 LITERAL = "a time, a date, a range or letters"
@@ -129,6 +130,8 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     if decision is not None:
         return decision
     gold = box_of(gold_answer(gold))
+    if (last := LAST_LINE.search(text)) and (decision := decide(gold, last[1], rules)).is_equal:
+        return decision
     if is_same_text(plain(gold), plain(text)):
         return Decision(True, "the same text", gold, text)
     if decision := _choice_in_words(gold, text):
@@ -140,7 +143,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
             return decision
     if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
         return Decision(True, LITERAL, gold, literal)
-    found = _extracted(as_formula(region(text)).replace("−", "-"), rules.targets)
+    found = _extracted(as_formula(region(text)).replace("−", "-").replace("\\$", ""), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
@@ -167,7 +170,7 @@ def _has_money(*sides: str) -> list[bool]:
 def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     """Decides whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
     texts = tidy(gold), tidy(answer)
-    if is_same_text(*map(plain, texts)):
+    if is_same_text(*map(plain, texts)) or is_same_text(*(plain(text.removesuffix("\\ldots")) for text in texts)):
         return Decision(True, "the same text", gold, answer)
     if (letter := lone_letter(answer)) and letter == plain(gold).strip("()."):
         return Decision(True, "the letter of a choice", gold, answer, letter, letter)
@@ -182,10 +185,17 @@ def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
         return Decision(False, "words that change the value", gold, answer)
     quantities = read_quantities(*texts, _has_money(gold, answer))
     decision = _decide_values(*quantities, (gold, answer), rules)
-    if not decision.is_equal and decision.rule == "math-verify" and WITH_UNITS.search("".join(texts)):
-        by_element = are_equal_lists(*texts, lambda wanted, found: decide(wanted, found, rules).is_equal)
-        return Decision(True, "elements of a list", gold, answer) if by_element else decision
-    return decision
+    if decision.rule != "math-verify":
+        return decision
+
+    def are_equal(wanted: str, found: str) -> bool:
+        return decide(wanted, found, rules).is_equal
+
+    if decision.is_equal:
+        is_other = repeat_differently(*texts, are_equal)
+    else:
+        is_other = WITH_UNITS.search("".join(texts)) is not None and are_equal_lists(*texts, are_equal)
+    return Decision(not decision.is_equal, "elements of a list", gold, answer) if is_other else decision
 
 
 def _decide_values(gold: Quantity, answer: Quantity, said: tuple[str, str], rules: MatchRules) -> Decision:

@@ -26,12 +26,14 @@ FRACTION = re.compile(
 )
 MAX_DIGITS = 30  # of a proper fraction: Python makes no int of thousands
 MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?![\w.])")
+# "2**3" and "2 ** 3" are powers; in "**5**" and "**Answer:** 5" the stars are bold type.
+RAISES = r"(?:\s*\^\s*|\*\*(?=\S)| \*\* )"
 TEN_TO = re.compile(
-    r"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10\s*(?:\^|\*\*)\s*"
+    rf"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10{RAISES}"
     r"(?:\{\s*([+-]?\d{1,6})\s*\}(?=(\w?))|([+-]?\d{1,6}))"
 )
 TIMES = "\u23e8"  # times ten to the power of what follows: 1/2 x 10^3 is 500
-RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|\*\*\s*[+-]?\d+")
+RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|(?:(?<=[\w)\]}])\*\*|(?<=[\w)\]}] )\*\* )[+-]?\d+")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 NUMBER = re.compile(
     rf"(?:(?<![\w)\]}}])([+-])\s?)?(?<![\w.])({PLAIN})(?:(?:{TIMES}|[eE](?=[+-]?\d{{1,6}}(?!\w)))([+-]?\d{{1,6}}))?"

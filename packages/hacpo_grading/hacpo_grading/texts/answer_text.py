@@ -83,6 +83,7 @@ TRAILING = re.compile(
 TEXT_COMMAND = re.compile(r"\\(?:text|mbox|mathrm|textbf|mathbf|textit|textnormal)\s*\{([^{}]*)\}")
 EN_DASH = re.compile(r"(?<![\w)}\]])[–—]\s*(?=[\d\\.])")
 THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3}(?!\d))")  # 14,\!400 is no pair
+REPEATS = re.compile(r"(\d\.\d{0,9}?(?:(\d)\2{2}|(\d{2,9})\3)\d{0,20})\.{3}")  # 0.333... says more than its digits
 MARKDOWN = re.compile(r"^\s*(\*\*|`)(.*)\1\s*$", re.DOTALL)
 TIMES = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 4.5 x 10^3
 BRACED_SIGN = re.compile(r"(?<![\^_a-zA-Z])\{([-+.])\}")
@@ -160,7 +161,7 @@ def tidy(answer: str) -> str:
 def _as_latex(text: str) -> str:
     r"""The same answer in the commands that a parser knows: no Unicode signs, fonts, colours, \SI, sqrt() or \over."""
     text = without_odd_signs(text).replace("~", " ")
-    text = EN_DASH.sub("-", THOUSANDS.sub("", text))
+    text = REPEATS.sub(r"\1\\ldots ", EN_DASH.sub("-", THOUSANDS.sub("", text)))
     text = SET_AS_TEXT.sub(_unset, LOOKS.sub(" ", text))
     text = QUANTITY.sub(_quantity, text)
     text = CHOOSE.sub(r"\\binom{\1}{\2}", text)

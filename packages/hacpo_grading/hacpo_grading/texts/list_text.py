@@ -36,6 +36,15 @@ def are_equal_lists(gold: str, answer: str, is_equal: Callable[[str, str], bool]
     return all(map(is_equal, wanted, found)) if has_order else _is_matched(wanted, found, is_equal)
 
 
+def repeat_differently(gold: str, answer: str, is_equal: Callable[[str, str], bool]) -> bool:
+    """Tells whether bare lists of as many elements repeat different ones: 2, 2, 3 and 2, 3, 3 are one set to a
+    parser."""
+    (brackets, wanted), (other_brackets, found) = elements_of(gold), elements_of(answer)
+    if brackets or other_brackets or len(wanted) != len(found) or len(set(wanted)) == len(wanted):
+        return False
+    return not _is_matched(wanted, found, is_equal)
+
+
 def _is_matched(wanted: Sequence[str], found: list[str], is_equal: Callable[[str, str], bool]) -> bool:
     for element in wanted:
         partner = next((other for other in found if is_equal(element, other)), None)

@@ -127,7 +127,7 @@ def _read(run_dir: Path) -> tuple[list[str], list[ScreenedAnswers]]:
     config, metrics = load_config(run_dir / "config.toml"), read_metrics(run_dir / "metrics.jsonl")
     names = [agent.name for agent in config.agents]
     steps = [
-        _answers(read_rollouts(run_dir, step), names, metrics[step])
+        _answers(read_rollouts(run_dir, step), names, metrics[step], (step, config.num_steps))
         for step in logged_steps(run_dir)
         if step in metrics
     ]
@@ -136,7 +136,10 @@ def _read(run_dir: Path) -> tuple[list[str], list[ScreenedAnswers]]:
     return names, steps
 
 
-def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], step: StepMetrics) -> ScreenedAnswers:
+def _answers(
+    prompts: Sequence[Mapping[str, Any]], names: Sequence[str], step: StepMetrics, when: tuple[int, int]
+) -> ScreenedAnswers:
+    """Answers of a step by its log and its metrics; `when` is its number, and the number of the last step."""
     most = max(answer["rollout"] for prompt in prompts for answer in prompt["answers"]) + 1
     shape = (len(prompts), len(names), most)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -159,7 +162,8 @@ def _answers(prompts: Sequence[Mapping[str, Any]], names: Sequence[str], step: S
         rewards_PNG,
         successes_PNG,
         torch.tensor([step.values[f"capability/{name}"] for name in names], dtype=torch.float64),
-        learner=0,
+        0,
+        *when,
         num_tokens_PNG=num_tokens_PNG,
         text_hash_PNG=hash_PNG,
         skill_names=skills,
