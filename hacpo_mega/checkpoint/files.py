@@ -119,20 +119,30 @@ class Checkpoint:
         """A line for every file that is missing or has another size; reads none of them."""
         for path, expected in self.files.items():
             file = self.folder / path
-            if not file.is_file():
-                yield f"{file} is missing"
-            elif (size := file.stat().st_size) != expected.num_bytes:
-                yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
+            try:
+                if not file.is_file():
+                    yield f"{file} is missing"
+                elif (size := file.stat().st_size) != expected.num_bytes:
+                    yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
+            except OSError as error:
+                yield _unreadable(file, error)
 
     def altered(self, share: slice = slice(None), of: str = "") -> Iterator[str]:
         """A line for every file with bytes other than those written; reads a share of all, or of an agent's."""
         for path, expected in self.files_of(of)[share]:
-            if file_sha256(self.folder / path) != expected.sha256:
-                yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+            try:
+                if file_sha256(self.folder / path) != expected.sha256:
+                    yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+            except OSError as error:  # a bad block, say
+                yield _unreadable(self.folder / path, error)
 
     def files_of(self, agent: str) -> list[tuple[str, FileState]]:
         """The files of an agent, by their paths; of "" all."""
         return [found for found in self.files.items() if not agent or found[0].startswith(f"{agent}/")]
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    return f"{file} cannot be read ({error.strerror})"
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -177,10 +187,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         text = (folder / RECORD).read_text(encoding="utf-8", errors="replace")
     except ValueError as error:
         raise ValueError(f"{folder / RECORD} {error}: {folder} is no checkpoint of a run") from error
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
             f"{folder / RECORD} is missing: {folder} is no checkpoint of a run{_newest_in(folder)}"
         ) from error
+    except OSError as error:
+        raise ValueError(_unreadable(folder / RECORD, error)) from error
     found = Checkpoint.parse(folder, text)
     if (named := COMMITTED.fullmatch(folder.name)) and int(named[1]) != found.step:
         raise ValueError(f"{folder} is step {found.step} by its {RECORD}: a copy, or renamed")

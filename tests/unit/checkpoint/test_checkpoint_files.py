@@ -12,6 +12,7 @@ from checkpoint_cases import complaint, config_in, make_step, start_of, written
 from hacpo_mega.checkpoint.files import (
     FORMAT,
     RECORD,
+    FileState,
     commit,
     committed_steps,
     folder_of,
@@ -236,6 +237,25 @@ def test_a_changed_byte_is_found_by_whoever_reads_the_file(tmp_path):
         [],
         [f"{file} is damaged: it is not what was written (SHA-256 differs)"],
     ]
+
+
+def test_a_file_with_a_bad_block_is_a_damaged_one(tmp_path):
+    """Else --last-whole would end with a traceback at every start, in place of the step before."""
+    found = read_checkpoint(make_step(config_in(tmp_path), 2))
+    (found.folder / "llama/block").symlink_to("/proc/self/mem")  # the kernel reads nothing at its begin: EIO
+    found = dataclasses.replace(found, files=found.files | {"llama/block": FileState(0, "0")})
+    said = f"{found.folder / 'llama/block'} cannot be read (Input/output error)"
+    assert (list(found.misshapen()), list(found.altered())) == ([], [said])
+
+
+def test_a_record_that_cannot_be_read_is_not_called_missing(tmp_path):
+    config = config_in(tmp_path)
+    make_step(config, 2)
+    record = make_step(config, 4) / RECORD
+    record.unlink()
+    record.symlink_to(RECORD)  # to itself
+    assert f"{record} cannot be read (Too many levels of symbolic links). Step 2 is whole" in complaint(config)
+    assert start_of(config, last_whole=True).step == 2
 
 
 def test_a_run_branches_off_only_where_it_has_no_step_of_its_own(tmp_path):
