@@ -63,8 +63,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if why := self.misplaced():
                 raise ValueError(f"{why}: put it back, and start the run again")
             require_inside(self._path, *(self._path / name for name in (CONFIG, STARTS, METRICS, FINISHED)))
-            remove_unfinished(self._path)
-            for line in missing_logs(self._path, steps_done):
+            stay = (f"warning: {line}" for line in remove_unfinished(self._path))
+            for line in (*stay, *missing_logs(self._path, steps_done)):
                 warn(line)
         else:
             if aside := move_aside(self._path):

@@ -83,6 +83,36 @@ def test_old_steps_are_removed(keep_last, keep_every, kept, tmp_path):
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
 
 
+def test_a_step_that_cannot_be_removed_keeps_no_other_one(tmp_path, monkeypatch):
+    """Else one of them lets the disk fill up in silence. The seam is what removes a folder, as NFS answers there."""
+    config, remove, held = config_in(tmp_path), shutil.rmtree, {"step_000002.removing", "step_000004.writing"}
+
+    def removed(path: Path, ignore_errors: bool = False) -> None:
+        for child in path.iterdir() if path.name in held else ():
+            remove(child) if child.is_dir() else child.unlink()
+        if path.name not in held:
+            remove(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    for step in (2, 6, 8, 10):
+        make_step(config, step)
+    written(config, 4)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    how = {"keep_last": 1, "keep_every": 0, "keep_best": False}
+    (said,) = remove_old(tmp_path, **how)
+    old = tmp_path / "checkpoints" / "step_000002.removing"
+    assert said == f"{old} cannot be removed (Directory not empty: {old}) and takes room until it can"
+    assert committed_steps(tmp_path) == [10] and list(old.iterdir()) == []
+    assert remove_old(tmp_path, **how) == [said] and len(remove_unfinished(tmp_path)) == 2
+    held.clear()
+    assert remove_old(tmp_path, **how) == [] and not old.exists()
+    old.with_name("step_000006").mkdir()
+    old.with_name("step_000006.removing").write_text("a file")  # what cannot be renamed keeps no other one, too
+    make_step(config, 12)
+    assert len(remove_old(tmp_path, **how)) == 2 and committed_steps(tmp_path) == [6, 12]
+
+
 @pytest.mark.parametrize(
     "accuracies, best",
     [
