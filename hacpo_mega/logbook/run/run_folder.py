@@ -24,7 +24,7 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.backlog import Backlog
-from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, metrics_lines
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
@@ -151,7 +151,7 @@ def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
         first = 0
     expected = range(first + 1, steps_done + 1)
     path = run_dir / "metrics.jsonl"
-    known = read_metrics(path) if path.exists() else {}
+    known = {step for step, _ in metrics_lines(path)} if path.exists() else ()
     if missing := [step for step in expected if step not in known]:
         yield f"warning: {path} has no line of {_spoken(missing)}, which this run has done; it goes on without them"
     lanes = logged_parts(run_dir)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -272,3 +273,15 @@ def test_logs_that_have_vanished_are_said(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "rollouts")
     assert ["steps 3 to 7" in line for line in missing_logs(tmp_path, 7)] == [True, True]
+
+
+def test_a_start_holds_one_line_of_a_long_run_at_a_time(tmp_path):
+    """The file of 20,000 steps has 136 MB; all of them as Python's numbers had 640."""
+    numbers = {f"agent/a/{n}": 1.0 for n in range(500)}
+    line = json.dumps({"step": 1, "values": numbers, "timing": {}}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(line * 500)
+    tracemalloc.start()
+    require_readable_metrics(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 50 * len(line)
