@@ -30,6 +30,7 @@ from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.records import Pool
 
 
@@ -73,7 +74,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             lock.enter(aside)
         models = {agent.name: agent.model for agent in config.agents}
         record_start(self._path, steps_done, models)  # first: by it a run is known that is killed at this moment
-        (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+        replace_file(self._path / CONFIG, resolved_toml(config))  # a full disk would leave a part of it
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
         return RolloutLog(

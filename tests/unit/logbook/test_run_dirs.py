@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from repository import ROOT
@@ -18,7 +20,8 @@ from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start, source_commit
-from hacpo_mega.logbook.run.run_folder import missing_logs
+from hacpo_mega.logbook.run.run_folder import RunFolder, missing_logs
+from hacpo_mega.logbook.run.run_lock import RunLock
 
 METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
 
@@ -240,6 +243,29 @@ def test_a_start_that_is_none_is_named(tmp_path):
         file.write("\x00garbage\n")
     with pytest.raises(ValueError, match=r"starts\.jsonl, line 2: not a start of the run"):
         read_starts(tmp_path)
+
+
+def test_a_start_on_a_full_disk_spoils_no_file_of_the_run(tmp_path):
+    """The seam is the limit on the size of files: as a full disk, it takes a part of what is written."""
+    config = load_config(ROOT / "configs/quickstart.toml", [f"run_dir={tmp_path / 'run'}"])
+    place = SimpleNamespace(
+        share_in_job=lambda token: token, is_leader=False, coordinate="rank 0", barrier=lambda: None
+    )
+    starts, file = tmp_path / "run/starts.jsonl", tmp_path / "run/config.toml"
+    with RunLock(config.run_dir) as lock:
+        RunFolder(config, place, lock)
+        before = file.read_bytes(), starts.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for most in (len(before[1]) + 9, len(before[0]) - 9):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                with pytest.raises(OSError, match="File too large"):
+                    RunFolder(config, place, lock, 1, goes_on=True)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert file.read_bytes() == before[0] and starts.read_bytes().startswith(before[1])
+        RunFolder(config, place, lock, 1, goes_on=True)
+    assert [start["steps_done"] for start in read_starts(config.run_dir)] == [0, 1, 1]
 
 
 def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monkeypatch):
