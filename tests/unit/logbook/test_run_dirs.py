@@ -18,6 +18,7 @@ from hacpo_mega.cluster.machine.environment import has_tracker_login
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start, source_commit
 from hacpo_mega.logbook.run.run_folder import RunFolder, missing_logs
@@ -279,6 +280,14 @@ def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monk
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(foreign + "\n")
         assert list(other_threads(tmp_path)) == []
+
+
+def test_a_copy_of_logged_answers_is_no_answer_of_the_run(tmp_path):
+    """An editor's or a cloud's, which ended every start."""
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_000001.lane_0000", "step_000001.lane_0000 (copy 1)", "step_000002.lane_0.0"):
+        (tmp_path / "rollouts" / f"{name}.jsonl").touch()
+    assert logged_parts(tmp_path) == {1: {0}}
 
 
 def test_logs_that_have_vanished_are_said(tmp_path):
