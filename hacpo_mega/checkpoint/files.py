@@ -119,20 +119,30 @@ class Checkpoint:
         """A line for every file that is missing or has another size; reads none of them."""
         for path, expected in self.files.items():
             file = self.folder / path
-            if not file.is_file():
-                yield f"{file} is missing"
-            elif (size := file.stat().st_size) != expected.num_bytes:
-                yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
+            try:
+                if not file.is_file():
+                    yield f"{file} is missing"
+                elif (size := file.stat().st_size) != expected.num_bytes:
+                    yield f"{file} is damaged: it has {size} bytes, written were {expected.num_bytes}"
+            except OSError as error:
+                yield _unreadable(file, error)
 
     def altered(self, share: slice = slice(None), of: str = "") -> Iterator[str]:
         """A line for every file with bytes other than those written; reads a share of all, or of an agent's."""
         for path, expected in self.files_of(of)[share]:
-            if file_sha256(self.folder / path) != expected.sha256:
-                yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+            try:
+                if file_sha256(self.folder / path) != expected.sha256:
+                    yield f"{self.folder / path} is damaged: it is not what was written (SHA-256 differs)"
+            except OSError as error:  # a bad block, say
+                yield _unreadable(self.folder / path, error)
 
     def files_of(self, agent: str) -> list[tuple[str, FileState]]:
         """The files of an agent, by their paths; of "" all."""
         return [found for found in self.files.items() if not agent or found[0].startswith(f"{agent}/")]
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    return f"{file} cannot be read ({error.strerror})"
 
 
 def _digest(state: dict[str, Any]) -> str:
@@ -177,10 +187,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         text = (folder / RECORD).read_text(encoding="utf-8", errors="replace")
     except ValueError as error:
         raise ValueError(f"{folder / RECORD} {error}: {folder} is no checkpoint of a run") from error
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
             f"{folder / RECORD} is missing: {folder} is no checkpoint of a run{_newest_in(folder)}"
         ) from error
+    except OSError as error:
+        raise ValueError(_unreadable(folder / RECORD, error)) from error
     found = Checkpoint.parse(folder, text)
     if (named := COMMITTED.fullmatch(folder.name)) and int(named[1]) != found.step:
         raise ValueError(f"{folder} is step {found.step} by its {RECORD}: a copy, or renamed")
@@ -333,12 +345,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> None:
+def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> list[str]:
     """Removes all but the `keep_last` newest committed steps, the multiples of `keep_every`, and the best one.
 
-    The best step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
+    Returns a line for every folder of which something stays, also from an earlier call; none keeps the others. The best
+    step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
     """
-    steps = committed_steps(run_dir)
+    steps, stay = committed_steps(run_dir), _remove_named(run_dir, REMOVING)
     best = best_step(run_dir, steps) if keep_best else None
     for step in steps[:-keep_last]:
         if step == best or (keep_every and step % keep_every == 0):
@@ -346,8 +359,13 @@ def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: boo
         folder = folder_of(run_dir, step)
         # Renamed first: killed in the middle, it must not look like a step.
         removing = folder.with_name(folder.name + REMOVING)
-        folder.rename(removing)
-        shutil.rmtree(removing)
+        try:
+            folder.rename(removing)
+        except OSError as error:
+            stay.append(_not_removed(folder, error))
+        else:
+            stay += _remove(removing)
+    return stay
 
 
 def best_step(run_dir: Path, steps: Sequence[int]) -> int | None:
@@ -375,8 +393,25 @@ def _measure_of(record: Checkpoint) -> tuple[dict[str, Any], dict[str, str] | No
     return measure, record.inputs.get("evaluation.files")
 
 
-def remove_unfinished(run_dir: Path) -> None:
-    """Removes what a killed run was writing or removing."""
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        if path.name.endswith((WRITING, REMOVING)):
-            shutil.rmtree(path)
+def remove_unfinished(run_dir: Path) -> list[str]:
+    """Removes what a killed run was writing or removing; returns a line for every folder of which something stays."""
+    return _remove_named(run_dir, WRITING, REMOVING)
+
+
+def _remove_named(run_dir: Path, *endings: str) -> list[str]:
+    found = sorted(path for path in (run_dir / "checkpoints").glob("step_*") if path.name.endswith(endings))
+    return [line for path in found for line in _remove(path)]
+
+
+def _remove(folder: Path) -> list[str]:
+    """Removes as much of a folder as the disk lets go: of a file that somebody reads, NFS keeps another name there."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return [_not_removed(folder, error)] if os.path.lexists(folder) else []
+    return []
+
+
+def _not_removed(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be removed ({error.strerror}: {error.filename}) and takes room until it can"

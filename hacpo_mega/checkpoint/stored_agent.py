@@ -72,7 +72,7 @@ class StoredAgent:
         """Around whatever reads its files: ValueError when the run removes the step meanwhile."""
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if (self.checkpoint.folder / RECORD).exists():
                 raise
             raise ValueError(

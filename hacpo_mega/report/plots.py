@@ -145,8 +145,8 @@ def draw_by_learner(run: Run, spec: ChartSpec) -> Figure | None:
 
 def _trained(run: Run, learner: str, source: str, curves: dict[str, Series]) -> dict[int, float]:
     """Number of a source's answers behind the points of its curve, by step."""
-    numbers = run.series(f"agent/{learner}/from/{source}/view/num_trained")
-    return {step: n for step, n in zip(numbers.steps, numbers.values) if step in curves[source].steps}
+    numbers, shown = run.series(f"agent/{learner}/from/{source}/view/num_trained"), set(curves[source].steps)
+    return {step: n for step, n in zip(numbers.steps, numbers.values) if step in shown}
 
 
 def _answers(counts: list[tuple[dict[int, float], str]]) -> str:
@@ -167,8 +167,8 @@ def draw_bands(run: Run, spec: ChartSpec) -> Figure | None:
         counts.append([(_trained(run, learner, source, {source: sides[0]}), FAINT)])
         axis.set_title(f"{learner} from {source}{_answers(counts[-1])}")
         table = dict(zip(sides[0].steps, zip(*(side.values for side in sides))))
-        few = [step for step in table if counts[-1][0][0].get(step, FEW) < FEW]
-        for steps, alpha in (([step for step in table if step not in few], 1.0), (few, 0.35)):
+        few = dict.fromkeys(step for step in table if counts[-1][0][0].get(step, FEW) < FEW)
+        for steps, alpha in (([step for step in table if step not in few], 1.0), (list(few), 0.35)):
             layers = [[table[step][n] for step in steps] for n in range(len(sides))]
             stack(axis, steps, layers, list(BAND_COLOURS.values()), alpha)
     as_share(axes[0])

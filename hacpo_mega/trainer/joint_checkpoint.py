@@ -149,6 +149,7 @@ class JointCheckpoint:
         self._last = time.monotonic()
         self._state = state
         self._is_due, self.lost = False, None
+        self._unremoved: set[str] = set()  # lines that were said of expired steps
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
@@ -301,8 +302,12 @@ class JointCheckpoint:
         if self._is_first:
             commit(pending.writing, self._record(pending.folder, pending.state, words))
             keep = self._config.checkpoint.model_dump(include={"keep_last", "keep_every", "keep_best"})
+            stay: set[str] = set()
             with suppress(OSError):  # what is too many now goes with the next one
-                remove_old(self._config.run_dir, **keep)
+                stay = set(remove_old(self._config.run_dir, **keep))
+            for line in sorted(stay - self._unremoved):
+                self._disk.say(f"warning: {line}")
+            self._unremoved = stay
 
     def _states_of(self, writing: Path, is_wanted: Callable[[str], bool]) -> Files:
         """Size and SHA-256 of the agent's files with a wanted name, all synced."""

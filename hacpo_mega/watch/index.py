@@ -9,7 +9,6 @@ their first characters. Nothing is ever written into a run. Not here: questions 
 import hashlib
 import math
 import os
-import re
 import socket
 import sqlite3
 import stat
@@ -23,7 +22,7 @@ from typing import Any
 from hacpo_mega.cluster.machine.environment import user_cache
 from hacpo_mega.config.checks.run_dirs import METRICS, STARTS
 from hacpo_mega.logbook.files.metrics import metrics_of
-from hacpo_mega.logbook.files.rollout_log import place_of, read_part
+from hacpo_mega.logbook.files.rollout_log import PART, place_of, read_part
 from hacpo_mega.models.files.documents import parse_json
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.visible import one_line
@@ -33,7 +32,6 @@ BUSY_S = 10.0  # to wait for another process that writes the same index
 EXCERPT = 200  # characters of an answer that a list shows
 BATCH_BYTES = 1 << 20  # of metrics between two looks at the clock
 MOST_NOTES = 20
-PART = re.compile(r"step_\d+\.lane_\d+\.jsonl")
 SCHEMA = """
 CREATE TABLE state (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE words (id INTEGER PRIMARY KEY, kind TEXT, word TEXT, UNIQUE (kind, word));

@@ -46,8 +46,6 @@ class Backlog:
 
     def append(self, path: Path, content: bytes) -> None:
         """Adds to the end of a file, which this process alone writes. OSError when too much is waiting already."""
-        if path not in self._lengths:
-            self._lengths[path] = path.stat().st_size if path.exists() else 0
         self._add(_Write(path, content, is_whole=False))
 
     def replace(self, path: Path, content: bytes) -> None:
@@ -86,9 +84,10 @@ class Backlog:
         if write.is_whole:
             replace_file(write.path, write.content, synced=True)
             return
-        length = self._lengths[write.path]
+        length = self._lengths.get(write.path)  # None before the first write, when the file is an earlier start's
         with write.path.open("r+b" if length or write.path.exists() else "xb", buffering=0) as file:
-            length = min(length, file.seek(0, os.SEEK_END))
+            end = file.seek(0, os.SEEK_END)
+            self._lengths[write.path] = length = end if length is None else min(length, end)
             file.truncate(length)  # drops the rest of an earlier failed write
             file.seek(length)
             left = memoryview(write.content)

@@ -72,14 +72,7 @@ def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tupl
     the number of the line; FileNotFoundError when there is no file.
     """
     require_inside(path.parent if root is None else root, path)
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
-    for number, text in enumerate(lines, start=1):
+    for number, text in enumerate(_whole_lines(path), start=1):
         if not text:
             continue
         try:
@@ -89,6 +82,20 @@ def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tupl
         if not isinstance(line, dict):
             raise bad_line(path, number, text, what, "no object")
         yield number, text, line
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, one by one: those of a long run are more than a machine wants to hold."""
+    try:
+        with path.open("rb") as file:
+            for text in file:
+                if text.endswith(b"\n"):
+                    yield text[:-1]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
 
 
 def bad_line(path: Path, number: int, text: bytes, what: str, why: str) -> ValueError:

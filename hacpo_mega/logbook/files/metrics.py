@@ -329,14 +329,20 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     that is not a metrics line, with its number; FileNotFoundError when there is no file.
     """
     steps: dict[int, StepMetrics] = {}
-    for number, text, line in json_lines(path, METRICS_LINE):
-        try:
-            step, found = metrics_of(line)
-        except ValueError as error:
-            raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
+    for step, found in metrics_lines(path):
         known = steps.get(step, StepMetrics({}, {}))
         steps[step] = StepMetrics(known.values | found.values, known.timing | found.timing)
     return dict(sorted(steps.items()))
+
+
+def metrics_lines(path: Path) -> Iterator[tuple[int, StepMetrics]]:
+    """Step and numbers of each line of a `metrics.jsonl`, as it is read. Raises as `read_metrics`."""
+    for number, text, line in json_lines(path, METRICS_LINE):
+        try:
+            found = metrics_of(line)
+        except ValueError as error:
+            raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
+        yield found
 
 
 def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
@@ -357,7 +363,8 @@ def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
 def require_readable_metrics(run_dir: Path) -> None:
     """ValueError, with its number, for a line of a run that it could not go on after."""
     with suppress(FileNotFoundError):  # reported when the run resumes
-        read_metrics(run_dir / "metrics.jsonl")
+        for _ in metrics_lines(run_dir / "metrics.jsonl"):
+            pass
 
 
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
@@ -387,7 +394,7 @@ def _drop_lines_after(path: Path, steps_done: int) -> None:
     for _, text, line in json_lines(path, METRICS_LINE):
         stays = steps_done and line["step"] <= steps_done
         (kept if stays else dropped).append(text + b"\n")
-    if path.read_bytes() == b"".join(kept):
+    if path.stat().st_size == sum(map(len, kept)):
         return
     with path.with_name("metrics.dropped.jsonl").open("ab") as file:
         file.writelines(dropped)

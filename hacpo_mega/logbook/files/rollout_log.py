@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # a report reads these files without torch
 
 AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
 LINE = "a logged prompt"
+PART = re.compile(r"step_\d+\.lane_\d+\.jsonl")
 # The fields of a line, and of each of its answers; of a token's numbers those that `json_number` writes.
 OF_TOKENS = Kind("a number", lambda value: is_number(value) or value in ("nan", "inf", "-inf")).or_null
 IDS = list_of(COUNT)
@@ -221,10 +222,15 @@ class RolloutLog:
 
     def _drop_parts_after(self, steps_done: int) -> None:
         """A resumed run writes these steps again; with fewer lanes than before, parts would be left over."""
-        for path in self._folder.glob("step_*.lane_*.jsonl"):
+        for path in parts_in(self._folder):
             step, lane = place_of(path)
             if step > steps_done and (lane == self._lane or self._lane == 0):
                 path.unlink(missing_ok=True)
+
+
+def parts_in(folder: Path, step: str = "*") -> Iterator[Path]:
+    """The parts in a folder, of one step where it is given; not what somebody's copy of a part is called."""
+    return (path for path in folder.glob(f"step_{step}.lane_*.jsonl") if PART.fullmatch(path.name))
 
 
 def place_of(path: Path) -> tuple[int, int]:
@@ -306,7 +312,7 @@ def logged_steps(run_dir: Path) -> list[int]:
 def logged_parts(run_dir: Path) -> dict[int, set[int]]:
     """The lanes that have rollouts on disk, by step."""
     lanes: dict[int, set[int]] = {}
-    for path in (run_dir / "rollouts").glob("step_*.lane_*.jsonl"):
+    for path in parts_in(run_dir / "rollouts"):
         step, lane = place_of(path)
         lanes.setdefault(step, set()).add(lane)
     return lanes
@@ -314,7 +320,7 @@ def logged_parts(run_dir: Path) -> dict[int, set[int]]:
 
 def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
     """The prompts of a step over all lanes, by prompt index. ValueError, with line and field, for another shape."""
-    parts = sorted((run_dir / "rollouts").glob(f"step_{step:06d}.lane_*.jsonl"))
+    parts = sorted(parts_in(run_dir / "rollouts", f"{step:06d}"))
     prompts = [line for path in parts for _, _, line in read_part(path, run_dir)]
     return sorted(prompts, key=lambda prompt: prompt["prompt_index"])
 

@@ -51,8 +51,11 @@ def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> 
         "threads": num_threads_set(),
         **place_in_cluster(),
     }
-    with (run_dir / "starts.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(start) + "\n")
+    with (run_dir / "starts.jsonl").open("ab+") as file:
+        file.seek(0)
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)  # a line that a full disk has cut would take this one with it
+        file.write(json.dumps(start).encode() + b"\n")
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:

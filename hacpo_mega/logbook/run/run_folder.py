@@ -24,12 +24,13 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.backlog import Backlog
-from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
+from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, metrics_lines
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
+from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.records import Pool
 
 
@@ -63,8 +64,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             if why := self.misplaced():
                 raise ValueError(f"{why}: put it back, and start the run again")
             require_inside(self._path, *(self._path / name for name in (CONFIG, STARTS, METRICS, FINISHED)))
-            remove_unfinished(self._path)
-            for line in missing_logs(self._path, steps_done):
+            stay = (f"warning: {line}" for line in remove_unfinished(self._path))
+            for line in (*stay, *missing_logs(self._path, steps_done)):
                 warn(line)
         else:
             if aside := move_aside(self._path):
@@ -73,7 +74,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             lock.enter(aside)
         models = {agent.name: agent.model for agent in config.agents}
         record_start(self._path, steps_done, models)  # first: by it a run is known that is killed at this moment
-        (self._path / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+        replace_file(self._path / CONFIG, resolved_toml(config))  # a full disk would leave a part of it
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
         return RolloutLog(
@@ -151,7 +152,7 @@ def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
         first = 0
     expected = range(first + 1, steps_done + 1)
     path = run_dir / "metrics.jsonl"
-    known = read_metrics(path) if path.exists() else {}
+    known = {step for step, _ in metrics_lines(path)} if path.exists() else ()
     if missing := [step for step in expected if step not in known]:
         yield f"warning: {path} has no line of {_spoken(missing)}, which this run has done; it goes on without them"
     lanes = logged_parts(run_dir)

@@ -28,6 +28,8 @@ IDLE_STEPS = 3
 
 SHARED_STEPS = 3
 
+MOST_ERRORS = 100  # of a grader that are kept in every checkpoint: with a time or a number in its text each is another
+
 SPIKE_FACTOR = 5.0
 SPIKE_HISTORY = 4  # steps
 CALM_WINDOW = 16  # steps without a spike that the next one is held against
@@ -118,6 +120,8 @@ class JudgeAlarm(OnceAlarm):
 
     def warnings(self, judged: JudgeReport, what: str) -> Iterator[str]:
         """A line when the first error of a report is a new one; `what` are the answers that it is about."""
+        if len(self._told) >= MOST_ERRORS:
+            self._told.clear()
         if judged.first_error is None or not self._is_new(judged.first_error):
             return
         if judged.num_unjudged:

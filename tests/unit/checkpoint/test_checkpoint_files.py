@@ -12,6 +12,7 @@ from checkpoint_cases import complaint, config_in, make_step, start_of, written
 from hacpo_mega.checkpoint.files import (
     FORMAT,
     RECORD,
+    FileState,
     commit,
     committed_steps,
     folder_of,
@@ -80,6 +81,36 @@ def test_old_steps_are_removed(keep_last, keep_every, kept, tmp_path):
     remove_old(tmp_path, keep_last=keep_last, keep_every=keep_every, keep_best=True)
     assert committed_steps(tmp_path) == kept
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
+
+
+def test_a_step_that_cannot_be_removed_keeps_no_other_one(tmp_path, monkeypatch):
+    """Else one of them lets the disk fill up in silence. The seam is what removes a folder, as NFS answers there."""
+    config, remove, held = config_in(tmp_path), shutil.rmtree, {"step_000002.removing", "step_000004.writing"}
+
+    def removed(path: Path, ignore_errors: bool = False) -> None:
+        for child in path.iterdir() if path.name in held else ():
+            remove(child) if child.is_dir() else child.unlink()
+        if path.name not in held:
+            remove(path, ignore_errors)
+        elif not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    for step in (2, 6, 8, 10):
+        make_step(config, step)
+    written(config, 4)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    how = {"keep_last": 1, "keep_every": 0, "keep_best": False}
+    (said,) = remove_old(tmp_path, **how)
+    old = tmp_path / "checkpoints" / "step_000002.removing"
+    assert said == f"{old} cannot be removed (Directory not empty: {old}) and takes room until it can"
+    assert committed_steps(tmp_path) == [10] and list(old.iterdir()) == []
+    assert remove_old(tmp_path, **how) == [said] and len(remove_unfinished(tmp_path)) == 2
+    held.clear()
+    assert remove_old(tmp_path, **how) == [] and not old.exists()
+    old.with_name("step_000006").mkdir()
+    old.with_name("step_000006.removing").write_text("a file")  # what cannot be renamed keeps no other one, too
+    make_step(config, 12)
+    assert len(remove_old(tmp_path, **how)) == 2 and committed_steps(tmp_path) == [6, 12]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +267,25 @@ def test_a_changed_byte_is_found_by_whoever_reads_the_file(tmp_path):
         [],
         [f"{file} is damaged: it is not what was written (SHA-256 differs)"],
     ]
+
+
+def test_a_file_with_a_bad_block_is_a_damaged_one(tmp_path):
+    """Else --last-whole would end with a traceback at every start, in place of the step before."""
+    found = read_checkpoint(make_step(config_in(tmp_path), 2))
+    (found.folder / "llama/block").symlink_to("/proc/self/mem")  # the kernel reads nothing at its begin: EIO
+    found = dataclasses.replace(found, files=found.files | {"llama/block": FileState(0, "0")})
+    said = f"{found.folder / 'llama/block'} cannot be read (Input/output error)"
+    assert (list(found.misshapen()), list(found.altered())) == ([], [said])
+
+
+def test_a_record_that_cannot_be_read_is_not_called_missing(tmp_path):
+    config = config_in(tmp_path)
+    make_step(config, 2)
+    record = make_step(config, 4) / RECORD
+    record.unlink()
+    record.symlink_to(RECORD)  # to itself
+    assert f"{record} cannot be read (Too many levels of symbolic links). Step 2 is whole" in complaint(config)
+    assert start_of(config, last_whole=True).step == 2
 
 
 def test_a_run_branches_off_only_where_it_has_no_step_of_its_own(tmp_path):

@@ -11,6 +11,7 @@ from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.steps.alarms import (
+    MOST_ERRORS,
     AdvantageAlarm,
     EngineAlarm,
     GradNormAlarm,
@@ -58,6 +59,13 @@ def test_a_grader_that_fails_is_quoted_once_and_another_error_again():
     assert line == "warning: 64 of 64 held-out answers unjudged; the grader's first error: ValueError: no field 'gold'"
     assert list(alarm.warnings(report(60, "ValueError: no field 'gold'"), "answers")) == []
     assert len(list(alarm.warnings(report(1, "returned str"), "answers"))) == 1
+
+
+def test_errors_that_never_repeat_do_not_fill_the_checkpoints():
+    """A server's, which name a request or a time: one more in every step of every cell."""
+    alarm = JudgeAlarm()
+    said = [list(alarm.warnings(report(1, f"request {step} failed"), "answers")) for step in range(1000)]
+    assert all(said) and len(alarm.state_dict()["told"]) <= MOST_ERRORS
 
 
 def test_answers_that_a_sound_grader_fails_on_are_not_called_unjudged():

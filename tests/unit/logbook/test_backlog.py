@@ -87,6 +87,19 @@ def test_a_folder_that_vanishes_and_comes_back_has_every_line(tmp_path):
     assert (folder / "log").read_text() == "1\n2\n3\n4\n" and backlog.flush() is None
 
 
+def test_a_folder_away_before_the_first_line_keeps_its_old_ones(tmp_path):
+    """A resumed run has opened none of its files when their disk goes."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    (folder / "log").write_text("1\n2\n")
+    backlog = Backlog(misplaced=lambda: None if (folder / "log").exists() else "it is away")
+    folder.rename(away)
+    backlog.append(folder / "log", b"3\n")
+    away.rename(folder)
+    backlog.append(folder / "log", b"4\n")
+    assert (folder / "log").read_text() == "1\n2\n3\n4\n"
+
+
 @pytest.mark.parametrize("other", ["nothing", "an empty folder", "another run's"])
 def test_nothing_is_written_where_another_folder_stands(tmp_path, other):
     """First lines and whole files too, which no length of before protects."""

@@ -3,9 +3,12 @@
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from repository import ROOT
@@ -15,9 +18,11 @@ from hacpo_mega.cluster.machine.environment import has_tracker_login
 from hacpo_mega.config import load_config
 from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
+from hacpo_mega.logbook.files.rollout_log import logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start, source_commit
-from hacpo_mega.logbook.run.run_folder import missing_logs
+from hacpo_mega.logbook.run.run_folder import RunFolder, missing_logs
+from hacpo_mega.logbook.run.run_lock import RunLock
 
 METRICS_LINE = '{"step": 1, "values": {}, "timing": {}}\n'
 
@@ -241,6 +246,29 @@ def test_a_start_that_is_none_is_named(tmp_path):
         read_starts(tmp_path)
 
 
+def test_a_start_on_a_full_disk_spoils_no_file_of_the_run(tmp_path):
+    """The seam is the limit on the size of files: as a full disk, it takes a part of what is written."""
+    config = load_config(ROOT / "configs/quickstart.toml", [f"run_dir={tmp_path / 'run'}"])
+    place = SimpleNamespace(
+        share_in_job=lambda token: token, is_leader=False, coordinate="rank 0", barrier=lambda: None
+    )
+    starts, file = tmp_path / "run/starts.jsonl", tmp_path / "run/config.toml"
+    with RunLock(config.run_dir) as lock:
+        RunFolder(config, place, lock)
+        before = file.read_bytes(), starts.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for most in (len(before[1]) + 9, len(before[0]) - 9):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                with pytest.raises(OSError, match="File too large"):
+                    RunFolder(config, place, lock, 1, goes_on=True)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert file.read_bytes() == before[0] and starts.read_bytes().startswith(before[1])
+        RunFolder(config, place, lock, 1, goes_on=True)
+    assert [start["steps_done"] for start in read_starts(config.run_dir)] == [0, 1, 1]
+
+
 def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monkeypatch):
     assert list(other_threads(tmp_path)) == [], "no start"
     for before, now, said in (("1", "1", None), ("1", "2", "OMP_NUM_THREADS was 1, is 2"), ("", "2", None)):
@@ -252,6 +280,14 @@ def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monk
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(foreign + "\n")
         assert list(other_threads(tmp_path)) == []
+
+
+def test_a_copy_of_logged_answers_is_no_answer_of_the_run(tmp_path):
+    """An editor's or a cloud's, which ended every start."""
+    (tmp_path / "rollouts").mkdir()
+    for name in ("step_000001.lane_0000", "step_000001.lane_0000 (copy 1)", "step_000002.lane_0.0"):
+        (tmp_path / "rollouts" / f"{name}.jsonl").touch()
+    assert logged_parts(tmp_path) == {1: {0}}
 
 
 def test_logs_that_have_vanished_are_said(tmp_path):
@@ -272,3 +308,15 @@ def test_logs_that_have_vanished_are_said(tmp_path):
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "rollouts")
     assert ["steps 3 to 7" in line for line in missing_logs(tmp_path, 7)] == [True, True]
+
+
+def test_a_start_holds_one_line_of_a_long_run_at_a_time(tmp_path):
+    """The file of 20,000 steps has 136 MB; all of them as Python's numbers had 640."""
+    numbers = {f"agent/a/{n}": 1.0 for n in range(500)}
+    line = json.dumps({"step": 1, "values": numbers, "timing": {}}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(line * 500)
+    tracemalloc.start()
+    require_readable_metrics(tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 50 * len(line)

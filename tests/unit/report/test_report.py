@@ -28,7 +28,7 @@ from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_me
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, write_trace
 from hacpo_mega.report import summary, write_report
-from hacpo_mega.report.canvas import dressed, label_ends, panels, to_png
+from hacpo_mega.report.canvas import MOST_BARS, dressed, label_ends, panels, stack, to_inline_svg, to_png
 from hacpo_mega.report.catalogue import AGENT_COLOURS, BAND_COLOURS, FATE_COLOURS, PHASE_COLOURS, SECTIONS
 from hacpo_mega.report.page import choose_prompts, render_page
 from hacpo_mega.report.plots import draw, draw_pictures, draw_timeline, figures_of
@@ -394,6 +394,19 @@ def test_names_of_curves_that_end_together_stay_apart_inside_their_panel() -> No
     places = sorted(text.xy[1] for text in axis.texts)
     assert places[-1] == 1.0 == axis.get_ylim()[1] and places[0] > 0.0
     assert min(upper - lower for lower, upper in pairwise(places)) > 0.08
+
+
+def test_a_long_run_has_as_many_bars_as_its_figure_has_points() -> None:
+    """A bar per step made a page of 57 MB of 20,000 steps."""
+    figure, (axis,) = panels(1, 1, 2.0)
+    steps = range(1, 20_001)
+    stack(axis, steps, [[float(step % 2) for step in steps], [2.0 for _ in steps]], ["red", "blue"])
+    for layer, low, high in zip(axis.collections, (0.0, 0.5), (0.5, 2.5), strict=True):
+        (outline,) = (path.vertices for path in layer.get_paths())
+        assert len(outline) < 4 * MOST_BARS + 8
+        assert (outline[:, 0].min(), outline[:, 0].max()) == (0.5, 20_000.5)
+        assert set(np.unique(outline[:, 1])) == {low, high}
+    assert len(to_inline_svg(figure, "long")) < 200_000
 
 
 def test_the_page_says_under_a_chart_what_it_means(reported: Path) -> None:
