@@ -77,7 +77,7 @@ MODELS = {
 }
 # tp, pp, ranks of an engine. The last: two engines in one cell, which must be given the same weights.
 LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 2), (1, 2, 1))
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 STACKED = "gpt-oss"
 # Tensors in one layer with an up_proj; models without a matrix of that name.
 DENSE = re.compile(r"^(?!.*down_proj)")

@@ -1,5 +1,6 @@
 """Configurations of small whole runs, and the two ways to run one to its end."""
 
+import shutil
 from pathlib import Path
 
 import tomli_w
@@ -13,6 +14,7 @@ from hacpo_mega.checkpoint.files import folder_of, read_checkpoint
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import load_config
 from hacpo_mega.logbook.files.metrics import read_metrics
+from hacpo_mega.logbook.run.provenance import read_starts
 from hacpo_mega.samples.tokenizers import make_tokenizer
 
 CHARACTERS = tuple("0123456789+-*=,;s")
@@ -60,10 +62,12 @@ def write_watched_config(folder: Path, agents: list[dict], *, diagnose_every: in
 
 
 def require_same_in_two_parts(config_file: Path, undisturbed: Path, num_shards: int) -> None:
-    """The run of two steps, started for one and again for the other, ends with the same bits on disk."""
-    run_dir = config_file.parent / "in_two"
-    for steps in (1, 2):
-        train(config_file, f"run_dir={run_dir}", f"num_steps={steps}")
+    """A copy of the run, without what it has of step 2, is started again and ends with the same bits on disk."""
+    run_dir = shutil.copytree(undisturbed, config_file.parent / "in_two")
+    for folder in (folder_of(run_dir, 2), run_dir / "agents"):
+        shutil.rmtree(folder)
+    train(config_file, f"run_dir={run_dir}")
+    assert [start["steps_done"] for start in read_starts(run_dir)] == [0, 1]
     one, other = (read_checkpoint(folder_of(run, 2)) for run in (undisturbed, run_dir))
     shards = [path for path in one.files if path.endswith(".distcp")]
     assert len(shards) == num_shards

@@ -31,8 +31,9 @@ from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import worker_of
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
-NUM_UPDATES = 3
+NUM_UPDATES = 2
 MAX_MODEL_LEN = 192
+MAX_TOKENS = 12  # more than a window's 11: a step of the engine costs as much as all its other work
 LOOKED_AT = "model.embed_tokens.weight"
 CACHE_BYTES = 16 * 2**20
 # A load of all weights shows the changes in every so many-th tensor: none beside another of its layer.
@@ -58,7 +59,7 @@ def answer(engine: Engine, step: int, cell: int) -> tuple[list[TokenSequence], l
     rng = np.random.default_rng(cell)
     prompts = [rng.integers(0, 131, size).tolist() for size in PROMPT_LENGTHS]
     seeds = [answer_seed(1, step, index, 0, cell) for index in range(len(prompts))]
-    completions = engine.generate(prompts, seeds, max_tokens=30, return_logprobs=True)
+    completions = engine.generate(prompts, seeds, max_tokens=MAX_TOKENS, return_logprobs=True)
     samples = [as_sequence(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions)]
     return samples, [completion.logprobs for completion in completions]
 
