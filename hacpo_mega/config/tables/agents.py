@@ -110,8 +110,8 @@ class SkillShare(Section):
     second: Share = 0.0
     """Share of examples of the skill `chain` that teach its second half, behind the first of another agent."""
     totals: Share = 0.0
-    """Share of examples of the skills `sum` and `chain` that work by running totals of whole numbers, the added terms in
-    an order drawn for each: a right answer is one of many texts."""
+    """Share of examples of the skills `sum` and `chain` that work by totals of whole numbers, the added terms in an
+    order drawn for each: a right answer is one of many texts."""
     with_tool: Share = 0.0
     """Share of these examples that ask the calculator and repeat its result instead of working; needs
     conversation.environment = "calculator"."""

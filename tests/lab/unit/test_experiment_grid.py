@@ -198,6 +198,8 @@ def test_all_complaints_come_at_once(tmp_path):
 SHIPPED = {
     "evidence": ("skills", 8 * 3 * 2 + 8 * 6 + 7 * 3),
     "evidence_gap": ("gap", 7 * 3 * 1 + 7 * 6 + 6 + 3 * 3),
+    "evidence_unequals": ("strong_weak", 9 * 2 * 2 + 12 * 8),
+    "evidence_ways": ("two_ways", 9 * 2 * 2 + 12 * 8),
 }
 
 
@@ -207,7 +209,9 @@ def test_a_shipped_grid_is_sound_in_every_cell(monkeypatch, tmp_path, name):
     grid, (regime, cells) = load_grid(ROOT / f"configs/{name}.toml"), SHIPPED[name]
     assert num_cells(grid) == cells
     configs = {m: config_of_cell(grid, Cell(regime, m, 2e-4, 1, "reported"), tmp_path / "run") for m in grid.methods}
-    assert len({config.algorithm.model_dump_json() for config in configs.values()}) == len(grid.methods)
+    assert len(
+        {config.model_dump_json(include={"algorithm", "rollout", "training"}) for config in configs.values()}
+    ) == len(grid.methods)
     assert {agent.optimizer.lr for config in configs.values() for agent in config.agents} == {2e-4}
 
 

@@ -227,7 +227,7 @@ WARM_STARTS = [
     one("no skill", INIT % "", "agents.a.init.warm_start.skills: "),
     one("an unknown skill", INIT % "div={share=1.0}", "agents.a.init.warm_start.skills.div: must be 'add', 'sub', '"),
     one("shares", INIT % "add={share=0.9}", "agents.a.init.warm_start: the shares of warm_start.skills add up to 0."),
-    one("a product by totals", INIT % "mul={share=1.0,totals=0.5}", "agents.a.init.warm_start.skills.mul.totals: whole"),
+    one("product by totals", INIT % "mul={share=1.0,totals=0.5}", "agents.a.init.warm_start.skills.mul.totals: who"),
     one("too many examples", INIT % "mul={share=1.0,num_examples=571}", "agents.a.init.warm_start.skills.mul."
         "num_examples (571) is more than there are. Nearest: 420"),
 ]  # fmt: skip
