@@ -89,8 +89,9 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     try:
         with path.open("rb") as file:
             for text in file:
-                if text.endswith(b"\n"):
-                    yield text[:-1]
+                if not text.endswith(b"\n"):
+                    return  # still being written: the file may have the rest of it by now
+                yield text[:-1]
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
