@@ -6,6 +6,7 @@ more than nothing would teach just that. Not here: whether there is such a funct
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,13 @@ from hacpo_mega.data.reading.row_values import quoted
 
 # Ways in which people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
+# What asks for such a form in a prompt. DAPO's ends its instructions with "Answer: $Answer"; a last "Answer:" is a cue.
+ASKING = {
+    r"\\boxed": FORMS[1],
+    r"after\W*####": FORMS[2],
+    "<answer>": FORMS[3],
+    r"Answer:\s*\S(?!.*Answer:\s*\Z)": "Answer: GOLD",
+}
 # A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
 MOST_ROWS = 4
 NO_SOURCE = 'warning: the grader asks for data_source and gets "": the first prompt\'s row has no such field; add it'
@@ -30,6 +38,7 @@ class RewardTrial:
 
     errors   what graders failed with, by how many of the tried answers
     lacks_source   whether a grader of verl's asks for the data source that the row does not name
+    asked    the gold in the forms that the prompt itself asks for, with their judgements
     """
 
     answers: tuple[str, ...]
@@ -37,6 +46,7 @@ class RewardTrial:
     empty: Judgement
     errors: Mapping[str, int]
     lacks_source: bool = False
+    asked: tuple[tuple[str, Judgement], ...] = ()
 
     @property
     def refusal(self) -> str | None:
@@ -60,6 +70,12 @@ class RewardTrial:
         failed = [f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
                   for error, number in self.errors.items()]  # fmt: skip
         failed += [NO_SOURCE] if self.lacks_source else []
+        if self.asked and all(found.is_judged and found.reward <= self.empty.reward for _, found in self.asked):
+            failed += [
+                f"warning: the first prompt asks for the form {quoted(text)}, which earns {_shown(found)}, no more "
+                "than an empty answer: another reward.kind (math_any, number) reads more forms"
+                for text, found in self.asked
+            ]
         if not (self.gold.is_judged and self.empty.is_judged) or self.gold.reward > self.empty.reward:
             return tuple(failed)
         tried = ", ".join(map(quoted, self.answers))
@@ -89,14 +105,17 @@ def try_reward(reward: RewardConfig, judge: AnyJudge, rows: Sequence[PromptRow],
 
 
 def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -> RewardTrial:
-    answers = _answers_with(reward, row.gold)
+    answers, forms = _answers_with(reward, row.gold), _forms_asked_for(reward, row)
     judge.take_report()
-    *of_gold, empty = judge.judge(
-        [Asked(row.text, text, row.gold, Stop.EOS, row.row, agent, place) for place, text in enumerate([*answers, ""])]
+    texts = [*answers, *forms, ""]
+    judged = judge.judge(
+        [Asked(row.text, text, row.gold, Stop.EOS, row.row, agent, place) for place, text in enumerate(texts)]
     )
+    of_gold, empty = judged[: len(answers)], judged[-1]
     best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
     lacks_source = judge.asks_for_source and "data_source" not in json.loads(row.row or "{}")
-    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source)
+    asked = tuple(zip(forms, judged[len(answers) : -1], strict=True))
+    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source, asked)
 
 
 def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:
@@ -105,6 +124,17 @@ def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:
     forms = FORMS if any(grader.is_own for grader in graders) and not servers_of(reward) else ()
     own = [(grader.solution or grader.gold_as_answer)(gold) for grader in graders]
     return tuple(dict.fromkeys([*own, *(form.replace("GOLD", gold) for form in forms)]))
+
+
+def _forms_asked_for(reward: RewardConfig, row: PromptRow) -> tuple[str, ...]:
+    """The gold in the forms that a prompt asks for; none where a server would be asked, or for programs and graders
+    of the user's, which read others."""
+    graders = [find_grader(part.kind) for part in reward.graders.values()]
+    if servers_of(reward) or any(grader.is_own or grader.solution for grader in graders):
+        return ()
+    return tuple(
+        form.replace("GOLD", row.gold) for asks, form in ASKING.items() if re.search(asks, row.text, re.DOTALL)
+    )
 
 
 def _shown(judgement: Judgement) -> str:

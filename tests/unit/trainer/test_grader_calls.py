@@ -280,6 +280,34 @@ def test_a_reward_that_teaches_nothing_or_fails_at_times_is_warned_of(tmp_path, 
     assert says in warning
 
 
+OF_DAPO = "Solve it. The last line of your response should be of the form Answer: $Answer (without quotes)."
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "says"),
+    [
+        ("math", OF_DAPO, ["asks for the form 'Answer: 146', which earns 0 (no answer), no more than an empty answer"]),
+        ("math_any", OF_DAPO, []),
+        ("number", OF_DAPO, []),
+        ("exact", OF_DAPO, ["asks for the form 'Answer: 146', which earns 0 (wrong)"]),
+        ("exact", "Output the final answer after ####.", ["asks for the form '#### 146', which earns 0"]),
+        ("math", OF_DAPO + r" Put it in \boxed{}.", []),
+        ("math", "Think, then write <answer>.</answer>", ["asks for the form '<answer>146</answer>', which earns 0"]),
+        ("math", "Question: 1+1\nAnswer: 2\n\nQuestion: 97+49\nAnswer:", []),
+        ("math", "#### Problem\n97 + 49", []),
+        ("program", OF_DAPO, []),
+    ],
+)
+def test_a_reward_that_does_not_read_what_the_prompt_asks_for_is_warned_of(kind, prompt, says):
+    gold = '[{"stdin": "", "stdout": "146"}]' if kind == "program" else "146"
+    options = {"isolated": False} if kind == "program" else {}
+    config = RewardConfig(kind=kind, options=options)
+    with judge_of(config) as judge:
+        trial = try_reward(config, judge, [PromptRow("id", prompt, gold)], "qwen")
+    assert trial.refusal is None
+    assert len(trial.warnings) == len(says) and all(map(str.__contains__, trial.warnings, says)), trial.warnings
+
+
 def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
     source = "def own(answer, number): return 1 / number"
     assert "ZeroDivisionError" in trial_of(tmp_path, source).refusal
