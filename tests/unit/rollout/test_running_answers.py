@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import ROOT
 
 from hacpo_mega.agent import rollout_client
 from hacpo_mega.agent.rollout_client import RolloutClient
 from hacpo_mega.agent.sampler import Requests, Sampler
+from hacpo_mega.config import load_config
 from hacpo_mega.records import Completion, Prompt, Stop
 from hacpo_mega.rollout.engine import RunningAnswers
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps
@@ -63,6 +65,20 @@ def test_steps_are_taken_until_none_is_in_flight(in_flight):
     core = SimpleNamespace(batch_queue=in_flight, step_fn=lambda: taken.append(in_flight.pop()))
     finish_steps(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))))
     assert not in_flight and len(taken) in (0, 2)
+
+
+def test_no_two_answers_of_a_run_share_a_seed():
+    """Not those of agents with the same weights either; an engine's share changes none of them."""
+    config = load_config(ROOT / "configs/quickstart.toml", ["rollout.rollouts_per_prompt=2"])
+    codec = SimpleNamespace(encode_prompt=lambda text: [len(text)])
+    prompts = [Prompt(index, "", "1+1=", "2") for index in (4, 9)]
+    whole, second = slice(None), slice(1, None, 2)
+    samplers = [Sampler(codec, agent, whole, config) for agent in range(2)]
+    seeds = [s.sampled(prompts, step).seeds for s in samplers for step in (1, 2)]
+    seeds += [s.once(prompts, 8, 1.0).seeds for s in samplers]
+    assert len({seed for of_batch in seeds for seed in of_batch}) == 2 * 2 * 4 + 2 * 2
+    assert Sampler(codec, 1, second, config).sampled(prompts, 2).seeds == seeds[3][1::2]
+    assert samplers[0].once(prompts, 8, 0.0).seeds == [0, 0], "greedy"
 
 
 def test_an_answer_is_decoded_once(monkeypatch):
