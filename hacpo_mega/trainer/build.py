@@ -92,7 +92,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     parts.stands(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = None
-    if is_first:  # it releases the lock even if a signal kills it, after it has recorded that
+    if is_first:  # even if a signal kills it, it records that and releases the lock
         lock = stack.enter_context(RunLock(config.run_dir))
         place.on_termination(partial(record_termination, config.run_dir))
         place.at_end(lock.leave)
@@ -132,7 +132,7 @@ def read_data(config: Config) -> RunData:
 
 
 def load_agent(job: JoinedJob, sampler: Callable[..., Sampler]) -> tuple[Agent | None, RolloutClient]:
-    """Agent of this rank and its rollout side, which a rank that only generates has alone. Collective over the job."""
+    """Agent and rollout side of this rank; one that only generates has no agent. Collective over the job."""
     config, place = job.config, job.place
     spec = config.agents[place.agent]
     if place.trains:
@@ -175,9 +175,9 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
 def require_same_inputs(place: Place, config: dict[str, Any], contents: Inputs | None) -> None:
     """ValueError on every rank when one has another configuration, or files of other contents, than rank 0.
 
-    Nodes may have copies of their own, which would train together: answers meet by a prompt's number, and an optimizer
-    spreads its share of the weights to all cells. A branch of the Hub may move between the downloads of two nodes.
-    `contents` is None where another rank of the node looks. Collective.
+    Different copies on two nodes would train together unnoticed: answers are matched by a prompt's number, and an
+    optimizer spreads its share of the weights to all cells. A branch of the Hub may move between the downloads of two
+    nodes. `contents` is None where another rank of the node reads it. Collective.
     """
     mine = json.loads(json.dumps(config))
     first, of_first = json.loads(place.share_in_job(json.dumps([config, contents]).encode()))
@@ -194,8 +194,8 @@ def require_same_inputs(place: Place, config: dict[str, Any], contents: Inputs |
 def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData, stack: ExitStack) -> RolloutJudge:
     """The cell's judge of rollouts. Collective over the job.
 
-    ValueError for data rows without a field that a grader asks for, and for a reward that gives none for the first
-    prompts. Rank 0 tries it, but never calls a server.
+    ValueError for data rows without a field that a grader asks for, and for a reward whose trial on the first prompts
+    fails. Rank 0 tries it, but never calls a server.
     """
     place, reward = job.place, job.config.reward
     judge = stack.enter_context(judge_of(reward))

@@ -1,14 +1,14 @@
 """One checkpoint of all agents: who writes what and when, and how a job resumes from it.
 
     every rank    writes and syncs its shards into step_N.writing, in a thread, while training goes on
-    the job       checks at the end of every step whether all ranks have; then each announces its files
+    the job       checks at the end of every step whether all are done; then each announces its files
     rank 0        writes step.json, renames the folder to step_N: the commit, for all agents at once
 
 A job that dies before the rename has changed nothing; after it, every agent is at step N. If the disk refuses a
 checkpoint, all ranks remove it and report it, and training goes on to the next one. The thread communicates only in a
 group that training does not use, and changes nothing that training reads.
 
-Not here: the files (checkpoint/files.py), an agent's state (megatron/checkpoint/sharded_state.py).
+Elsewhere: the files (checkpoint/files.py), an agent's state (megatron/checkpoint/sharded_state.py).
 """
 
 import json
@@ -59,7 +59,7 @@ Files = dict[str, dict[str, int | str]]
 def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) -> Checkpoint | None:
     """`find_start` for the whole job, with every byte checked against its checksum. Collective over the job.
 
-    Rank 0 looks, so that all ranks resume from one step whatever a shared file system shows them; all ranks read. With
+    Rank 0 chooses the step, so all ranks resume from one, whatever a shared file system shows them; all verify. With
     `last_whole`, damaged steps are skipped and, once a whole one is found, moved aside and named.
     """
     is_first, damaged = place.coordinate.global_rank == 0, dict[int, str]()
@@ -84,7 +84,7 @@ def agree_on_start(place: Place, config: Config, **how: Unpack[StartOptions]) ->
             raise ValueError(f"{problem}. {older_step_offered(found.folder.parent.parent, found.step)}")
         damaged[found.step] = problem
     if is_first:
-        for name in found.agents:  # somebody else's is refused before a model is loaded
+        for name in found.agents:  # refuses a forged index before a model is loaded
             read_index(found.folder / name)
     if is_first and is_own and last_whole:
         for line in set_aside(config.run_dir, found.step, damaged):
@@ -149,7 +149,7 @@ class JointCheckpoint:
         self._last = time.monotonic()
         self._state = state
         self._is_due, self.lost = False, None
-        self._unremoved: set[str] = set()  # lines that were said of expired steps
+        self._unremoved: set[str] = set()  # warnings already given about expired steps
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._set_safe(state.steps_done if is_on_disk else 0)
@@ -166,7 +166,7 @@ class JointCheckpoint:
     def go_on(self) -> None:
         """Commits a checkpoint that all ranks have written, and begins the next if it is due. Collective.
 
-        Never two at a time: the previous one is waited for. So is the run's last one, which also waits for disk space.
+        Waits for the previous one, so that two never overlap, and for the run's last one, which also waits for room.
         """
         if self._pending and (self._is_due or self._all_have_written(self._pending)):
             self._try(self._commit)
@@ -179,7 +179,7 @@ class JointCheckpoint:
     def keep(self) -> None:
         """Blocks until the last finished step, if there is one, is on disk. Collective over the job.
 
-        No update may have been learnt since: the agents are written as they are.
+        The agents are written as they are: none may have learnt since.
         """
         if self._pending:
             self._try(self._commit)
@@ -194,7 +194,7 @@ class JointCheckpoint:
             return True
         if not when.every_minutes:
             return False
-        # Clocks differ: one of them decides.
+        # Clocks differ: one rank's decides.
         is_late = time.monotonic() - self._last >= 60.0 * when.every_minutes
         return self._place.share_in_job(b"1" if is_late else b"0") == b"1"
 
@@ -249,7 +249,7 @@ class JointCheckpoint:
         pending, self._pending = self._pending, None
         message: dict[str, Any] = {"agent": self._name}
         with self._removed_if_refused(pending.writing):
-            # Everybody's shards are on disk when nobody has had a problem.
+            # If no rank reports a problem, all shards are on disk.
             self._disk.attempt_write(self._finish, pending, message)
             words = [json.loads(word) for word in self._place.gather_to_first(json.dumps(message).encode())]
             self._disk.require_folder()
@@ -303,7 +303,7 @@ class JointCheckpoint:
             commit(pending.writing, self._record(pending.folder, pending.state, words))
             keep = self._config.checkpoint.model_dump(include={"keep_last", "keep_every", "keep_best"})
             stay: set[str] = set()
-            with suppress(OSError):  # what is too many now goes with the next one
+            with suppress(OSError):  # the next commit removes what is left
                 stay = set(remove_old(self._config.run_dir, **keep))
             for line in sorted(stay - self._unremoved):
                 self._disk.say(f"warning: {line}")

@@ -4,7 +4,7 @@ A rank must not leave a collective that the others are in: problems are agreed o
 for what a person or the machine may mend (MENDABLE); anything else, such as a name that is too long, ends the run at
 once.
 
-Not here: sizes (disk_space.py), unwritten logs (logbook/files/backlog.py), checkpoints (joint_checkpoint.py).
+Elsewhere: sizes (disk_space.py), unwritten logs (logbook/files/backlog.py), checkpoints (joint_checkpoint.py).
 """
 
 import errno
@@ -22,7 +22,7 @@ from hacpo_mega.logbook.run.run_folder import RunFolder
 
 # Between two attempts at the end of a run.
 RETRY_S = 5.0
-# A working file system is as fast at least: ranks wait for an export for its bytes over this, and `wait_s`.
+# Lowest speed of a working file system: ranks wait for an export for its bytes over this, plus `wait_s`.
 SLOWEST_BYTES_PER_S = 50e6
 MENDABLE = frozenset(
     (
@@ -70,7 +70,7 @@ class JointDisk:
         self.agree(*_refusal(function, *arguments))
 
     def attempt_write(self, function: Callable[..., None], *arguments: Any) -> None:
-        """The same for what writes a model or its state: ranks that are done wait as long as a slow disk may take."""
+        """`attempt` for what writes a model or its state: finished ranks wait as long as a slow disk needs."""
         refusal = _refusal(function, *arguments)
         self._place.meet(self._patience_s)
         self.agree(*refusal)
@@ -97,8 +97,8 @@ class JointDisk:
     def patiently(self, function: Callable[[], None]) -> None:
         """Retries `function`, which fails on all ranks or none, until it succeeds or times out (`wait_for_room_s`).
 
-        Raises at once if waiting mends nothing. For the end of a run: its weights would be lost to a disk that can be
-        cleared.
+        Raises at once if waiting mends nothing. For the end of a run: a disk that can be cleared must not cost its
+        weights.
         """
         deadline, is_said = time.monotonic() + self._config.checkpoint.wait_for_room_s, False
         while True:
@@ -108,7 +108,7 @@ class JointDisk:
                 if problem.errno not in MENDABLE:
                     raise
                 left_s = max(0.0, deadline - time.monotonic())
-                if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one of them decides
+                if self._place.share_in_job(b"1" if left_s else b"") == b"":  # clocks differ: one rank's decides
                     raise
                 if not is_said:
                     self.say(f"warning: {problem}: waiting for room, for {left_s:.0f} s at most")

@@ -68,7 +68,7 @@ class Observer:
 
 
 class Observers:
-    """Several observers, one after the other, at every moment of a run that is named on `Observer`."""
+    """Several observers, called one after the other at every moment that `Observer` names."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
@@ -234,8 +234,8 @@ class Rates(Observer):
 
 
 class Reports(Observer):
-    """Writes report.html in a process beside the training, from rank 0: every n-th step, of the steps before it, and at
-    the end. One that fails ends nothing."""
+    """Writes report.html on rank 0 in a separate process: every n-th step, about the steps before it, and at the end. A
+    failed report stops nothing."""
 
     def __init__(self, config: Config, place: Place) -> None:
         self._run_dir, self._last, self._place = config.run_dir, config.num_steps, place
@@ -254,8 +254,8 @@ class Reports(Observer):
     def finish(self) -> str:
         """Writes the report of the whole run while the other ranks wait; a line about it. Collective over the job.
 
-        A launcher may end a rank that is the last one for long, and a collective ends a wait: so the others hear again
-        and again that it is being written. A signal that tells them to end leaves it out.
+        A launcher may kill a rank that outlives the others for long, and a collective times out. So rank 0 tells the
+        others repeatedly that it still writes. A signal to end skips the report.
         """
         while not self._place.agreed_signal():
             line = self._go_on().encode() if self._is_first else None
@@ -293,11 +293,11 @@ MOST_CHARACTERS = 2000  # of a text in a tracker's table
 
 
 class OwnMetrics(Observer):
-    """logging.metrics: the mean of what each function says of an agent's answers, as agent/NAME/own/FUNCTION.
+    """logging.metrics: the mean of each function over an agent's answers, as agent/NAME/own/FUNCTION.
 
     A function is called for every answer of a step with what its parameters name: any of COLUMNS (`reward` is NaN for
-    an unjudged one), `step`, `row`, or a field of the row. It returns a number; None: the answer is left out. One that
-    fails is said once, and its number is missing: a number never stops the training.
+    an unjudged one), `step`, `row`, or a field of the row. It returns a number, or None to leave the answer out. A
+    failure is reported once, and the number is missing: a metric never stops the training.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -344,7 +344,7 @@ class OwnMetrics(Observer):
 
 
 class TrackedAnswers(Observer):
-    """Shows trackers the answers to a step's first prompts, and how rewards and lengths are spread, from rank 0."""
+    """Sends the answers to a step's first prompts, and the distribution of rewards and lengths, from rank 0."""
 
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)

@@ -2,9 +2,9 @@
 
 Beside the engine, a thread passes ended answers to the judge, whose graders are processes of their own
 (guarded_workers.py). A judgement depends on its answer alone, so it is the same either way. But a grader of the user's
-own that has never worked is tried on the first answers of every such part, not on the first ones of the step.
+own that has never worked is tried on the first answers of each batch, not of the step.
 
-Not here: what a judgement is (judge.py).
+Elsewhere: what a judgement is (judge.py).
 """
 
 import queue

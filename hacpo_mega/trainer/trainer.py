@@ -2,7 +2,7 @@
 
 Every process of the job runs it, in lockstep, for its own agent, lane and cell (cluster/place.py). build.py makes what
 stands before step 1, observers.py examines the run, logbook/step_report.py sums up what a step measured.
-Not here: the thread that answers one step ahead (rollout/vllm/engine_thread.py).
+Elsewhere: the thread that answers one step ahead (rollout/vllm/engine_thread.py).
 """
 
 import signal
@@ -88,17 +88,17 @@ class RolloutSchedule:
         self._place, self._is_ahead = rollout.place, config.mode.one_step_off
         self.my_share = self._place.rank_map.share_of_lane(self._place.coordinate)
         self.ready: ReadyAnswers | None = None
-        self._asked: tuple[Prompt, ...] = ()  # by the engine, at present
+        self._asked: tuple[Prompt, ...] = ()  # the engine answers them now
 
     def prompts_of(self, step: int) -> tuple[Prompt, ...]:
         """The step's prompts of this lane."""
         return self._sampler.at(step, self._place.lane, self._config.lanes)
 
     def take_up(self, start: Checkpoint) -> None:
-        """Restores prefetched answers, unless a change since then would make others of them. Collective over the job.
+        """Restores prefetched answers, unless something since then would change them. Collective over the job.
 
         Such are another seed, [rollout] or conversation, and other tokens of a prompt. All agents take theirs or none:
-        those of one conversation answer each other.
+        agents of one conversation answer each other.
         """
         if not self._is_ahead:
             return
@@ -115,7 +115,7 @@ class RolloutSchedule:
     def roll_out(self, step: int, on_answer: Callable[[Prompt, Rollout], None] | None) -> list[Rollout]:
         """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends.
 
-        One step off they may be ready, and those of the next step are begun.
+        One step off, takes prefetched answers if there are any, and begins the next step's.
         """
         staleness, ready, sampler = 1, self.ready, self._rollout.sampler
         if ready is None:
@@ -134,7 +134,7 @@ class RolloutSchedule:
         return rollouts
 
     def finish(self, phase: Phases) -> None:
-        """Waits for the answers of the next step, if the engine is at them. Collective over the cell."""
+        """Waits for the answers of the next step, if the engine generates them. Collective over the cell."""
         if self._rollout.ahead.is_busy:
             with phase("roll_out"):
                 answers = self._rollout.finish_ahead(self._asked)
@@ -147,7 +147,7 @@ class RolloutSchedule:
         return [self._rollout.codec.encode_prompt(prompt.text) for prompt in prompts]
 
     def _add_turns(self) -> None:
-        """Adds seconds of this rank's engine between turns, and the share of prompt tokens that it had read before."""
+        """Adds busy and idle seconds of this rank's engine, and the share of prompt tokens that its cache had."""
         player, prefix = self._rollout.player, f"agent/{self._rollout.name}/conversation"
         if player is not None and (tally := player.tally) is not None:
             self._metrics.add(f"{prefix}/engine_busy_s", tally.step_s, 1)
@@ -322,7 +322,7 @@ class Trainer:
         self._end_step(StepResult(*found, reencodings, updates))
 
     def _judged(self, shared: SharedRewards, prompts: Sequence[Prompt]) -> Judged:
-        """The lane's judged answers with everybody's capability, after this step's rewards. Collective over lanes.
+        """The lane's judged answers with all capabilities, after this step's rewards. Collective over lanes.
 
         Tallies are the one thing that crosses lanes: P_hat is over the whole step, or lanes would disagree on omega.
         """
@@ -357,11 +357,11 @@ class Trainer:
     def _end_step(self, found: StepResult) -> None:
         """Ends a step: writes it, counts it, saves it if that is due, and shows it."""
         self.observers.before_writing(self.steps_done + 1, found)
-        if self.config.scores_in_first_update:  # what was not scored before has been by now
+        if self.config.scores_in_first_update:  # by now the first update has scored the rest
             scores = complete_scores(found.rollouts, found.scores, found.updates)
             found = replace(found, scores=scores, trajectories=scored_trajectories(found.trajectories, scores))
         notes = self.agent.describe(found.pool.prompts, found.rollouts, found.scores, found.updates, found.reencodings)
-        if self.config.engine_scores:  # the gap is of the trainer's own, which its first update had
+        if self.config.engine_scores:  # the gap needs the trainer's log-probs, which its first update computed
             found = replace(found, scores=own_scores(found.rollouts, found.updates[0], self.agent.index))
         known = notes, self.capability.values(), self.rollout.devices.asleep_bytes
         self._count_step(self.report.write(self.steps_done + 1, found, *known, self.phase))
