@@ -18,7 +18,7 @@ A_b[p, j, g]  = (R[p, j, g] - mu_b[p]) sigma[p] / s_b[p]^2      graded rewards; 
 This equals the paper's formula where omega is 1, and vanishes as the rewards of a prompt become equal. Rewards of 0 and
 1 keep the paper's formula, whose sigma is 0 or at least sqrt(1 / n).
 
-Not here: the rivals' advantages (methods.py).
+Elsewhere: the rivals' advantages (methods.py).
 """
 
 from typing import NamedTuple

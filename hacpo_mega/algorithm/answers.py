@@ -1,7 +1,7 @@
 """Packed answers of a micro-batch, as an objective sees them: the argument of users' functions, and of methods whose
 ratio is one per token.
 
-Not here: what advantages see (judged.py), and the objectives that the kernels have (objective.py).
+Elsewhere: what advantages see (judged.py), and the objectives that the kernels have (objective.py).
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ P_hat_k = mean over the last K steps of agent k's mean reward in that step;  ome
 
 The authors' code uses the success rate instead of the mean reward; with rewards of 0 and 1 they are equal.
 
-Not here: the rewards and their sum over lanes (trainer), the use of omega (advantage.py).
+Elsewhere: the rewards and their sum over lanes (trainer), the use of omega (advantage.py).
 """
 
 from collections import deque

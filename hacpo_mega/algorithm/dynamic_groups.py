@@ -17,7 +17,7 @@ ADVANTAGE_TOLERANCE = 1e-9
 def trained_answers(advantages_PNG: Tensor, learner: int, config: AlgorithmConfig) -> Tensor:
     """Mask of the answers that `learner` trains on, bool [P, N, G], from its advantages [P, N, G].
 
-    Others' answers: those whose advantage is not 0. Own answers to a prompt: all where the advantage of one is not 0,
+    Others' answers: those whose advantage is not 0. Own answers to a prompt: all if the advantage of any is not 0,
     else none. A KL to the initial policy is a gradient of its own: the answers that it counts (`kl_on`) are trained.
     """
     has_kl = config.kl_coef > 0.0

@@ -14,7 +14,7 @@ are both linear in |A|, so loss and gradient are multiplied by w. Weights by tok
 agent's answer has other tokens in the learner's tokenizer, and keeps weight 1. A KL to the initial policy is not
 weighted.
 
-Not here: the measured mismatch (logbook/steps/step_metrics.py).
+Elsewhere: the measured mismatch (logbook/steps/step_metrics.py).
 """
 
 from typing import Literal

@@ -1,6 +1,6 @@
 """A lane's judged answers, as the advantages of one learner see them: the argument of methods and of users' functions.
 
-Not here: what an objective sees (answers.py).
+Elsewhere: what an objective sees (answers.py).
 """
 
 from dataclasses import dataclass

@@ -11,14 +11,14 @@ f_tis, filtered truncated importance sampling (arXiv 2605.22537): all answers ar
 answer's baseline is the group of its author ("vertical" in the text, its default), or all agents' answers. Its filter
 depends on the ratio, so it is part of the objective (objective.py).
 
-Both texts are token-level, and their own answers GRPO's. `ratio_level = "token"` has them so: own answers as grpo, of
+Both texts are token-level, with GRPO's loss of own answers. `ratio_level = "token"` follows them: own answers as grpo,
 others' answers
     sgt      -A mean log-prob, which needs no ratio
     f_tis    -1/|b| sum_t sg[min(r_t, C)] A logprob_t, 0 where A < 0 and sum_t (old_t - logprob_t) > g nats
 C = 2 and g = 50 are what summaries of the paper say; its own text was not at hand. f_tis then needs log-probs of the
 source's tokens, which exist where all agents have one tokenizer.
 
-Not here: functions of the user's in place of a method's (own_functions.py).
+Elsewhere: functions of the user's in place of a method's (own_functions.py).
 """
 
 from collections.abc import Callable, Mapping

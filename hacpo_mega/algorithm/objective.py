@@ -65,10 +65,10 @@ def token_objective(
                       row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1]
     old_logprob_R     nats [R] under the policy that sampled, before the step's first update
     advantage_B       [B], of the own group
-    Returns (loss_B, terms): of an answer, `terms` has the mean ratio of its tokens and, as its weight, the mean ratio
-    of those that are not clipped. GRPO differs from `hacpo`: agents learn alone, and the clip acts on tokens. Where the
-    texts differ, a token of an answer weighs 1/|b| (GRPO), not 1/tokens of the batch (DAPO, arXiv 2503.14476), whose
-    wider upper clip is the default here.
+    Returns (loss_B, terms): per answer, `terms` has the mean ratio of its tokens and, as its weight, the mean ratio of
+    the unclipped ones. GRPO differs from `hacpo`: agents learn alone, and the clip acts on tokens. Where the texts
+    differ, a token of an answer weighs 1/|b| (GRPO), not 1/tokens of the batch (DAPO, arXiv 2503.14476). DAPO's wider
+    upper clip is the default here.
     """
     length_B = row_cu_seqlens_B.diff()
     bound = config.log_ratio_clamp
@@ -115,7 +115,7 @@ def kl_penalty(
     divergence"; `low_var_kl` in verl). `kl_on = "own"` counts own answers only. The rows of sequence b are
     row_cu_seqlens_B[b]:row_cu_seqlens_B[b + 1].
     """
-    # Bounded before exp, as the ratio is: one token that the learner has all but forgotten must not overflow the loss.
+    # Bounded before exp, as the ratio is: one very unlikely token must not overflow the loss.
     difference_R = (reference_logprob_R - token_logprob_R).clamp(-20.0, 20.0)
     kl_R = difference_R.exp() - difference_R - 1.0
     kl_B = _token_means(kl_R, row_cu_seqlens_B.diff())

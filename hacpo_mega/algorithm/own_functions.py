@@ -75,10 +75,9 @@ def objective_loss(
 ) -> tuple[Tensor, SequenceTerms]:
     """Loss of packed answers by a method's function, or by the user's (None): (loss_B, terms), float64.
 
-    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer, by token the mean of its tokens'
-    (where these have one), and the weight that its tokens have together, w = - (sum of d loss / d log-prob) / A: that
-    of the kernels where a loss depends on s. ValueError for a loss of another shape, or one that does not depend on the
-    learner.
+    loss_B is differentiable in the tokens. `terms` has the ratio s of each answer (by token: the mean over tokens that
+    have one), and the total weight of its tokens, w = - (sum of d loss / d log-prob) / A, which is the kernels' where a
+    loss depends on s. ValueError for a loss of another shape, or one that does not depend on the learner.
     """
     if function is not None:
         name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
