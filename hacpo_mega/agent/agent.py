@@ -5,13 +5,13 @@ method with equal arguments and get equal results.
 
 Scores are the actor's log-probs of the agent's own answers before it learns (log-prob recompute). Answers are scored
 before the step's first update: first those of that update, packed as it will pack them, then the rest together. In bf16
-every later update's are packed as it will pack them, too: other micro-batches round by as much as the own clip is wide.
-With `training.score_in_first_update` those of the first are skipped: that update computes the same log-probs, from the
-same weights in the same micro-batches, and its report has them bit for bit. This works only where nothing else needs
-the scores first: another agent needs them before it learns, engine_correction before it makes an advantage. Where
-scores are the engine's (Config.engine_scores) the actor computes none: they came with the answers.
+each later update's answers are packed as it will pack them, too: other micro-batches would round differently, by about
+the width of the own clip. With `training.score_in_first_update` the first update's answers are not scored: the update
+computes the same log-probs, from the same weights in the same micro-batches, and its report has them bit for bit. This
+requires that nothing needs the scores first: another agent needs them to learn, engine_correction to make an advantage.
+Where scores are the engine's (Config.engine_scores) the actor computes none: they came with the answers.
 
-Not here: other agents (trainer.py exchanges with them), generation requests (sampler.py), advantages (algorithm/), the
+Elsewhere: other agents (trainer.py exchanges with them), generation requests (sampler.py), advantages (algorithm/), the
 ratios that use the scores (policy_loss.py).
 """
 
@@ -112,7 +112,7 @@ class Agent:
                 sampler=sampler,
             )
         self.codec, self._devices = self.rollout.codec, self.rollout.devices
-        # Own answers of every update are scored in the micro-batches that it learns from, beside no other's. In float32
+        # Own answers of every update are scored in its micro-batches, apart from other updates' answers. In float32
         # other micro-batches round by 1e-7, far below any clip, and there are fewer.
         self._repeats_scoring = self.actor.dtype == torch.bfloat16 and not config.engine_scores
         self._weight = sample_weight(
@@ -171,8 +171,8 @@ class Agent:
                     rollouts[b].num_trained(self._algorithm.eos_in_loss) == 0
                 ):  # the update computes nothing for it either
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
-            if len(prompts) == self._prompts_per_update:  # nobody else wants any (config/checks/checks.py)
-                return scores  # so nobody needs the device for it
+            if len(prompts) == self._prompts_per_update:  # others want none (config/checks/checks.py)
+                return scores  # so the device is not needed
         with self._devices.scoring():
             for batch in batches:
                 sequences = [self._sequence(prompts[places[b]], rollouts[b]) for b in batch]

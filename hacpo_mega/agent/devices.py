@@ -11,7 +11,7 @@
 
 The same numbers meet the same kernels in every mode, so no bit depends on it.
 
-Not here: how a tensor is offloaded (megatron/train/offload.py), what is computed in a turn (agent.py).
+Elsewhere: how a tensor is offloaded (megatron/train/offload.py), what is computed in a turn (agent.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -77,9 +77,9 @@ class Devices:
         engine: Engine | None,
         weight_sync: WeightSync,
     ) -> None:
-        """`engine` has just started with random weights; `actor` is in the state in which it was then.
+        """`engine` has just started with random weights; `actor` is unchanged since then.
 
-        `actor_offload` has offloaded the actor where agents take turns; the engine is asleep there afterwards, too.
+        Where agents take turns, `actor_offload` has offloaded the actor, and the engine sleeps afterwards.
         """
         self._policy, self._place, self._engine, self._weight_sync = policy, place, engine, weight_sync
         self._state = actor.optimizer.offload if policy.offloads_state else Offload(())
@@ -111,7 +111,7 @@ class Devices:
     def answering(self, *, then_learns: bool = False) -> Iterator[None]:
         """Context of a generation call: the engine is awake with the published weights.
 
-        `then_learns`: it is the last one before the actor learns; gradient buffers and optimizer state are onloaded
+        `then_learns`: the call is the last before the actor learns; gradient buffers and optimizer state are onloaded
         after it, also after an error.
         """
         if self._policy.takes_turns:
@@ -156,7 +156,7 @@ class Devices:
     def learning(self, phase: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
         """Context of the updates of a step, in one turn.
 
-        Waits for this turn and later ones count in the trainer's phase learn.
+        Waiting for this turn and later ones counts in the trainer's phase learn.
         """
         if not self._policy.takes_turns:
             yield
@@ -170,7 +170,7 @@ class Devices:
                 turn.close()
 
     def differences(self) -> list[str]:
-        """`WeightSync.differences`; where agents take turns, in one: the weights just synced, against the actor's."""
+        """`WeightSync.differences`; where agents take turns, in one, right after a sync from the actor."""
         if not self._policy.takes_turns:
             return self._weight_sync.differences()
         with self.scoring(), self._handed_over():

@@ -1,4 +1,4 @@
-"""The loss of one optimizer update on a micro-batch, and its report: `algorithm/` meets the actor.
+"""The loss of one optimizer update on a micro-batch, and its report, between `algorithm/` and actor.
 
 The equations are in algorithm/objective.py, and their arithmetic in kernels/hacpo_kernels/reference.py. The forward and
 backward passes around them are in megatron/actor.py.
@@ -36,8 +36,7 @@ class BatchReport(NamedTuple):
     """Report of the loss on one micro-batch of B sequences.
 
     key_B3             int64 [B, 3], a SampleKey per sequence
-    terms              what statistics are counted from, on the host (step_metrics.py): counting costs the device
-                       nothing
+    terms              input of the host's statistics (step_metrics.py): counting costs the device nothing
     kl                 (sum, count)
     token_logprob_R    log-probs of all trained tokens, and num_rows_B how many each sequence has; None unless the run
                        logs tokens or this update scores
@@ -132,12 +131,12 @@ class PolicyLoss:
         is_scored = {sample.source_logprob is not None for sample in batch.sequences}
         if is_scored == {True}:
             return None
-        # Own answers are packed by themselves, and a later update is not the policy that they were sampled by.
+        # Own answers are packed by themselves, and a later update's policy did not sample them.
         assert is_scored == {False} and self.update_index == 0, (is_scored, self.update_index)
         return mean_logprobs(token_logprob_R.detach(), batch.row_cu_seqlens_B)
 
     def _answers(self, logprob_R: Tensor, samples: SampleColumns, batch: MicroBatch) -> PackedAnswers:
-        """The record of an objective that no kernel has."""
+        """The record for an objective without a kernel."""
         device, bound = logprob_R.device, self.config.log_ratio_clamp
         starts_B1 = batch.row_cu_seqlens_B.to(device, torch.int64, non_blocking=True)
         places = [(sample.source, sample.prompt_index) for sample in batch.sequences]

@@ -4,7 +4,7 @@ With placement = "apart" a rank of the cell has either an engine or an actor. Th
 generate nothing themselves, and receive the engines' answers.
 All ranks of a cell call every method with equal arguments and get equal results.
 
-Not here: learning (agent.py), generation requests (sampler.py).
+Elsewhere: learning (agent.py), generation requests (sampler.py).
 """
 
 import json
@@ -35,7 +35,7 @@ from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread, Generate
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
-SEATS = "seats"  # name of the listeners of agents that another one asks for turns
+SEATS = "seats"  # name of the listeners through which agents request others' turns
 
 
 class RolloutClient:
@@ -48,7 +48,7 @@ class RolloutClient:
     turn_format, player    tokens of other turns, and the driver of conversations; None without an environment
     ahead                  thread in which the engine answers for a later step
     dtype                  of the actor's parameters
-    devices, weight_sync   as this rank has them; start-up leaves the engine ready to answer
+    devices, weight_sync   of this rank; start-up leaves the engine ready to answer
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class RolloutClient:
     ) -> None:
         """Starts the engine, if this rank has one, and syncs the weights after `step` to it. Collective over the job.
 
-        `actor` is this rank's, None on a rank that only generates. `agents_on_device` is from `require_fit`: so many
-        start their engines one after another. `budget` is that of the device, None where it only generates. `sampler`
+        `actor` is this rank's, None on a rank that only generates. `agents_on_device` agents (`require_fit`) start
+        their engines one after another. `budget` is that of the device, None where it only generates. `sampler`
         makes the generation requests.
         """
         self.name, self.index, self.place = spec.name, place.agent, place
@@ -76,7 +76,7 @@ class RolloutClient:
         if environment is not None:
             self.turn_format = turn_format(self.codec, environment, has_roles=bool(config.roles))
             if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
-                # The player's thread has a tokenizer of its own: one is not for two threads.
+                # The player's thread has a tokenizer of its own: tokenizers are not thread-safe.
                 partners = _partners(place, config)
                 self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
                 if partners is not None and not partners.drives:
@@ -170,7 +170,7 @@ class RolloutClient:
         return self._shared(self.ahead.finish(), len(prompts) * self._answers_per_prompt)
 
     def _shared(self, mine: Sequence[Completion], num_asked: int) -> list[Completion]:
-        """Answers of all engines of the cell; of a conversation an engine's first rank alone has them."""
+        """Answers of all engines of the cell; only an engine's first rank has those of conversations."""
         return share_completions(mine, self.place, num_asked, first_has_all=self._has_conversations)
 
     def publish_weights(self, step: int) -> None:

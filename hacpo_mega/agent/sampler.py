@@ -2,7 +2,7 @@
 
 A pure function of its arguments: no process group, no engine, no clock. So answers do not depend on which rank samples.
 
-Not here: device turns (devices.py), the engine (rollout/engine.py).
+Elsewhere: device turns (devices.py), the engine (rollout/engine.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,19 +56,19 @@ class Sampler:
     def sampled(self, prompts: Sequence[Prompt], step: int) -> Requests:
         """Requests for G sampled answers to each prompt in a step."""
         places = self.places(prompts)
-        # A seed per answer: by batch or by rank, another layout or number of lanes would sample other answers.
+        # A seed per answer: with one per batch or rank, another layout would sample other answers.
         seeds = [answer_seed(self._seed, step, prompt.index, g, self._agent) for prompt, g in places]
         return self._requests(
             places,
             seeds,
             max_tokens=self._rollout.max_answer_tokens,
             temperature=self._rollout.temperature,
-            # They cost nothing: the trainer's log-probs are compared with them, or they are the scores.
+            # Log-probs cost nothing: the trainer's are compared with them, or they are the scores.
             return_logprobs=True,
         )
 
     def once(self, prompts: Sequence[Prompt], max_tokens: int, temperature: float) -> Requests:
-        """Requests for one answer to each prompt; temperature 0: greedy. No rollout shares the noise of another one."""
+        """Requests for one answer to each prompt; temperature 0: greedy. No rollout shares their noise."""
         places = [(prompt, 0) for prompt in prompts]
         seeds = [0] * len(places)
         if temperature:

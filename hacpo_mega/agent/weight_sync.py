@@ -9,7 +9,7 @@ Until then, and after an error, it refuses to generate.
 Verification reads the tensors that the engine multiplies with, located by the layers' own attributes and not by the
 loaders that the plan comes from. It compares a checksum of every piece, in which a single bit shows.
 
-Not here: when weights are synced, and what is on the devices then (devices.py).
+Elsewhere: when weights are synced, and what is on the devices then (devices.py).
 """
 
 import json
@@ -165,8 +165,8 @@ class WeightSync:
     def differences(self) -> list[str]:
         """A line for every piece in which this rank's engine differs from the actor's current weights.
 
-        A layer that quantizes holds other numbers on purpose: a line for every tensor that differs from a fresh
-        quantization of the actor's full tensors, which the engine has afterwards.
+        A layer that quantizes holds other numbers: its tensors are compared with a fresh quantization of the actor's
+        full tensors, which the engine has afterwards.
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
@@ -223,7 +223,7 @@ class WeightSync:
         for (piece, number), (seen, _), (wanted, finite) in zip(
             rows, _checksums(views), np.concatenate(expected), strict=True
         ):
-            # The product by which a packed weight is read spreads what is not finite.
+            # A packed weight is read by a product, which spreads NaN and infinity.
             if seen != wanted and (finite or not held[piece.written].is_packed):
                 one = piece.what.member(number)
                 yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
