@@ -5,7 +5,7 @@ Its core is one path, pack -> forward -> `linear_logprob`, shared by scoring and
 repeats the scores bit for bit. The scaling of gradients is in train/schedule.py, Adam in optimizer.py. Megatron's start
 in a process, with the agent's parallel groups, is at the end of the file.
 
-Not here: advantages and the formulas of the losses (algorithm/), sampling (the engine).
+Elsewhere: advantages and the formulas of the losses (algorithm/), sampling (the engine).
 
 Shapes: R trained rows of a micro-batch, B its samples, H hidden size; t tokens and N trained rows of it on this rank of
 cp.
@@ -143,7 +143,7 @@ class Actor:
             on_cuda=cuda,
             version=VERSION,
         )
-        # With cp, rows must be in rising order; TransformerEngine and delta nets have no such segments.
+        # With cp, rows must be in rising order; TransformerEngine and delta nets cannot share prompts.
         can_share = layout.cp == 1 and self.transformer == "local" and self.architecture.delta_net is None
         self.shares_prompts = spec.share_prompts and can_share
         how = {"multiple": layout.tp * layout.cp, "shares_prompts": self.shares_prompts}
@@ -393,7 +393,7 @@ def initialize_parallel(
             tensor_model_parallel_size=tp,
             pipeline_model_parallel_size=pp,
             context_parallel_size=cp,
-            # Megatron lays out experts, too: as wide, their pipelines have the ranks of these. See `_share_experts`.
+            # Megatron makes expert groups, too: at this size their pipelines have equal ranks. See `_share_experts`.
             expert_model_parallel_size=cp,
             order=RANK_ORDER,
             distributed_timeout_minutes=timeout_s / 60.0,  # a timedelta is made of it, which takes parts of minutes

@@ -1,6 +1,6 @@
 """Permanent patches of Megatron-core, with the reason of each (cluster/patches.py).
 
-actor.py applies them when a process creates Megatron's groups. Not here: replacements on the CPU while Megatron code
+actor.py applies them when a process creates Megatron's groups. Elsewhere: replacements on the CPU while Megatron code
 runs (model/platform.py).
 """
 

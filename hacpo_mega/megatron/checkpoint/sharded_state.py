@@ -8,7 +8,7 @@ Not stored, since it can be derived: the model's own weights (the main weights, 
 (zero), a tied head on another stage (the embedding), gradients (a step begins without), the learning rate (from the
 number of updates), the reference policy (the model folder).
 
-Not here: which steps are kept, and that a step exists for all agents or for none (checkpoint/files.py).
+Elsewhere: which steps are kept, and that a step exists for all agents or for none (checkpoint/files.py).
 """
 
 from collections import defaultdict
@@ -134,8 +134,8 @@ def _parts(model: HiddenStateModel, optimizer: ActorOptimizer, *, written: bool)
 
 
 def _share(optimizer: ActorOptimizer, parameter: torch.nn.Parameter, *, written: bool) -> ParameterShare | None:
-    """This rank's share of a parameter; a frozen one, such as a router's bias, is written by the first cell, in float32
-    as all of the state is, and wherever it is."""
+    """This rank's share of a parameter, offloaded or not; the first cell writes a frozen one, such as a router's bias,
+    in float32 as all of the state is."""
     if parameter.requires_grad:
         return optimizer.share_of(parameter)
     if written and parallel_state.get_data_parallel_rank(with_context_parallel=True):

@@ -3,7 +3,7 @@
 torch pickles it, and unpickling in Python can execute anything; here it is read as plain values (plain_pickle.py) and
 taken key by key. A forged index can hold wrong numbers, and nothing else.
 
-Not here: reading and writing tensors (stored_state.py). Imports no Megatron.
+Elsewhere: reading and writing tensors (stored_state.py). Imports no Megatron.
 """
 
 import re

@@ -5,7 +5,7 @@ A tensor of a checkpoint has the name and shape of the Hugging Face tensor, afte
 other rectangle can be read, so the layout that wrote a checkpoint does not bind the one that reads it, and a single
 process can read whole weights.
 
-Not here: which rectangles an actor has (sharded_state.py). Imports no Megatron.
+Elsewhere: which rectangles an actor has (sharded_state.py). Imports no Megatron.
 """
 
 import json
@@ -90,7 +90,7 @@ def write_parts(parts: Parts, folder: Path, group: dist.ProcessGroup | None = No
     writer.fs = _FolderAsItIs()
     try:
         report = {"written": _write_share(writer, parts, rank)}
-    except Exception as error:  # of any kind: the others wait for a word
+    except Exception as error:  # of any kind: the others wait for a message
         report = {"error": str(error) or type(error).__name__}
     message = json.dumps(report).encode()
     messages = [message] if group is None else gather_at_head(group, message)
@@ -138,7 +138,7 @@ def _finish(writer: FileSystemWriter, messages: Sequence[bytes]) -> str | None:
         _, index = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
         writer.set_up_storage_writer(True)
         writer.finish(index, results)
-    except Exception as error:  # of any kind: the others wait for a word
+    except Exception as error:  # of any kind: the others wait for a message
         return f"its rank 0 could not write: {error}"
     return None
 

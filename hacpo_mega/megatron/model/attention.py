@@ -3,7 +3,7 @@
 Shapes: T tokens of a packed micro-batch, t = T / cp of them on a rank, N query heads and K key/value heads of this
 rank, D head size, H hidden size.
 
-Not here: its place in a layer (layers.py), rotary positions (rope.py), and segments that share a prompt
+Elsewhere: its place in a layer (layers.py), rotary positions (rope.py), and segments that share a prompt
 (shared_prompts.py).
 """
 
@@ -323,8 +323,8 @@ def _attend_masked(
 
 
 def needs_whole_heads(query: torch.Tensor) -> bool:
-    """True on CUDA: what flash cannot take there, torch's memory-efficient kernel can, with as many heads of keys and
-    values as of queries and sizes of whole 16 bytes; for anything else torch keeps the scores of all pairs of tokens.
+    """True on CUDA: torch's memory-efficient kernel takes what flash cannot there, with as many heads of keys and
+    values as of queries and sizes of whole 16 bytes. For anything else torch keeps the scores of all pairs of tokens.
     """
     return query.is_cuda
 
@@ -334,7 +334,7 @@ class LatentAttention(torch.nn.Module):
 
     A token's latents, vectors far shorter than its heads together, are normalised and projected to heads: one to keys
     that do not turn and to values, one to queries (or these come from the token itself). Every head's key ends with the
-    same few numbers, which alone turn with the position, as do the last of every query.
+    same few numbers. Only these and the last of every query turn with the position.
 
         [c, r] = W_down x        [k_h, v_h] = W_up,h norm(c)        key_h = [k_h, rotated r]
 

@@ -12,12 +12,12 @@ all of them (`sum_rows`), so every rank holds L itself, not a share of it. For a
 
     dL/dw  =  sum over r, of  dL/dl_r  dl_r/dw
 
-and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all is a
-permutation of numbers over ranks, whose transpose is the all-to-all back, so a hidden state gets its whole gradient on
-the rank that has its token, from rows on any rank. Rank r then adds to the gradient of w the uses of w for its own
+and backward on rank r begins with dL/dl_r alone: identity, not a sum, which would count L cp times. An all-to-all
+permutes numbers over ranks, and its transpose is the all-to-all back. So a hidden state gets its whole gradient on the
+rank that has its token, from rows on any rank. Rank r then adds to the gradient of w the uses of w for its own
 tokens, and the plain sum over dp x cp that train/schedule.py asks of Megatron is dL/dw.
 
-Not here: which layouts a model can have (models/sharding/layout.py). Megatron's own context parallelism, which cuts
+Elsewhere: which layouts a model can have (models/sharding/layout.py). Megatron's own context parallelism, which cuts
 every sequence into 2 cp parts, is not used: its layers are built with cp 1.
 
 Shapes: T tokens of a micro-batch and t = T / cp of them on a rank, N query and K key/value heads of a tensor rank, D
@@ -91,7 +91,7 @@ class FromHeads:
 
     Attention keeps its output by heads for backward. The projection after it would keep the same numbers again, by
     tokens. So that storage is freed once the projection has read it, and refilled when the gradient of its result
-    arrives: a permutation has the same bits..
+    arrives: a permutation has the same bits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -109,7 +109,7 @@ class FromHeads:
     def let_go(self, answer: torch.Tensor, is_kept: bool) -> None:
         """Frees the last output, which all readers have read; `answer` is the projection's result.
 
-        A projection that has not kept it does not read it again.
+        Frees nothing unless the projection has kept it (`is_kept`).
         """
         last, self._last = self._last, None
         if last is None or not is_kept:
@@ -119,7 +119,7 @@ class FromHeads:
         resize(tokens_tND, 0)
 
         def redo(_gradient: torch.Tensor) -> None:
-            if redoing:  # and keeps neither any longer
+            if redoing:  # once; afterwards neither is kept
                 heads_TND, tokens_tND = redoing.pop()
                 resize(tokens_tND, size)
                 _gather_heads(heads_TND, self._group, out=tokens_tND)

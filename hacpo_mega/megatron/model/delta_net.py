@@ -10,8 +10,8 @@ normalised over a head and gated. `delta_rule` works on chunks of tokens as the 
 (rollout/cpu/delta_net.py). On CUDA flash-linear-attention's kernel is used where it is installed. Backward computes all
 of this again from the projection alone.
 
-Tensor ranks share the heads. Not here: context parallelism and shared prompts, which need whole sequences
-(models/sharding/layout.py, actor.py); names of weights (models/sharding/segments.py).
+Tensor ranks share the heads. Not supported: context parallelism and shared prompts, which need whole sequences
+(models/sharding/layout.py, actor.py). Names of weights: models/sharding/segments.py.
 
 Shapes: T tokens in S segments, M chunks of C tokens, N heads of values of this rank, D key and E value numbers of a
 head, R rows of the projection.

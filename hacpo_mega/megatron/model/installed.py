@@ -1,9 +1,10 @@
 """Check that TransformerEngine, apex, flash-attention 3 and flash-linear-attention are each complete or absent.
 
-One that is not is refused in one line.
+An incomplete one is refused in one line.
 
-It comes before Megatron imports them. None is in a lock: all are built from source (launch/image/). TransformerEngine's
-wheels on the public index lack the extension for torch, and the public package called apex is another project. Megatron
+This comes before Megatron imports them. None is in a lock: all are built from source (launch/image/).
+TransformerEngine's wheels on the public index lack the extension for torch, and the public package called apex is
+another project. Megatron
 takes an ImportError for "not installed" and silently goes on without: a build for another torch would be ignored.
 """
 

@@ -54,7 +54,7 @@ class _Rows(Function):
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         weight_VH, ids = ctx.saved_tensors
         ids_T, rows_TH = ids.flatten(), gradient.flatten(end_dim=-2).float()
-        if rows_TH.is_cuda:  # each of the two adds the rows of an id in their order on its device alone
+        if rows_TH.is_cuda:  # on its own device, each of the two adds an id's rows in order
             weight_VH.main_grad.index_put_((ids_T,), rows_TH, accumulate=True)
         else:
             weight_VH.main_grad.index_add_(0, ids_T, rows_TH)

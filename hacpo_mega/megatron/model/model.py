@@ -4,7 +4,7 @@ The language-model head is a fused kernel outside (hacpo_kernels.linear_logprob)
 Shapes: T tokens of a packed micro-batch, t = T/cp of them on a rank, H hidden size, V vocabulary (V/tp on a rank), P
 rotary pairs of a head.
 
-Not here: reading and writing weights (names.py, reshard.py), training (actor.py).
+Elsewhere: reading and writing weights (names.py, reshard.py), training (actor.py).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ class HiddenStateModel(GPTModel):
         for place, layer in enumerate(self.decoder.layers):
             if not isinstance(layer.self_attention, GatedDeltaNet):
                 redo_output(layer.self_attention)
-            layer.mlp.place = place  # whose routing is an expert layer's
+            layer.mlp.place = place  # index of an expert layer's routing
 
     @property
     def own_chunks(self) -> list["HiddenStateModel"]:
@@ -96,8 +96,8 @@ class HiddenStateModel(GPTModel):
     ) -> tuple:
         """Embeddings [t/tp, 1, H] (first stage only) and the cosines and sines [T, 1, 1, 4P] of the given positions.
 
-        Where layers with a window have frequencies of their own, those follow the others (rope.py, TwoRopes); where
-        queries are scaled, theirs do, with the scale: [T, 1, 1, 8P] (ScaledQueries).
+        Layers with a window may have frequencies of their own: those follow the others (rope.py, TwoRopes). If
+        queries are scaled, their scaled numbers follow: [T, 1, 1, 8P] (ScaledQueries).
         `padding_mask` goes to every feed-forward unchanged (moe.py).
         """
         with EmbeddingInFloat32():
@@ -106,7 +106,7 @@ class HiddenStateModel(GPTModel):
             # Rounded as the weights are, as transformers and vLLM do.
             hidden = hidden * torch.tensor(self.architecture.hidden_size**0.5, dtype=hidden.dtype).item()
         if hidden is not None and self.lora is not None and torch.is_grad_enabled():
-            # A layer that is computed again in backward has a gradient only where its input has one.
+            # A recomputed layer has a gradient only where its input has one.
             hidden.requires_grad_()
         positions_T = position_ids[0].float()
         magnitude = rope_magnitude(self.architecture)
@@ -158,7 +158,7 @@ def build_model(
     overrides = {"gradient_accumulation_fusion": ADDS_AT_ONCE[transformer], **(overrides or {})}
     config = transformer_config(architecture, layout, dtype=dtype, recompute=recompute, overrides=overrides)
     model = stage_model(architecture, config, max_positions=max_positions, transformer=transformer)
-    # Megatron deals the layers out by itself; the check, and whoever plans without Megatron, do it by chunk_layers.
+    # Megatron deals out the layers by itself; this check, and planning without Megatron, use chunk_layers.
     assert model.chunks == chunk_layers(architecture.num_layers, layout), (model.chunks, layout)
     return model
 
@@ -168,7 +168,7 @@ def stage_model(
 ) -> HiddenStateModel:
     """Megatron's model for this rank's place in its groups, without a check of the layout."""
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)  # by which Megatron chooses its schedule
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)  # Megatron chooses its schedule by it
     rounds = [None] if vpp is None else range(vpp)
     chunks = tuple(get_num_layers_to_build(config, vp_stage=v, pp_rank=r) for v in rounds for r in range(pp))
     spec_of = {"local": decoder_spec, "te": te_decoder_spec}[transformer]

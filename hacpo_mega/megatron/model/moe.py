@@ -11,13 +11,13 @@ dispatcher needs CUDA streams, its grouped experts a package that no lock has. T
                 multiply its output with the sigmoid of a number per token, its gate; Gemma 4 has norms before and
                 after it, and before and after the experts
 
-Each rank brings its own tokens: of tp under sequence parallelism, of cp. So a rank adds to the router's gradient the
+Each rank of tp (sequence parallelism) and cp brings its own tokens. So a rank adds to the router's gradient the
 part of its own tokens, as with a norm, and to an expert's gradient the part of all rows it was sent.
 No token is dropped, there is no padding and no randomness, and no number depends on whether gradients are kept: an
 answer that is scored twice has one score. The permutations are gathers in forward and in backward, so the bits repeat
 on CUDA.
 
-Not here: which ranks share experts (actor.py), where weights come from (models/sharding/segments.py).
+Elsewhere: which ranks share experts (actor.py), where weights come from (models/sharding/segments.py).
 
 Shapes: n tokens of a rank, k experts of a token, E experts, e = E / ep of them on this rank, R rows that it computes, H
 hidden size, F width of an expert.
@@ -105,7 +105,7 @@ class ExpertsBeside(ExpertLayer):
             self.add_module(name, self.norm_type(config, config.hidden_size, config.layernorm_epsilon))
 
     def forward(self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, None]:
-        """The same of the residual [n, 1, H], which no norm has seen."""
+        """`ExpertLayer.forward` of the residual [n, 1, H], before any norm."""
         shared = self.shared_output_norm(self.shared(self.shared_norm(hidden))[0])
         return shared + self.output_norm(self._routed(self.norm(hidden), hidden, padding_mask)), None
 

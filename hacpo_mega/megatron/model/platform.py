@@ -4,7 +4,7 @@ Megatron-core names CUDA in many places where it means "this rank's device". `me
 the CPU while Megatron code runs, and restores them afterwards: vLLM lives in the same process and must see the real
 machine.
 
-Not here: permanent replacements, on every device (patches.py).
+Elsewhere: permanent replacements, on every device (patches.py).
 """
 
 from collections.abc import Iterator, Sequence

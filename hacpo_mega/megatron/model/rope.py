@@ -6,7 +6,7 @@ layer, and keep them for backward.
 Sources: transformers.modeling_rope_utils and vllm.model_executor.layers.rotary_embedding.
 Shapes: T tokens, N heads of size D, P rotary pairs.
 
-Not here: the kinds of scaling and their numbers (models/families/rope.py).
+Elsewhere: the kinds of scaling and their numbers (models/families/rope.py).
 """
 
 import math
@@ -115,7 +115,7 @@ class TwoRopes(SelfAttention):
     """Megatron's self-attention for models whose layers with a window have rotary angles of their own."""
 
     def __init__(self, *place: object, angles: tuple[int, int], **options: object) -> None:
-        """`angles`: from where to where its numbers lie in a row of cosines and sines."""
+        """`angles`: start and end of its numbers in a row of cosines and sines."""
         super().__init__(*place, **options)
         self.own = slice(*angles)
 
@@ -146,8 +146,8 @@ class OwnHeads(TwoRopes):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [T, 1, N, D], keys and values [T, 1, K, D] of this rank, all of them normalised.
 
-        As Megatron's, the projection has of each group its queries, its key and, if there is one, its value; more ranks
-        than groups gather it, and share the queries of one.
+        As in Megatron, the projection holds each group's queries, its key and, if any, its value. If there are more
+        ranks than groups, they gather it, and share one's queries.
         """
         mixed = self.linear_qkv(hidden_states)[0]
         groups, ranks, rank = self.config.num_query_groups, self.tp_group.size(), self.tp_group.rank()

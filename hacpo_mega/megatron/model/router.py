@@ -2,8 +2,8 @@
 
 Softmax of float32 logits over all experts, the k largest of them, normalised to sum 1 where the family does that.
 Routing is deterministic: an answer that is scored twice has one score.
-Gemma 4: what the router reads is normalised first, its logits are over the root of the hidden size, and an expert's
-share is multiplied with a factor of its own at the end.
+Gemma 4: the router's input is normalised first, its logits are divided by the root of the hidden size, and an expert's
+share is finally multiplied by a factor of its own.
 DeepSeek-V3 (arXiv 2412.19437, eq. 13 to 16) and GLM-4.5: sigmoids instead of the softmax, and a bias that takes part in
 the choice of experts but not in the shares. Pre-training moved it to even the load; here it keeps its loaded bits.
 Auxiliary losses of a layer, which agents.megatron switches on (Megatron's names), over the T tokens that a micro-batch
@@ -15,7 +15,7 @@ reads, without its padding: f_e of them go to expert e, p_te is the softmax (or 
 Each is a mean over the tokens of the update, summed over layers. f has no gradient. The first is computed per
 micro-batch: it alone depends on how an update is packed.
 
-Not here: the experts (moe.py).
+Elsewhere: the experts (moe.py).
 
 Shapes: n tokens of a rank, k experts of a token, E experts, H hidden size.
 """

@@ -1,11 +1,11 @@
-"""Shared prompts: several answers' prompt is read once in a micro-batch, and each of the answers attends to it.
+"""Shared prompts: the prompt of several answers is read once in a micro-batch, and each answer attends to it.
 
 A segment of a pack (records.MicroBatch) may attend to the tokens of another one before its own. Keys and values are
 gathered for it, prompt and answer end to end; queries stay in place. So the matrices of a layer work on a prompt once
 for all of its answers, and so does attention on its queries. The gradient of a key that several segments attend to is
 their sum.
 
-Not here: which answers share a prompt (samples/packing.py), attention itself (attention.py).
+Elsewhere: which answers share a prompt (samples/packing.py), attention itself (attention.py).
 
 Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D head size.
 """
@@ -83,7 +83,7 @@ class PackedSegments(PackedSeqParams):
 def similar_lengths(lengths: list[int], key_lengths: list[int]) -> list[list[tuple[int, int]]]:
     """Splits segments, with their numbers of tokens and keys, into runs of similar ones.
 
-    In a run the longest is at most half again the shortest in both; segments with other keys than their own run apart.
+    In a run the longest is at most 1.5 times the shortest in both; segments with other keys than their own run apart.
     """
     runs: list[list[tuple[int, int]]] = []
     low = high = low_key = high_key = 0
@@ -130,7 +130,7 @@ def _key_places(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor) -> torch.Te
 
 def gather_tokens(tensor_TKD: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Rows `places`, of any shape, of a tensor [T, K, D]: [*places, K, D]. Gradients of equal places add up."""
-    # embedding: what index_select's gradient does on the CPU takes a call for every row.
+    # embedding: index_select's gradient on the CPU takes a call for every row.
     return embedding(places, tensor_TKD.flatten(1)).unflatten(-1, tensor_TKD.shape[1:])
 
 
@@ -154,7 +154,7 @@ def met_tokens(
     def pack(tensor: torch.Tensor) -> torch.Tensor | tuple:
         source = of_storage.get(tensor.untyped_storage()._cdata)
         if source is None:
-            return tensor.detach()  # an output that is kept as it is would keep itself
+            return tensor.detach()  # kept undetached, an output would keep itself alive
         return source, tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def unpack(kept: torch.Tensor | tuple) -> torch.Tensor:

@@ -20,7 +20,7 @@ view of a float32 model's weights comes back as a second copy of them, and other
 `optimizer_cpu_offload` (HybridDeviceOptimizer) moves the optimizer step itself to the CPU. Here every tensor keeps its
 storage object, whose memory is freed and taken again, so all its views stay valid.
 
-Not here: when (agent/devices.py), and how many bytes (memory/actor_bytes.py).
+Elsewhere: times of offload (agent/devices.py), numbers of bytes (memory/actor_bytes.py).
 """
 
 import enum

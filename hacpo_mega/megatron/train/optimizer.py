@@ -3,7 +3,7 @@ and the offload of a whole actor.
 
 The learning rate is a pure function of the update's number, so a resumed run needs only the count of its updates.
 
-Not here: gradients (schedule.py), checkpoints (sharded_state.py).
+Elsewhere: gradients (schedule.py), checkpoints (sharded_state.py).
 """
 
 import math
@@ -249,7 +249,7 @@ class ActorOffload:
 
     The actor is built for it (`ActorSpec(offload_mode="everything")`). Weights, main weights and moments go to the host
     and come back, gradient buffers are freed and taken again (offload.py). Megatron's buffers for gathering are
-    dropped, and the next forward makes new ones. Not here: turns (agent/devices.py), and the bytes that stay
+    dropped, and the next forward makes new ones. Elsewhere: turns (agent/devices.py), and the bytes that stay
     (memory/budget.py).
     """
 

@@ -5,7 +5,7 @@ an update. So cells agree before each backward whether the reduction may begin i
 weights at one point, right after the optimizer's step; later calls only wait, which is not collective. By default on
 where an agent's cells are on several nodes (`agents.data_parallel`).
 
-Not here: the reduction itself (schedule.py).
+Elsewhere: the reduction itself (schedule.py).
 """
 
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def start_gather(model: DistributedDataParallel) -> None:
     """Starts to gather the weights that an optimizer's step has left in shards. Collective over the agent's ranks.
 
     Without overlap Megatron's step has already gathered them. `start_param_sync` is not used: it coalesces, and a
-    coalesced gather of gloo corrupts the heap while others are in flight (pytorch issue 65231; so in torch 2.13).
+    coalesced gather of gloo corrupts the heap while others are in flight (pytorch issue 65231; still in torch 2.13).
     """
     if model.ddp_config.overlap_param_gather:
         for bucket_group in _bucket_groups(model):

@@ -16,11 +16,11 @@ count is withheld here. tests/jobs/test_gradient_invariance.py holds the law aga
 Cells that share experts run equally many micro-batches (`evened`): rows of tokens go to experts in other replicas and
 back, forward and backward, so all of these must be in the same layer at the same time. A replica with fewer than the
 fullest gets empty ones: some padding, whose rows travel as others do, and nothing trained. Own answers and others' are
-filled up apart where they are packed apart: what an expert computes together, rows of all replicas, is then the same
-when own answers are scored and when an update learns from them, and so is every bit. Empty ones come first, so that a
-backward ends with a real one wherever it can (overlap.py).
+filled up apart where they are packed apart: an expert then computes the same rows of all replicas together, with the
+same bits, when own answers are scored and when an update learns from them. Empty ones come first, so that a backward
+ends with a real one wherever it can (overlap.py).
 
-Not here: which sequences share a micro-batch (samples/packing.py), who counts the rows of an expert (router.py), and
+Elsewhere: which sequences share a micro-batch (samples/packing.py), who counts the rows of an expert (router.py), and
 what these numbers mean in a run (logbook/files/metrics.py).
 """
 
@@ -322,9 +322,9 @@ def update_stats(
 
 
 def evened(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches, in their order, with empty ones among them; none where no other cell shares the experts.
+    """The micro-batches, in their order, with empty ones among them if other cells share the experts.
 
-    Else collective over the ranks that share experts.
+    Then collective over the ranks that share experts.
     """
     ranks = parallel_state.get_tensor_and_context_parallel_world_size()
     group = parallel_state.get_expert_model_parallel_group()

@@ -1,6 +1,6 @@
 """Tensors of a Hugging Face folder, a slice at a time. Imports no Megatron.
 
-Not here: the files of a folder (models/files/weight_files.py), the slices of a rank (names.py).
+Elsewhere: the files of a folder (models/files/weight_files.py), the slices of a rank (names.py).
 """
 
 from contextlib import ExitStack

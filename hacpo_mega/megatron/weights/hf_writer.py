@@ -1,6 +1,6 @@
 """Files of a Hugging Face folder, written from whole tensors: weights in safetensors, and the files beside them.
 
-Not here: the source of the tensors (reshard.py, stored_state.py). Imports no Megatron.
+Elsewhere: the source of the tensors (reshard.py, stored_state.py). Imports no Megatron.
 """
 
 import json
@@ -70,9 +70,9 @@ def write_weights(
 ) -> None:
     """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    Experts of a family that stacks them are stacked. In `base`, if that is an image checkpoint, all have names, experts
-    may be stacked, and a tower follows in a file of its own, byte by byte: so it is written again. Files are about
-    `file_bytes` each. A process that does not write only iterates, since making the tensors is collective.
+    Experts of a family that stacks them are stacked. If `base` is an image checkpoint, so is the result: with the names
+    and stacking of `base`, and its tower in a file of its own, byte by byte. Files are about `file_bytes` each. A
+    process that does not write only iterates, since making the tensors is collective.
     """
     shapes = {source.name: source.shape for source in sources}
     stored = stored_tensors(base).values() if base is not None and has_tower(base) else ()
@@ -144,9 +144,9 @@ def write_adapter(tensors: Mapping[str, torch.Tensor], lora: Lora, base: Path, f
 
 
 def _beside_experts(names: Iterable[str]) -> list[str]:
-    """Weights of feed-forwards with matrices that are called as those of experts with adapters, each layer's alike.
+    """Weights of adapted matrices outside experts whose last name adapted experts have, too; one for all layers.
 
-    peft takes such a name of `target_modules` for the experts' alone, and says nothing.
+    peft silently applies such a name of `target_modules` to experts alone.
     """
     modules = sorted({re.sub(r"^.*\.layers\.\d+\.|\.lora_.*$", "", name) for name in names})
     of_experts = {module.rpartition(".")[2] for module in modules if ".experts." in module}

@@ -2,12 +2,12 @@
 
 A column-parallel layer (split along its output) reads the tokens of a sequence-parallel rank and gathers them: its
 adapter projects them to the rank of A first, so the gather is small. A row-parallel layer (split along its input) sums
-over ranks and keeps each rank's tokens: so does its adapter, with the product of its share of A. Either way the factor
-that all tensor ranks have, A of the first and B of the second, gets the tokens of its own rank alone, and Megatron sums
-its gradient over the ranks as it does a norm's (`sequence_parallel`). Where every rank has a whole layer, for its own
-tokens, both factors are such.
+over ranks and keeps each rank's tokens. Its adapter does the same with the product of its share of A. Either way the
+factor that all tensor ranks have, A of the first and B of the second, gets the tokens of its own rank alone, and
+Megatron sums its gradient over the ranks as it does a norm's (`sequence_parallel`). A layer that every rank has whole,
+for its own tokens, has two such factors.
 
-Not here: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers
+Elsewhere: the adapted matrices and how factors are cut (models/sharding/lora.py); W + B A in numbers
 (hacpo_kernels.merge_adapter).
 
 Shapes: T tokens and t = T / tp of them, R rank, n the adapters of a layer, O and I outputs and inputs of a rank, U of
@@ -102,7 +102,7 @@ class RowAdapter(LayerAdapter):
 
 
 class WholeAdapter(LayerAdapter):
-    """Adapter of a layer that every tensor rank has whole, for its own tokens; so are down [R, I] and up [O, R]."""
+    """Adapter of a layer that every tensor rank has whole, for its own tokens; down [R, I] and up [O, R] are whole."""
 
     def __init__(self, *factors: object) -> None:
         super().__init__(*factors)

@@ -2,7 +2,7 @@
 
 Only the rows and columns of this rank's segments are read, slice by slice.
 
-Not here: the arithmetic of shards, which needs no model (models/sharding/segments.py).
+Elsewhere: the arithmetic of shards, which needs no model (models/sharding/segments.py).
 """
 
 from contextlib import ExitStack

@@ -1,9 +1,9 @@
 """Executes a weight-sync plan: moves the actor's parameters to the engines of a cell.
 
-One bucket at a time: what crosses ranks goes as one message for each pair of ranks, all of them grouped. While they
+One bucket at a time: its data for other ranks goes as one message per pair of ranks, all grouped. While messages
 travel, this rank copies what it keeps, and then unpacks the previous bucket. Two buckets are alive at a time.
 
-Not here: the plan (models/sharding/publish_plan.py), the destination (rollout/weights/engine_weights.py).
+Elsewhere: the plan (models/sharding/publish_plan.py), the destination (rollout/weights/engine_weights.py).
 """
 
 from collections import defaultdict
@@ -184,7 +184,7 @@ def send_and_receive(
 ) -> list[dist.Work]:
     """`dist.batch_isend_irecv` of flat tensors [N] by peer, in a group that was made directly (job_groups.py).
 
-    One after the other, NCCL's would wait for each other.
+    Issued singly, NCCL's would wait for each other.
     """
     if not messages and not room:
         return []

@@ -5,7 +5,7 @@ that owns the bucket, then one all-gather over tensor parallelism, or over the r
 share them do it together, and "cell" below means all of them. In this order only a shard crosses the pipeline, whose
 stages may be nodes apart.
 
-Not here: how a parameter is cut (names.py), the files of a folder (hf_writer.py), shard-by-shard sync (publish.py).
+Elsewhere: how a parameter is cut (names.py), the files of a folder (hf_writer.py), shard-by-shard sync (publish.py).
 """
 
 import shutil
