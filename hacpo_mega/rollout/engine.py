@@ -4,7 +4,7 @@ Every rank of an agent builds one `Engine`. `tensor_parallel_size` neighbouring 
 group form one vLLM; further ranks are independent replicas. New weights are loaded into the running model, with no file
 and no second process between trainer and engine. Only rollout/ imports vllm.
 
-Not here: prompts as text (the engine sees token ids and never decodes), and when it is awake (agent.py).
+Elsewhere: prompts as text (the engine sees token ids and never decodes), and when it is awake (agent/devices.py).
 
 environment.py sets these variables before torch and vllm are imported:
 
@@ -226,7 +226,7 @@ class Engine:
         """Answers the turns of `source` until it is done; they join and leave while others run.
 
         The first rank of the engine asks its source, and the others may give None. A turn alone is answered as
-        `generate` answers it. Nothing else may use the engine meanwhile. An error that ends the loop is told to the
+        `generate` answers it. Nothing else may use the engine meanwhile. An error that ends the loop is reported to the
         source, and raised. Raises RuntimeError unless awake and loaded.
         """
         self._require(Memory.AWAKE, "serve", needs_weights=True)
@@ -317,7 +317,7 @@ class Engine:
         self._is_loaded = True
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with without_reload_warnings():  # of all layers that are not among them
+        with without_reload_warnings():  # about layers that are not among them
             self._load(llm, noted(weights, set(), packs_head=self._packs_head()))
 
     def _load(self, llm: LLM, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -5,10 +5,10 @@ engine what joins and what is aborted. So all of them schedule the same. A turn'
 holds so far, and vLLM's prefix cache keeps what it has read of it.
 
 Bits: a token is a function of logits, seed and place (vllm/row_noise.py), but some layers round a lone row in another
-way than one of several (`odd_row_counts`). Where a model has such a layer, a companion joins a lone turn, so that
-when a turn was asked changes nothing. Nothing is promised for layers with more classes of rows, or on CUDA.
+way than one of several (`odd_row_counts`). Where a model has such a layer, a companion joins a lone turn, so that the
+time of a request changes nothing. Nothing is promised for layers with more classes of rows, or on CUDA.
 
-Not here: who asks (hacpo_mega/conversations), when an engine is awake (engine.py).
+Elsewhere: sources of turns (hacpo_mega/conversations), when an engine is awake (agent/devices.py).
 """
 
 import json
@@ -38,7 +38,7 @@ from hacpo_mega.rollout.vllm.routing import Routing
 
 STOPS = {"stop": Stop.EOS, "length": Stop.LENGTH}
 COMPANION = "\0companion"  # key of the request that keeps a lone turn company
-# Rows of a step that are compared with the most of them: each side of the blocks that matrix products are cut into.
+# Row counts of a step, compared with the largest: each side of the blocks that matrix products are cut into.
 NUM_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33, 36, 37, 48, 64, 65, 100, 128, 200, 256)
 
 
@@ -102,7 +102,7 @@ class TurnLimits:
 
 
 class TurnSource(Protocol):
-    """Where the turns come from. The engine's thread calls it, on the first rank of the engine alone."""
+    """Source of turns. The engine's thread calls it, on the first rank of the engine alone."""
 
     def take(self, idle: bool) -> tuple[list[TurnRequest], list[str]]:
         """New turns, and keys to abort; `idle`: the engine has nothing to do, and this may wait up to .05 s."""
@@ -183,12 +183,12 @@ class EngineLoop:
         self._is_first = group is None or group.rank() == 0
         self._running: dict[str, TurnRequest] = {}  # by vLLM's number of the request
         self._numbers: dict[str, str] = {}  # vLLM's number, by key
-        self._is_told = False  # that nothing will be answered any more
+        self._is_told = False  # the source, that the loop has ended
         self._error: Exception | None = None  # of the source
         self.tally = ServeTally()
 
     def run(self) -> ServeTally:
-        """Steps until the source is done. An error that ends it is told to the source, and raised."""
+        """Steps until the source is done. An error that ends it is reported to the source, and raised."""
         try:
             while not (message := self._agree()).ends:
                 self._on_progress()
@@ -239,7 +239,7 @@ class EngineLoop:
         return _Message(added, aborted)
 
     def _accompanied(self, added: list[TurnRequest], aborted: list[str]) -> tuple[list[TurnRequest], list[str]]:
-        """The turns with a companion where one turn would run alone; without a turn it ends."""
+        """Adds a companion to a lone turn, and ends it when no turn is left."""
         gone = {COMPANION, *aborted}
         turns = [request for request in (*self._running.values(), *added) if request.key not in gone]
         is_there = COMPANION in self._numbers
@@ -332,7 +332,7 @@ def completion_of(output: RequestOutput, *, was_cut: bool, routing: np.ndarray |
 
 
 def odd_row_counts(model: torch.nn.Module) -> set[int] | None:
-    """Numbers of rows with which a linear layer of a CPU engine rounds otherwise than with the most of NUM_ROWS.
+    """Numbers of rows with which a linear layer of a CPU engine rounds differently than with the largest of NUM_ROWS.
 
     Measured on this processor, for every shape of the model's layers. Empty: a step's rows change no bit; {1}: a lone
     row does. None with experts: each has rows of its own, and a companion may go to others.
@@ -354,7 +354,7 @@ def odd_row_counts(model: torch.nn.Module) -> set[int] | None:
 
 
 def odd_row_counts_of(shapes: Collection[tuple[int, int]], dtype: torch.dtype) -> set[int]:
-    """The same for layers of these shapes, [outputs, inputs] of a rank, before there is a model."""
+    """`odd_row_counts` for layers of these shapes, [outputs, inputs] of a rank, before there is a model."""
     odd: set[int] = set()
     for shape in shapes:
         layer = torch.nn.Module()

@@ -9,7 +9,7 @@
     routing  uint8 or uint16, layers x experts of each of its tokens, end to end
     text     UTF-8, end to end: an answer's, or a conversation as JSON
 
-Not here: what is sent to whom: trajectories between agents (exchange.py), fresh answers inside a cell (agent.py).
+Elsewhere: what is sent to whom, between agents and inside a cell (exchange.py).
 """
 
 import json

@@ -7,7 +7,7 @@ preemptions and ends equal vLLM's to the bit (tests/jobs/test_decode_scheduler.p
 new request, a missing block or a chunked prompt, takes vLLM's path.
 It saves 37 % of the quickstart's roll-out (docs/measurements/profile.md).
 
-Not here: sampling (row_noise.py), reporting of answers (engine.py).
+Elsewhere: sampling (row_noise.py), reporting of answers (engine.py).
 """
 
 from collections.abc import Sequence

@@ -117,8 +117,7 @@ IMAGES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", 
 def register_text_model(architecture: str) -> None:
     """Registers vLLM's class of a text model whose module also has the images' one, which imports torchvision.
 
-    The CPU's lock has no torchvision. While that module is imported, names of it stand for nothing; the text model
-    calls none.
+    The CPU's lock has no torchvision. During the import its names are placeholders; the text model calls none.
     """
     registered = ModelRegistry.models.get(architecture)
     if importlib.util.find_spec("torchvision") is not None or not hasattr(registered, "module_name"):

@@ -1,6 +1,6 @@
 """Settings of an engine, and the vLLM arguments that they become: on the CPU, on CUDA, on a device that agents share.
 
-Not here: defaults that the memory budget needs too (config/checks/device_memory.py).
+Elsewhere: defaults that the memory budget needs too (config/checks/device_memory.py).
 """
 
 import math
@@ -61,8 +61,8 @@ class EngineSpec:
 
     @property
     def loads_itself(self) -> bool:
-        """True if the engine loads the folder's weights itself: vLLM would look for those of an image checkpoint's text
-        model, which runs alone, under other names, and would run packed ones packed."""
+        """True if the engine loads the folder's weights itself: vLLM would look for an image checkpoint's text model
+        under other names, and would run packed weights packed."""
         return has_tower(self.model) or self._is_packed
 
     @property

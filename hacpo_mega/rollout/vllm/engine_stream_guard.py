@@ -8,7 +8,7 @@ So no other file holds the `LLM`. Inside the guard the current stream is the eng
 caller's stream. Outside it is the caller's again, ordered behind all work of the engine, also after an error.
 On the CPU there are no streams.
 
-Not here: what the engine is asked (engine.py).
+Elsewhere: requests to the engine (engine.py).
 """
 
 from collections.abc import Callable, Iterator

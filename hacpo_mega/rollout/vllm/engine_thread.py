@@ -5,7 +5,7 @@ tokenizer, group, span or metric of this process is used by two threads. An engi
 an actor (config/checks/checks.py); one apart has groups of its own. For vLLM's effects on its process see
 host_process.py.
 
-Not here: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/trainer.py).
+Elsewhere: the step that the answers belong to, and the weights that wrote them (hacpo_mega/trainer/trainer.py).
 """
 
 import threading

@@ -1,6 +1,6 @@
 """Permanent patches of vLLM, with the reason of each (cluster/patches.py), and one of a live engine (engine.py).
 
-Not here: replacements while an engine starts (host_process.py).
+Elsewhere: replacements while an engine starts (host_process.py).
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def inside_a_block(allocate: Allocate) -> Allocate:
 
 
 def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor], Callable[..., Any]]:
-    """Replacement of a reload's `_get_weight_loader`, by whose name it knows its own: a partial function gets one."""
+    """Replacement of a reload's `_get_weight_loader`: reloads recognise loaders by name, so a partial one gets one."""
 
     @wraps(get)
     def weight_loader(tensor: Tensor) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def with_latent_norms(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def of_apart_heads(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of the CPU's rotation, whose kernel takes heads for neighbours: parts of heads are not."""
+    """Replacement of the CPU's rotation: its kernel assumes adjacent heads, and parts of heads are not."""
 
     @wraps(on_cpu)
     def forward_cpu(rotation: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:

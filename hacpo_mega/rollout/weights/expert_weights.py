@@ -27,7 +27,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def packs_experts(module: nn.Module) -> bool:
-    """True for such a layer whose kernel reads a packed form."""
+    """True for an expert layer whose kernel reads a packed form."""
     return holds_experts(module) and hasattr(_kernel(module), "isa")
 
 

@@ -5,7 +5,7 @@ attributes say which part of the published tensor that is, not the loader that p
 wrongly is found too. On the CPU linear layers hold a packed copy that cannot be read: it is multiplied with the unit
 matrix, and sums of one number and zeros are exact; experts are unpacked (expert_weights.py).
 
-Not here: the comparison (agent/weight_sync.py).
+Elsewhere: the comparison (agent/weight_sync.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             continue
         names = [f"{parent}.{name}" for name in fused[last]] if last in fused else [path]
         if path in shares_keys:
-            names[-1] = names[-2]  # it has keys twice
+            names[-1] = names[-2]  # its values are keys
         if tied and path == HEAD_LAYER:
             names = [EMBEDDING]
         for kind, parameter in loaded_tensors(module):
