@@ -146,7 +146,7 @@ class Conversation:
 
     @property
     def answer(self) -> Turn:
-        """The last turn that an agent said, which is judged: mostly an own one."""
+        """The last turn that any agent said, which is judged: mostly an own one."""
         return next(turn for turn in reversed(self.turns) if turn.stop is not None)
 
     def parts(self) -> Iterator[tuple[Turn, slice]]:

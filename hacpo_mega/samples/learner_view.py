@@ -1,15 +1,15 @@
 """Re-encoding of a lane's pool for one learner: own tokens, own prompt, own advantage (eq. 47 and 50 sum over these).
 
-Own answers keep the ids that were sampled: decoding and encoding them again would train on tokens that were not
-sampled. So do answers of a source with the identical tokenizer, except for a final EOS that is no end token of the
-learner's (a base model and its instruct twin may differ in that one token). Other answers are encoded from text as a
-continuation of a prompt, and end with the learner's own end token (models/files/answer_ends.py).
+Own answers keep the ids that were sampled: re-encoding would train on tokens that were not sampled. Answers of a source
+with the identical tokenizer keep theirs, too, except for a final EOS that is no end token of the learner's (a base
+model and its instruct twin may differ in that one token). Other answers are encoded from text as a continuation of a
+prompt, and end with the learner's own end token (models/files/answer_ends.py).
 The judged object is the text, with a <think> that its prompt has opened. It crosses without what the learner's own
 prompt opens. An answer is dropped, and counted, if its text is not what the source sampled (an id without a token, a
 control token inside it, half a character) or not what the learner would train on (its encoding holds a control token,
 or decodes to another text, or the text does not begin as the learner's prompt does).
 
-Not here: the advantages (algorithm/), the split into updates (packing.py).
+Elsewhere: the advantages (algorithm/), the split into updates (packing.py).
 """
 
 import itertools
@@ -67,7 +67,7 @@ class ReencodingRules:
     eos_in_loss         whether the final EOS is a trained token
     ratio_length        divisor of the learner's log-prob sum: its own token count, or the source's
     max_answer_tokens   a re-encoded answer of more tokens is dropped, never cut: its ending was judged, too
-    max_prompt_tokens   so is one whose prompt an environment or a program has made longer than this
+    max_prompt_tokens   a longer prompt, made by an environment or a program, drops its answer, too
     turns               writes others' turns in the learner's tokens; None without conversations
     needs_same_tokens   whether an answer is dropped if it is not trained on in the tokens that its source sampled
     """
@@ -179,7 +179,7 @@ def learner_view(
 
 
 def _prompt_ids(prompt: Prompt, trajectory: Trajectory, codec: TextCodec) -> np.ndarray | None:
-    """The prompt in the learner's tokens; None if it has none for what an environment or a program has written."""
+    """The prompt in the learner's tokens; None if text of an environment or a program cannot be encoded."""
     asked = trajectory.rollout.asked(prompt)
     try:
         return np.array(codec.encode_prompt(*asked), dtype=np.int32)
@@ -199,7 +199,7 @@ def _reason_not_wanted(trajectory: Trajectory, trains: bool, tally: Counter[str]
 
 
 class Reading(NamedTuple):
-    """A text in the learner's tokens (None if it has none for it), and the text that these decode to.
+    """A text in the learner's tokens (None if it cannot be encoded), and the text that these decode to.
 
     No text if one of the tokens is a control token: that is worse than a changed text, and counted by itself.
     """

@@ -1,7 +1,7 @@
 """Texts of others as ordinary text: no control token that they spell steers the model.
 
 `<|im_end|>` in a tool's result would end a turn, for a chat template puts texts and control tokens into one string.
-Not here: prompts of the data, where a spelled control token is an error (tokenizers.py).
+Elsewhere: prompts of the data, where a spelled control token is an error (tokenizers.py).
 """
 
 import functools
@@ -48,11 +48,11 @@ class OrdinaryText:
         self._mark = re.compile(f"\ue000{number}:([0-9]+)\ue001")
 
     def hidden(self, text: str) -> str:
-        """The text with marks in their place."""
+        """Text with marks for control tokens."""
         return self._control.sub(lambda found: self._marks[found[0]], text)
 
     def without_control(self, text: str) -> str:
-        """The text without those that are no words, as `TextCodec.decode_answer` leaves them out."""
+        """The text without non-word control tokens, as `TextCodec.decode_answer` leaves them out."""
         return self._steering.sub("", text)
 
     def encode(self, text: str, usual: Callable[[str], Sequence[int]], *, begins: bool = False) -> list[int]:

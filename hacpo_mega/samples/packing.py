@@ -19,7 +19,7 @@ from hacpo_mega.records import MicroBatch, Sample, TokenSequence
 from hacpo_mega.samples.routing import packed_routing
 
 PADDING_TOKEN = 0
-TOLERANCE = 200  # the fullest cell may have this part more than the mean
+TOLERANCE = 200  # the fullest cell may exceed the mean by 1 / this
 
 
 def plan_updates(
@@ -50,7 +50,7 @@ class TokenWork:
     """Work of reading tokens, in pairs of tokens that attend: integers, so that all ranks get equal sums.
 
     pairs_per_token   pairs whose attention costs as much as a token's matrices
-    shares_prompts    whether the answers of a prompt that a cell has read it once
+    shares_prompts    whether a cell's answers to one prompt read it once
     """
 
     pairs_per_token: int

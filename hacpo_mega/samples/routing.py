@@ -5,7 +5,7 @@ models. So the actor takes the engine's choice for the agent's own answers, in e
 chosen experts their shares, through which it learns. Other agents' answers have no routing of this agent's engine.
 Tokens with unknown routing (vLLM gave up before it read them) are routed by the actor.
 
-Not here: recording (rollout/vllm/routing.py), replay (megatron/model/moe.py).
+Elsewhere: recording (rollout/vllm/routing.py), replay (megatron/model/moe.py).
 """
 
 from collections.abc import Sequence

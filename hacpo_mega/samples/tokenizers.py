@@ -5,7 +5,7 @@ these: SentencePiece-style tokenizers (Llama 2, Phi-3) put a space marker before
 space when they decode a text by itself. `TextCodec` detects this by trying, and then encodes and decodes behind an
 anchor that is cut off again. A chat template is a program of the model's: it is tried before it is used.
 
-Not here: which answers are re-encoded at all (learner_view.py), and the messages of a prompt
+Elsewhere: which answers are re-encoded at all (learner_view.py), and the messages of a prompt
 (config/tables/prompting.py).
 """
 
@@ -104,8 +104,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of the mapping between text and ids: model, merges, added tokens, normalizer, pre-tokenizer, decoder.
 
-    Equal for the same tokenizer in another folder, under another name or with another chat template. Not part of it:
-    the rule that adds BOS (prompts are always encoded by the learner itself) and the choice of end tokens: a base model
+    Equal for the same tokenizer in another folder, under another name or with another chat template. It leaves out the
+    rule that adds BOS (prompts are always encoded by the learner itself) and the choice of end tokens: a base model
     and its instruct twin often differ in that alone, and learner_view replaces an end token that the learner does not
     have.
     """
@@ -209,7 +209,7 @@ class TextCodec:
     def _ids_of_all(self, texts: Sequence[str], options: Mapping[str, bool], num_threads: int = 1) -> list[list[int]]:
         """Result of one call of the tokenizer for all texts, with its errors, in a quarter of the time.
 
-        It is that call for a class that encodes in its own way. The Rust tokenizers let go of Python meanwhile, so
+        For a class that encodes in its own way, makes that call. The Rust tokenizers release the GIL meanwhile, so
         threads share the texts.
         """
         if not texts:
