@@ -3,7 +3,7 @@
     settings.json                          what was asked of whom; another evaluation never continues here
     answers/<benchmark>.lane_0000.jsonl    one line per answer, appended as they come, one file per engine
 A line is an `Answer`. A process that is killed leaves at most a line without its end, which is dropped at the next
-start. Not here: statistics (table.py).
+start. Elsewhere: statistics (table.py).
 """
 
 import glob

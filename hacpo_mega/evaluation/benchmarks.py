@@ -1,6 +1,6 @@
 """Benchmarks: the paper's seven as data, and the files they are found in.
 
-Not here: row layouts of a file (data/), prompt formats (config/tables/prompting.py).
+Elsewhere: row layouts of a file (data/), prompt formats (config/tables/prompting.py).
 """
 
 import hashlib

@@ -3,7 +3,7 @@
 `tp` ranks form an engine (a cell of place.py), `engines` of them share the problems. The remaining work follows
 from the files of answers alone, so a resumed evaluation may have another number of engines. An answer's seed is a
 pure function of (seed, problem, which answer), never of its place in a batch.
-Not here: statistics and their table (table.py). In training the trainer evaluates by itself.
+Elsewhere: statistics and their table (table.py). In training the trainer evaluates by itself.
 """
 
 import hashlib
@@ -180,7 +180,7 @@ class _Run:
 
     def _answer(self, benchmark: Benchmark, missing: Sequence[Request]) -> None:
         place, by_problem = self.place, self.compares_groups
-        # of an evaluation that was killed; what other lanes write meanwhile belongs to other problems
+        # left by a killed evaluation; what other lanes write meanwhile belongs to other problems
         there = read_answers(self.out, benchmark.name).values() if by_problem and place.is_leader else ()
         with ExitStack() as stack:
             file = None
@@ -242,8 +242,8 @@ class _Run:
     def _judgements(
         self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
     ) -> list[Judgement]:
-        """Judgements by the environment where it gives a reward or has failed, else by the judge. Questions after
-        those of the talks are there to be compared with."""
+        """Judgements by the environment where it gives a reward or has failed, else by the judge. Questions beyond
+        `talks` serve a judge that compares answers."""
         rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
         asked = [one for one, is_settled in zip(questions, settled) if not is_settled]
         judged = iter(judge.judge([*asked, *questions[len(talks) :]]))

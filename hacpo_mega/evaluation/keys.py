@@ -1,6 +1,6 @@
 """The table of `hacpo-mega eval`, and how the words of a command line fill it: MODEL, files, key=value.
 
-Not here: what an evaluation of an agent takes from its run (settings.py).
+Elsewhere: what an evaluation of an agent takes from its run (settings.py).
 """
 
 import json

@@ -1,6 +1,6 @@
 """Settings of an evaluation: those of a run's own folder, overridden by those of the user (keys.py).
 
-Not here: benchmarks and their files (benchmarks.py).
+Elsewhere: benchmarks and their files (benchmarks.py).
 """
 
 import os
@@ -204,8 +204,8 @@ def _of_run(model: Path) -> tuple[Config, AgentConfig, Path] | tuple[None, None,
 
 
 def _layouts_for(model: Path | None, prompt_field: str | None, gold_field: str | None) -> Mapping[str, Layout]:
-    """Row layouts: the fields that the user names, of which the other is the run's; else, for an agent of a run, the
-    run's own if a file has them, else any known layout."""
+    """Row layouts: the fields that the user names (a missing one is the run's); else, for an agent of a run, the run's
+    own if a file has them, else any known layout."""
     stored = None if model is None else stored_agent_at(model)
     config = stored.config if stored is not None else _of_run(model)[0] if model is not None else None
     is_asked = prompt_field is not None or gold_field is not None

@@ -7,7 +7,7 @@
     maj@k    share of problems whose most frequent final answer is a success
 
 An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
-any judged answer is left out. Not here: which answers are a success (hacpo_grading/judge.py), and the report page of a
+any judged answer is left out. Elsewhere: which answers are a success (hacpo_grading/judge.py), and the report page of a
 run (report/).
 """
 
