@@ -1,7 +1,7 @@
 """Checks of disk space for a run: before its first step, before a checkpoint and at its end.
 
 Sizes are estimates from parameter counts until there is a checkpoint to measure. Imports no torch, so that a run that
-can never be kept is refused at once. Not here: what is written (checkpoint/files.py) and logs
+can never be kept is refused at once. Elsewhere: what is written (checkpoint/files.py) and logs
 (logbook/files/backlog.py).
 """
 
@@ -75,7 +75,7 @@ def require_bytes(needed: int, folder: Path) -> None:
 def require_room(config: Config, *, fresh: bool = False) -> None:
     """ValueError, one line with the arithmetic, when the checkpoints and exports of a run can never fit its disk.
 
-    At a moment there is one checkpoint more than are kept; those that lie there count, unless the run begins `fresh`.
+    At its peak a run has one checkpoint more than it keeps; existing ones count, unless the run begins `fresh`.
     """
     when = config.checkpoint
     if not (when.every_steps or when.every_minutes):

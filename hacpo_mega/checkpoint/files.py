@@ -8,7 +8,7 @@
 
 So a folder whose name is only `step_` and a number has been written and synced by every rank of every agent. The other
 two are never read; the next start of the run removes them.
-Not here: who writes and when (joint_checkpoint.py). Imports no torch, so that a wrong start is refused at once.
+Elsewhere: who writes and when (joint_checkpoint.py). Imports no torch, so that a wrong start is refused at once.
 """
 
 import hashlib
@@ -206,7 +206,7 @@ def latest_checkpoint(
 ) -> Checkpoint | None:
     """The newest committed step, None without one. ValueError, which offers an older step, when it cannot be read.
 
-    With `last_whole` the newest one that can be, and is none of `but`; ValueError only when none is left.
+    With `last_whole` the newest readable one outside of `but`; ValueError only when none is left.
     """
     steps = [step for step in committed_steps(run_dir) if step not in but]
     for step in reversed(steps):
@@ -223,7 +223,7 @@ def latest_checkpoint(
 def set_aside(run_dir: Path, after: int, known: Mapping[int, str]) -> Iterator[str]:
     """Renames the committed steps after one, which are damaged, and yields a line for each.
 
-    `known` are problems already found in some; the others' show when they are read.
+    `known` are problems already found in some; reading the others shows theirs.
     """
     for step in [step for step in committed_steps(run_dir) if step > after]:
         folder, why = folder_of(run_dir, step), known.get(step)
@@ -348,8 +348,8 @@ def sync(path: Path) -> None:
 def remove_old(run_dir: Path, *, keep_last: int, keep_every: int, keep_best: bool) -> list[str]:
     """Removes all but the `keep_last` newest committed steps, the multiples of `keep_every`, and the best one.
 
-    Returns a line for every folder of which something stays, also from an earlier call; none keeps the others. The best
-    step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
+    Returns a line for every folder of which something stays, also from an earlier call; none blocks the others. The
+    best step is read from the steps themselves, so a job that dies before this call has forgotten nothing.
     """
     steps, stay = committed_steps(run_dir), _remove_named(run_dir, REMOVING)
     best = best_step(run_dir, steps) if keep_best else None

@@ -4,7 +4,7 @@
 
 The step holds the weights; architecture, tokenizer and chat template are those of the model folder that the run began
 with, as the run's own export takes them. The run may remove the step at any time (checkpoint.keep_last).
-Not here: the weights themselves (megatron/checkpoint/stored_state.py). Imports no torch.
+Elsewhere: the weights themselves (megatron/checkpoint/stored_state.py). Imports no torch.
 """
 
 import hashlib
@@ -63,13 +63,13 @@ class StoredAgent:
             raise ValueError(problem)
 
     def require_own_model(self) -> None:
-        """ValueError where a link leads out of the model folder that the step names: its text would be shown, and go
-        out with an export."""
+        """ValueError where a link leads out of the model folder that the step names: its target would be shown and
+        exported."""
         require_own_model(self.agent.model, Path(os.path.realpath(self.checkpoint.folder)).parent.parent)
 
     @contextmanager
     def being_read(self) -> Iterator[None]:
-        """Around whatever reads its files: ValueError when the run removes the step meanwhile."""
+        """Context for its readers: ValueError when the run removes the step meanwhile."""
         try:
             yield
         except (OSError, ValueError) as error:
