@@ -148,8 +148,8 @@ def objective_from_mean(
 def gated_activation(gate_up: torch.Tensor, activation: str, *, backend: str = "auto") -> torch.Tensor:
     """act(gate) * up, [..., F], of `gate_up` [..., 2 F], gate before up; differentiable, and keeps `gate_up` alone.
 
-    `activation` is "silu" or "gelu_pytorch_tanh". On CUDA computed in float32 and rounded once, elsewhere with the bits
-    of torch's own operations. Raises ValueError on another name or an odd number of columns.
+    `activation` is "silu", "gelu_pytorch_tanh" or "swigluoai". On CUDA computed in float32 and rounded once, elsewhere
+    with the bits of torch's operations. Raises ValueError on another name or an odd number of columns.
     """
     if activation not in reference.ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; expected one of {', '.join(reference.ACTIVATIONS)}")

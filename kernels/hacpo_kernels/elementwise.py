@@ -49,8 +49,8 @@ def _gate_and_up(
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Gate and up of a program's columns, float32 [block], with 0 or 1 for each by which its gradient is multiplied;
-    their offset in [R, 2 F], the column, and the mask."""
+    """Gate and up of a program's columns, float32 [block], each with the factor of its gradient, 0 or 1; their offset
+    in [R, 2 F], the column, and the mask."""
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
     place = tl.program_id(0).to(tl.int64) * 2 * width + column

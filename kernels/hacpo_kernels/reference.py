@@ -9,7 +9,7 @@ gated, rotated      a layer's gated activation and rotary embedding, in torch's 
 merged              LoRA's product, added to its matrix
 experts             `combine_rows` with its gradients, and `add_grouped_product` (experts.py).
 
-Not here: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
+Elsewhere: argument checks, autograd and the choice of a backend (api.py, autograd.py, backends.py), Triton
 (linear_logprob.py, sequence_objective.py, elementwise.py). Everything but a layer's operations computes in float32, or
 in float64 for float64 inputs.
 
