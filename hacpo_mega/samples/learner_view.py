@@ -353,13 +353,13 @@ def _conversation(
     codec: TextCodec,
     rules: ReencodingRules,
 ) -> ReadAnswer | DropReason:
-    """A conversation whose own turns `own` reads, in order, or its reason for dropping one.
+    """A conversation with own turns read by `own`, or the reason why `own` drops one.
 
     ValueError for a text that has no token.
     """
     rollout, ids = trajectory.rollout, list[int]()
     prompt = prompt_ids.tolist()
-    start = 0  # of the segment, whose prompt is `prompt`, or the tokens that stand there
+    start = 0  # of the segment in `ids`; `prompt` precedes it, unless `ids` has its prompt
     turns, rest = list[Turn](), iter(rollout.own_turns)
     is_twin = is_sampled = _are_twins(rules.sources[trajectory.agent], codec)
     heard = (turn for turn in rollout.conversation.turns if turn.is_own or turn.stop is None)

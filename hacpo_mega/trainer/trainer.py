@@ -97,7 +97,7 @@ class RolloutSchedule:
     def take_up(self, start: Checkpoint) -> None:
         """Restores prefetched answers, unless something since then would change them. Collective over the job.
 
-        Such are another seed, [rollout] or conversation, and other tokens of a prompt. All agents take theirs or none:
+        Another seed, [rollout] or conversation, and other tokens of a prompt do so. All agents take theirs or none:
         agents of one conversation answer each other.
         """
         if not self._is_ahead:

@@ -83,7 +83,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSegments,
         **_megatron_options: object,
     ) -> torch.Tensor:
-        """Attention output of this rank's tokens [t, N, D]; values may be shorter than keys, and so is it."""
+        """Attention output of this rank's tokens [t, N, D]; D is the values', which may be below the keys'."""
         assert attention_mask is None, "packed sequences carry their mask in cu_seqlens"
         half = query_tND.dtype in (torch.bfloat16, torch.float16)
         flash = query_tND.is_cuda and half and query_tND.shape[-1] <= MOST_OF_FLASH

@@ -192,11 +192,11 @@ def delta_rule(inputs: DeltaInputs, packed: PackedSegments) -> torch.Tensor:
 
 
 def chunk_places(lengths: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Tokens of every chunk [M, C], T where it has none; places of all tokens among them [T]; segments with a first
-    chunk, with a second, and so on.
+    """Tokens of every chunk [M, C], T where it has none; places of all tokens among them [T]; numbers of segments with
+    a first chunk, with a second, and so on.
 
-    All first chunks come first, those of longer segments before others, then all second ones: in every round the
-    segments are the first of those in the round before.
+    All first chunks come first, those of longer segments before others, then all second ones: every round has the
+    first segments of the round before.
     """
     size = min(CHUNK, max(lengths))
     starts = [sum(lengths[:number]) for number in range(len(lengths))]

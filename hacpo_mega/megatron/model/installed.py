@@ -4,8 +4,8 @@ An incomplete one is refused in one line.
 
 This comes before Megatron imports them. None is in a lock: all are built from source (launch/image/).
 TransformerEngine's wheels on the public index lack the extension for torch, and the public package called apex is
-another project. Megatron
-takes an ImportError for "not installed" and silently goes on without: a build for another torch would be ignored.
+another project. Megatron takes an ImportError for "not installed" and silently goes on without: a build for another
+torch would be ignored.
 """
 
 import importlib.metadata

@@ -179,7 +179,7 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
     if num_names > 1 or hasattr(module, "output_sizes"):
         cuts, place, above, rows = [], 0, 0, _rows_of_fused(module)
         for number, (size, shard, whole) in enumerate(rows):
-            above = above if number <= len(rows) - num_names else 0  # the first name has all that others have not
+            above = above if number <= len(rows) - num_names else 0  # the first name takes all further parts
             cuts.append(Cut(0, above + size * shard, size, place))
             place += size
             above += whole
