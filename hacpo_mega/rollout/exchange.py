@@ -200,8 +200,8 @@ def share_completions(
     """Answers of all engines of a cell, in the order of the requests: Megatron trains on all of them.
 
     `mine` are those of this rank's engine, empty on a rank without one.
-    Engine e of E got every E-th of `num_asked` requests, starting at e. Log-probs come with all answers or with none;
-    so does routing. `first_has_all`: only an engine's first rank has its answers. Collective over the cell.
+    Engine e of E got every E-th of `num_asked` requests, starting at e. Log-probs come with all answers or with none,
+    and routing likewise. `first_has_all`: only an engine's first rank has its answers. Collective over the cell.
     """
     shape = place.rank_map.agents[place.agent]
     engines = shape.engines_per_cell

@@ -344,7 +344,7 @@ class OwnMetrics(Observer):
 
 
 class TrackedAnswers(Observer):
-    """Sends the answers to a step's first prompts, and the distribution of rewards and lengths, from rank 0."""
+    """Sends trackers the answers to a step's first prompts, and the spread of rewards and lengths, from rank 0."""
 
     def __init__(self, trackers: Trackers, num_prompts: int, names: Sequence[str]) -> None:
         self._trackers, self._num_prompts, self._names = trackers, num_prompts, tuple(names)

@@ -51,7 +51,7 @@ ALIGNED = 8
 class ExpertLayer(torch.nn.Module):
     """Experts of a layer and their router, as Megatron builds and calls a feed-forward."""
 
-    architecture: Architecture  # set by `expert_layer`, and so is the model's norm
+    architecture: Architecture  # `expert_layer` sets it and the model's norm
     norm_type: type[torch.nn.Module]
     place: int  # index among the layers of its stage (model.py)
 

@@ -70,8 +70,8 @@ def write_weights(
 ) -> None:
     """Writes `tensors` (name, full tensor of its source's shape), which are `sources` in their order and in `dtype`.
 
-    Experts of a family that stacks them are stacked. If `base` is an image checkpoint, so is the result: with the names
-    and stacking of `base`, and its tower in a file of its own, byte by byte. Files are about `file_bytes` each. A
+    Experts of a family that stacks them are stacked. If `base` is an image checkpoint, the result is one, too, with the
+    names and stacking of `base`, and its tower in a file of its own, byte by byte. Files are about `file_bytes` each. A
     process that does not write only iterates, since making the tensors is collective.
     """
     shapes = {source.name: source.shape for source in sources}

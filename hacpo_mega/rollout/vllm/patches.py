@@ -85,7 +85,7 @@ def inside_a_block(allocate: Allocate) -> Allocate:
 
 
 def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor], Callable[..., Any]]:
-    """Replacement of a reload's `_get_weight_loader`: reloads recognise loaders by name, so a partial one gets one."""
+    """Replacement of a reload's `_get_weight_loader`: reloads recognise loaders by name: partial functions get one."""
 
     @wraps(get)
     def weight_loader(tensor: Tensor) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
 linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
 are packed when both of their tensors have arrived (expert_weights.py). Attention with latents has two further matrices,
-made of one of its layers' (absorbs), and remakes them. Attention with sinks remakes FlashInfer's float32 copy of them.
+made of a layer's weight (absorbs), and remakes them. Attention with sinks remakes FlashInfer's float32 copy of them.
 A layer that quantizes what it loads, as `vllm = { quantization = "fp8_per_tensor" }` asks for, gets its shard in the
 plain form too, and quantizes it in place, as it would have done from a folder at the start. Some kinds reduce the
 largest number over the ranks of an engine, so all ranks have to reach a layer, in one order (Receiver).
