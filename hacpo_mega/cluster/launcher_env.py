@@ -1,7 +1,7 @@
 """Launcher environment of this process: its rank, its node, and the address of the job's first process. No torch.
 
 Read from the environment once; torchrun's names come before Slurm's. The launcher learns the end of a rank, and with it
-of the job, by the exit statuses below: docs/reference/exit-codes.md has the table. Not here: the role of a rank
+of the job, by the exit statuses below: docs/reference/exit-codes.md has the table. Elsewhere: the role of a rank
 (rank_map.py).
 """
 

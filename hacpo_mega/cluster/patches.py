@@ -7,7 +7,7 @@ that changes one fails there.
 The readers of peers' objects are one of torch's. This project sends bytes of a stated layout. Its libraries send
 objects by `all_gather_object` and the like: Megatron the keys of its parameter groups, vLLM names of shared memory and
 handles of it, numbers and settings it has measured. torch unpickles them; who speaks as a rank would run code in all
-the others. PlainUnpickler reads plain values and tensors, nothing that runs. Not here: vLLM's message queue, which is
+the others. PlainUnpickler reads plain values and tensors, nothing that runs. Elsewhere: vLLM's message queue, which is
 never made, and names that are replaced while a block runs (megatron/model/platform.py,
 rollout/vllm/host_process.py).
 """

@@ -1,6 +1,6 @@
 """Place: the position of this process in the job, its groups, and its session there: phases, waits, signals, the end.
 
-Not here: the arithmetic (rank_map.py), the groups (groups/job_groups.py), who died or hangs (watchdog.py).
+Elsewhere: the arithmetic (rank_map.py), the groups (groups/job_groups.py), who died or hangs (watchdog.py).
 """
 
 import os

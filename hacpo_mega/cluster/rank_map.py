@@ -11,7 +11,7 @@ order of ranks. Both kinds of an agent's ranks have a world of their own, in whi
 
 It lives beside place.py, which needs torch, so that `hacpo-mega check` and the launchers can ask for the number of
 processes in well under a second. Megatron is told the same order of ranks in megatron/actor.py.
-Not here: process groups (groups/job_groups.py) and which node a rank runs on (the launcher's business).
+Elsewhere: process groups (groups/job_groups.py) and which node a rank runs on (the launcher's business).
 """
 
 from bisect import bisect_right

@@ -6,7 +6,7 @@
                                          MASTER_PORT and knows the job's secret
 
 torch's client has no time limit against a listener that never answers. So torch's protocol begins only after the other
-side has shown the secret. Not here: the secret itself (secret.py), the groups that are made through the store
+side has shown the secret. Elsewhere: the secret itself (secret.py), the groups that are made through the store
 (place.py).
 """
 

@@ -3,7 +3,7 @@
 vLLM measures free device memory while it starts, and counts memory that another process of the device allocates or
 frees meanwhile as its own. So agents that share a device start their engines one after another. With `placement =
 "shared"` they do everything on a device one after another. Pinned memory is never swapped: a node that has too little
-of it kills processes long after the start, so it is checked before any process pins. Not here: the device of a process
+of it kills processes long after the start, so it is checked before any process pins. Elsewhere: the device of a process
 (device.py), the work of an agent in its turn (agent/devices.py), how many bytes are pinned (memory/budget.py).
 """
 

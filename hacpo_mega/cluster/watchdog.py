@@ -18,7 +18,7 @@ status 2, a run that stops itself (RunStopped) likewise with status 3. Where sig
 SIGUSR1 is only noted down: the job goes on to a point where it can be taken up again, and leaves by itself. Before
 that, by a second signal and by Ctrl-C it says once, by its rank 0, that it was told to end, and ends with the status
 that shells give to such a process: 143 after SIGTERM, 138 after SIGUSR1, 130 after SIGINT.
-Not here: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
+Elsewhere: time limits of collectives (place.py sets them; a limit that passes is an error of that rank, like others).
 """
 
 import faulthandler

@@ -1,7 +1,7 @@
 """`hacpo-mega check --data`: every row of the prompt files, how many prompts the tokenizers leave, one of them, and
 what the reward gives its gold.
 
-Not here: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
+Elsewhere: checks without reading the files (config/), and datasets that no run names (inspect_data.py).
 """
 
 import socket

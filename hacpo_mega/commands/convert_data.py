@@ -1,6 +1,6 @@
 """`hacpo-mega data convert`: files of any public layout as one JSON Lines file that a run reads, each problem once.
 
-Not here: the readers (datasets.py) and what counts as the same problem (dataset_checks.py).
+Elsewhere: the readers (datasets.py) and what counts as the same problem (dataset_checks.py).
 """
 
 from collections.abc import Sequence

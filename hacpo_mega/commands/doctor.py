@@ -3,7 +3,7 @@
 For every agent of a configuration, log-probs of the same tokens are compared: Megatron with Hugging Face, Megatron with
 the engine after its weights were published, and again after an optimizer update. That update is large on purpose: a
 publish that changes nothing must not pass. Nothing is written; the models in memory are thrown away.
-Not here: whether training improves anything.
+Not covered: whether training improves anything.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Grades a file of answers from any source: JSON Lines or Parquet with `gold` and `pred` -> one verdict per line.
 
 The verdict of a line stands at the same line of the output, a bad row's too, so that the two files can be read side by
-side. Not here: reading the command line, and the graders themselves (judge.py).
+side. Elsewhere: reading the command line, and the graders themselves (judge.py).
 """
 
 import json

@@ -1,6 +1,6 @@
 """`hacpo-mega data inspect`: counts, lengths under each agent's tokenizer, bad rows, repetitions, overlap, golds.
 
-The text is for a person at a terminal; `Findings.is_sound` is for an exit status. Not here: reading (datasets.py)
+The text is for a person at a terminal; `Findings.is_sound` is for an exit status. Elsewhere: reading (datasets.py)
 and what counts as the same problem (dataset_checks.py).
 """
 

@@ -2,7 +2,7 @@
 
 Weights and activations are scaled by what the agent itself wrote: its last logged prompts and answers run through the
 model once (calibration). Embedding, output layer and norms stay in 16 bits. The cost of the change is measured on the
-same texts and written into the model card. Not here: copying an agent as it is (export.py).
+same texts and written into the model card. Elsewhere: copying an agent as it is (export.py).
 """
 
 import importlib.metadata

@@ -1,6 +1,6 @@
 """`hacpo-mega serve`: the endpoint of a model without a trainer, for environments and agent programs before a job.
 
-Its conversations are whatever their programs call them, and its key is the endpoint's own. Not here: the routes and
+Its conversations are whatever their programs call them, and its key is the endpoint's own. Elsewhere: the routes and
 what they refuse (conversations/endpoint.py).
 """
 

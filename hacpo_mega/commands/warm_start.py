@@ -3,7 +3,7 @@
 For every agent with an [agents.init] table whose folder does not exist: random weights and a tokenizer of its own
 are written as a Hugging Face folder, trained on worked arithmetic, and written again. Agents train at the same time,
 each on its own ranks and in its own parallel layout.
-Not here: reinforcement learning (trainer.py). A real run starts from published models and never comes here.
+Elsewhere: reinforcement learning (trainer.py). A real run starts from published models and never comes here.
 """
 
 import shutil

@@ -2,7 +2,7 @@
 
 `check` runs none of it: a module is looked for where Python would, and its source is parsed for the name and the
 signature. Paths count from the current folder. `eval` and `export` read a configuration that lies beside the model and
-may be another person's: its keys that lead to code need --trust. Not here: the call of graders, which run in processes
+may be another person's: its keys that lead to code need --trust. Elsewhere: the call of graders, which run in processes
 of their own (hacpo_grading/workers/grader_calls.py).
 """
 

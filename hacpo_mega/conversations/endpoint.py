@@ -9,7 +9,7 @@ Programs are not trusted: an address without its key, a body that is too large o
 sampling parameters that the engine should not see are refused with one line and counted. A program that hangs up ends
 its turn.
 
-Not here: classes in TRL's shape, which need no HTTP (player.py).
+Elsewhere: classes in TRL's shape, which need no HTTP (player.py).
 """
 
 import asyncio

@@ -9,7 +9,7 @@
 Whatever the class does, a call comes back: one that overruns its time limit or ends its process costs its conversation,
 whose further calls fail at once, and is counted by name. Processes are pooled by the number of conversations under way,
 `most_processes` of them at most; whoever comes later waits for one. All of it runs on one event loop at a time.
-Not here: the contract of a class, and the processes' side (environment_process.py).
+Elsewhere: the contract of a class, and the processes' side (environment_process.py).
 """
 
 import asyncio

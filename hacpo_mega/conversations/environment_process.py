@@ -16,7 +16,7 @@ derives from `AgentProgram` has `play`, and no tools.
 
 Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
 (`frame_of`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
-Not here: limits of time, and the pool of processes (environment.py).
+Elsewhere: limits of time, and the pool of processes (environment.py).
 """
 
 import asyncio

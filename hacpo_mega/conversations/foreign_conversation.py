@@ -4,7 +4,7 @@ A message history that begins with what the conversation has is continued token 
 segment. The sampled tokens are those of the engine, never what a program sends back. A turn's seed is a hash of its
 conversation's seed and its prompt, never of the order in which calls arrive.
 
-Not here: HTTP (endpoint.py).
+Elsewhere: HTTP (endpoint.py).
 """
 
 import hashlib

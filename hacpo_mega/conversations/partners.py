@@ -6,7 +6,7 @@
 Frames of JSON over one connection for each pair of engines, after the handshake of the job's secret; texts travel, and
 no token. Any number of questions is under way at once.
 
-Not here: who is where (cluster/rank_map.py), connections and the secret (cluster/place.py).
+Elsewhere: who is where (cluster/rank_map.py), connections and the secret (cluster/place.py).
 """
 
 import asyncio

@@ -8,7 +8,7 @@ drives, and asks the others' seats in their processes (partners.py); their playe
 An agent program converses with an endpoint instead (endpoint.py), which lives as long as one call of `play`.
 Seeds are functions of the answer's seed and the turn, so the order in which an environment answers changes no draw.
 
-Not here: the environment's contract (environment.py), tokens of turns (seat.py), steps of the engine
+Elsewhere: the environment's contract (environment.py), tokens of turns (seat.py), steps of the engine
 (rollout/engine_loop.py).
 """
 

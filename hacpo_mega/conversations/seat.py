@@ -3,7 +3,7 @@
 The driver of the conversation (player.py) passes texts to a seat and gets texts back; tokens stay here. Own tokens are
 kept as sampled. The tokens between them are rendered once, as the template's continuation.
 
-Not here: who speaks next (player.py), seats in other processes (partners.py), tokens of other turns (turn_format.py).
+Elsewhere: who speaks next (player.py), seats in other processes (partners.py), tokens of other turns (turn_format.py).
 """
 
 import asyncio

@@ -15,7 +15,7 @@ tokens behind a short and a long conversation. One that writes earlier own turns
 stay, and `rewritten` gives the prompt of a new segment where a run wants the template's own history.
 Texts of others are ordinary text: a control token that they spell steers nothing (samples/ordinary_text.py).
 
-Not here: who speaks next, the form of tool calls (tool_calls.py), answers that cross agents (samples/tokenizers.py).
+Elsewhere: who speaks next, the form of tool calls (tool_calls.py), answers that cross agents (samples/tokenizers.py).
 """
 
 import abc

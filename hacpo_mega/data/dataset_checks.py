@@ -9,7 +9,7 @@ A problem is compared with another in three ways, the stricter first:
 
 The last finds copies whose LaTeX or wording was edited. Numbers and golds are asked for because a book varies its
 problems: the same sentence with other numbers, or another question about the same figure, is another problem.
-Not here: reading files (datasets.py).
+Elsewhere: reading files (datasets.py).
 """
 
 import re

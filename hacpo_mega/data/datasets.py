@@ -6,7 +6,7 @@
     layout      recognised by the fields of a row, see LAYOUTS: MATH, MATH-500, GSM8K, AIME, AMC, Minerva,
                 OlympiadBench, verl's RLHFDataset, plain prompt/answer
 A row that fits no layout, has no gold answer, or is of another layout than the rest of its file is a DataProblem with
-its line; the good rows still come. Not here: repeated and overlapping problems (dataset_checks.py).
+its line; the good rows still come. Elsewhere: repeated and overlapping problems (dataset_checks.py).
 """
 
 import json

@@ -1,6 +1,6 @@
 """Checks of a run's prompt files, asked by the process that starts it: imports no torch and no tokenizer.
 
-Not here: how many of the prompts every agent can read (prompt_sets.py).
+Elsewhere: how many of the prompts every agent can read (prompt_sets.py).
 """
 
 from hacpo_mega.config import Config

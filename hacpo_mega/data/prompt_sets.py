@@ -1,7 +1,7 @@
 """Training and evaluation prompts of a run, from its configuration.
 
 `num_tokens` gives each text's length for the agent that needs most tokens, up to a number that matters: a prompt beyond
-rollout.max_prompt_tokens is left out, never cut. Not here: reading rows (files.py), their order over steps
+rollout.max_prompt_tokens is left out, never cut. Elsewhere: reading rows (files.py), their order over steps
 (prompts.py), and tokenizers (samples/).
 """
 

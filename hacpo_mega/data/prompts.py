@@ -3,7 +3,7 @@
 Epochs are seeded permutations laid end to end; a step takes the next `prompts_per_step` places and may straddle two
 epochs. It never holds a row twice: where the seam of two epochs would bring one again, the new epoch postpones it to
 the next step. There is no cursor to save: a resumed run asks for its next step and gets what it would have got.
-Not here: reading files (files.py) and making arithmetic (tasks.py).
+Elsewhere: reading files (files.py) and making arithmetic (tasks.py).
 """
 
 import math

@@ -1,7 +1,7 @@
 """A reward tried before anything is trained: what it gives a gold that stands as the answer, and an empty answer.
 
 A function that returns no reward would otherwise be told of after whole steps, and one that gives a right answer no
-more than nothing would teach just that. Not here: whether there is such a function (config/user_code.py).
+more than nothing would teach just that. Elsewhere: whether there is such a function (config/user_code.py).
 """
 
 import json

@@ -8,7 +8,7 @@ logs/attempts.jsonl   a line when an attempt begins: which job, which number, th
     lost   a node went down
 
 A job whose attempts die after the same step dies of something that starting again does not mend; the others may end as
-often as they like. Not here: which attempt this process is in (environment.py).
+often as they like. Elsewhere: which attempt this process is in (environment.py).
 """
 
 import json

@@ -1,7 +1,7 @@
 """A rank on the CPU alone, forked from its launcher, which has imported its modules once for all ranks.
 
 It begins as a fresh interpreter would: no signal is handled, the command line is read again, and its output goes where
-its launcher's goes. Imported modules are shared memory. Not here: ranks in fresh interpreters, and waiting for any of
+its launcher's goes. Imported modules are shared memory. Elsewhere: ranks in fresh interpreters, and waiting for any of
 them (local.py).
 """
 

@@ -5,7 +5,7 @@ A rank spends most of its start on imports. So ranks are forked from a launcher 
 
 It opens no network port: torch's own launcher would, for everybody, and runs what it is sent. A failed rank reports
 itself in one line (place.py, watchdog.py); the launcher reports only ranks that the kernel has killed for want of
-memory. Not here: the environment of the processes (environment.py).
+memory. Elsewhere: the environment of the processes (environment.py).
 """
 
 import os

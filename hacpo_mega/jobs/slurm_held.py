@@ -2,7 +2,7 @@
 
 The run's own job script (launch/slurm.sbatch) runs here, in the foreground, and its sruns on the first nodes of the
 allocation: secret, environment, placement, preflight and the line of whoever fails are those of a job. When the run
-ends, nothing starts it again. Not here: how nodes are asked for (jobs/slurm_script.py).
+ends, nothing starts it again. Elsewhere: how nodes are asked for (jobs/slurm_script.py).
 """
 
 import shutil

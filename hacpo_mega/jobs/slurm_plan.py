@@ -16,7 +16,7 @@ Each node is asked for, since Slurm would give each process one core, and the me
                  the share of what the job takes of its GPUs
     GPUs         --gpus-per-node, slurm.gres, or nothing where Slurm counts none: then whole nodes
 
-Not here: the job script (slurm_script.py), queries to Slurm (slurm_queue.py), the environment of a process
+Elsewhere: the job script (slurm_script.py), queries to Slurm (slurm_queue.py), the environment of a process
 (environment.py).
 """
 

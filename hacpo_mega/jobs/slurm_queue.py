@@ -1,7 +1,7 @@
 """Queries to Slurm on the machine that submits: the jobs of a run, and the nodes of partitions. Imports no torch.
 
 A run's jobs have a name of their own, so that a second submission finds them, and --dependency=singleton lets one run
-at a time. Not here: the job script (jobs/slurm_script.py), the request (slurm.py).
+at a time. Elsewhere: the job script (jobs/slurm_script.py), the request (slurm.py).
 """
 
 import hashlib

@@ -4,7 +4,7 @@
     <run_dir>/slurm/<job>.log        what the script and rank 0 say
 
 Neither is ever written again: a job that waits or is queued again finds what it was submitted with.
-Not here: who runs where and what a node is asked for (jobs/slurm_plan.py), what becomes of an
+Elsewhere: who runs where and what a node is asked for (jobs/slurm_plan.py), what becomes of an
 attempt (the script itself).
 """
 

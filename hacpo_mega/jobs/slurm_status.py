@@ -1,7 +1,7 @@
 """`hacpo-mega slurm --status RUN`: the status of a run on one screen, from its folder and from Slurm's queue.
 
 Reads the ends of files alone, so that it answers at once beside a run of any size. Imports no torch.
-Not here: what a run has learnt (report/).
+Elsewhere: what a run has learnt (report/).
 """
 
 import math

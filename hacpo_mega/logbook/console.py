@@ -4,7 +4,7 @@ One line per step, for example
     step 12/40 | qwen reward .420 ratio .870 shared 63% | llama reward .512 | learn 1.4 of 2.1 s | 0:01:02 left | safe 9
 within the terminal's columns, at most 120: what is left out (LESS) when it would be longer is in metrics.jsonl. A
 number keeps its place from the first step that has it, and the place is blank where a step has none.
-Not here: what is measured (metrics.py).
+Elsewhere: what is measured (metrics.py).
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Report of a training step: the metrics and log lines each part adds, and the alarms.
 
-Every leader reports for its cell, the job's rank 0 for values that are equal everywhere. Not here: the meaning of each
+Every leader reports for its cell, the job's rank 0 for values that are equal everywhere. Elsewhere: the meaning of each
 number (step_metrics.py) and the conditions of alarms (alarms.py).
 """
 

@@ -4,7 +4,7 @@ Every term is something that the code keeps: docs/design/memory.md names for eac
 tests/unit/memory/test_memory_trace.py holds the sums to the real model (support/memory_trace.py). Letters are those
 of arXiv 2205.05198: T tokens of a micro-batch, of which a rank of cp has t = T / cp and each of its tensor ranks S = t
 / tp between layers; h hidden size, q and k query and key/value heads of a tensor rank, d head size, f feed-forward
-columns and v vocabulary rows of a rank. Not here: the engine, and which of these are there at the same time
+columns and v vocabulary rows of a rank. Elsewhere: the engine, and which of these are there at the same time
 (budget.py), and the kernels of the log-probs themselves (kernels/hacpo_kernels).
 """
 

@@ -1,6 +1,6 @@
 """Numbers of LoRA adapters on a device, and numbers they keep for backward. Imports no torch.
 
-Not here: what else an actor holds (actor_bytes.py), how factors are cut (models/sharding/lora.py).
+Elsewhere: what else an actor holds (actor_bytes.py), how factors are cut (models/sharding/lora.py).
 """
 
 import math

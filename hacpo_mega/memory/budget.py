@@ -3,7 +3,7 @@
 An agent's device has an actor (actor_bytes.py) and a part of an engine; the phases are those of
 hacpo_mega/trainer/trainer.py, and who sleeps in which is decided in hacpo_mega/agent/devices.py. Everything is a sum
 of parts, so that a reader can add it up.
-Imports no torch. Not here: where the numbers come from in a configuration (config/checks/device_memory.py).
+Imports no torch. Elsewhere: where the numbers come from in a configuration (config/checks/device_memory.py).
 """
 
 from collections.abc import Iterator, Mapping

@@ -4,7 +4,7 @@ Each row is what the config.json of https://huggingface.co/<name> says (fields n
 num_attention_heads, num_key_value_heads, head_dim, intermediate_size, vocab_size, tie_word_embeddings,
 max_position_embeddings; of experts num_experts, num_experts_per_tok, moe_intermediate_size, norm_topk_prob); tests hold
 the number of parameters to the one that the Hub shows for the weights.
-Not here: a model that lies in a folder (architecture.py).
+Elsewhere: a model that lies in a folder (architecture.py).
 """
 
 import difflib

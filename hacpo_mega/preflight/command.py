@@ -5,7 +5,7 @@
     groups   the groups that training makes are made and timed
 
 Rank 0 compares, prints one table and writes RUN/logs/preflight.json; a round that finds something is the last.
-Not here: the meeting itself (preflight/meeting.py), and what counts as a difference (preflight/node_report.py).
+Elsewhere: the meeting itself (preflight/meeting.py), and what counts as a difference (preflight/node_report.py).
 """
 
 import json

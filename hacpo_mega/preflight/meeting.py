@@ -8,7 +8,7 @@ comes. A round:
     every rank    reads the answer
 
 which is 3 operations a rank and 1 key, whatever the number of ranks. Nobody reads everybody's words but rank 0.
-Not here: what a node says of itself and what differs (node_report.py), the order of the rounds and what is printed
+Elsewhere: what a node says of itself and what differs (node_report.py), the order of the rounds and what is printed
 (preflight/command.py).
 """
 

@@ -1,6 +1,6 @@
 """A node's report before a job starts: code, versions, devices, models, memory, disk; and which nodes differ by them.
 
-Imports no torch. Not here: facts that take two nodes to find (meeting.py).
+Imports no torch. Elsewhere: facts that take two nodes to find (meeting.py).
 """
 
 import hashlib

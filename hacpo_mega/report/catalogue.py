@@ -1,6 +1,6 @@
 """The charts of a run and their colours, once for the report and for the page of `hacpo-mega watch`.
 
-A chart names its metrics by pattern, in which {a} is an agent and {b} a source or another agent. Not here: how a chart
+A chart names its metrics by pattern, in which {a} is an agent and {b} a source or another agent. Elsewhere: how a chart
 is drawn (plots.py with matplotlib, watch/page/curves.js with uPlot), and the sentence beside it (verdicts.py).
 """
 

@@ -3,7 +3,7 @@
 metrics.jsonl is read from where the last look ended; a line that is cut waits for its end. A run that resumed has
 written its file anew: what is equal up to there stays. A lane's answers of a step are one file that is there whole or
 not at all; it is read again only where it has changed. Texts of answers stay in the run: the index has their words and
-their first characters. Nothing is ever written into a run. Not here: questions to the index (answers.py, views.py).
+their first characters. Nothing is ever written into a run. Elsewhere: questions to the index (answers.py, views.py).
 """
 
 import hashlib

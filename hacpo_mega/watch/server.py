@@ -3,7 +3,7 @@
 Other users of the machine reach the port, too, and so does any page in the user's browser. So every request needs the
 token (in the address at first, then in a cookie that scripts cannot read and other sites cannot send), and a Host that
 is this machine by name, or a name that an attacker has pointed here would do. Answers of models are data: the pages'
-policy allows no script but the files that come with it. Not here: the data (views.py, answers.py).
+policy allows no script but the files that come with it. Elsewhere: the data (views.py, answers.py).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The page's data about runs as tables ready for JSON: the list, curves, the job, a comparison, verdicts.
 
 Arrays of a view are aligned with its steps; null stands where a step has no number, or none that JSON can say.
-Not here: answers (answers.py).
+Elsewhere: answers (answers.py).
 """
 
 import math

@@ -5,7 +5,7 @@ size, and every storage is counted while it lives. So a 70B model on 256 devices
 Megatron's own layers, buffers, optimizer and autograd; memory/actor_bytes.py says the same by formula and is held to
 it.
 The tensors are on the CPU, where any build of torch runs backward; what CUDA's kernels keep can be asked for.
-Not here: the engine, and what no tensor shows (context, NCCL, fragmentation).
+Elsewhere: the engine, and what no tensor shows (context, NCCL, fragmentation).
 """
 
 import weakref

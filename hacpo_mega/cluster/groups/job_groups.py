@@ -18,7 +18,7 @@ The lane carries megabytes per step, so on CUDA it is NCCL, unless two of its le
 The others carry a few numbers from and to host memory and are gloo everywhere. All are made directly, not with
 `new_group`, which stays inside the default group and needs all of its ranks for each group. docs/design/scaling.md says
 what grows with the job, and how.
-Not here: the arithmetic (rank_map.py), model-parallel groups (Megatron makes its own from the default group) and how a
+Elsewhere: the arithmetic (rank_map.py), model-parallel groups (Megatron makes its own from the default group) and how a
 process joins the job and leaves it (place.py).
 """
 

@@ -5,7 +5,7 @@ of FANOUT neighbours hand what they have to their first member, these do the sam
 
     size 32,768    3 levels; 93 messages reach the root, 31 a head of a block, everybody else sends one
 
-Not here: who the members are (job_groups.py).
+Elsewhere: who the members are (job_groups.py).
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 Nothing falls back from one to the other. The vLLM of a CUDA environment has no CPU engine, and a CPU environment, which
 `make env` installs on a login node without a driver, would train on a node with GPUs for days before anybody looks.
-Not here: who shares a device (turns.py).
+Elsewhere: who shares a device (turns.py).
 """
 
 import os

@@ -5,9 +5,9 @@ would no longer respond. Ranks started by torchrun or srun are not checked. The 
 kernel, of the cgroups around this process and of Slurm.
 `srun --cpu-bind=cores` gives every process processors of its own, spread over the sockets as Slurm likes. The GPUs of a
 node hang at its sockets in groups, so a process may sit across the node from its GPU; here the processes of a node
-share the same processors anew, each near its GPU. Everybody computes the same, so that nobody asks anybody. This runs
-before any thread starts and imports no torch. Not here: placement of ranks (rank_map.py), how many processors a process
-gets (slurm_plan.py).
+share the same processors anew, each near its GPU. Each process computes the same division by itself. This runs
+before any thread starts and imports no torch. Elsewhere: placement of ranks (rank_map.py), how many processors a
+process gets (slurm_plan.py).
 """
 
 import os

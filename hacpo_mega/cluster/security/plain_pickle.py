@@ -6,7 +6,7 @@ bytes, lists, tuples and dictionaries; what it would have called becomes a `Reco
 state, if the caller has listed that name. The reader of a Record decides its meaning, key by key.
 
 A list of harmless classes given to Python's own unpickler would not do: a pickle can set attributes of classes, too.
-Not here: what the files and the peers say (stored_index.py in megatron/, patches.py).
+Elsewhere: what the files and the peers say (stored_index.py in megatron/, patches.py).
 """
 
 import pickletools

@@ -6,7 +6,7 @@
 
 All lengths are fixed, so nothing that an unauthenticated peer sends is parsed. The `purpose` and the role are part of
 what is signed, so no answer serves elsewhere, and the random bytes make every answer serve once. The connection itself
-is neither signed nor encrypted: docs/security.md says what that leaves open. Not here: which sockets there are
+is neither signed nor encrypted: docs/security.md says what that leaves open. Elsewhere: which sockets there are
 (watchdog.py, preflight.py, rendezvous.py).
 """
 

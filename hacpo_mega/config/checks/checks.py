@@ -1,6 +1,6 @@
 """Cross-checks of a configuration, over several tables: arithmetic and the nearest valid value.
 
-models/ decides what a model folder is and which layout a model can have, for the model builder too. Not here: the
+models/ decides what a model folder is and which layout a model can have, for the model builder too. Elsewhere: the
 other files that a configuration names (`input_checks.py`), and what only a running job knows (the number of ranks:
 `rank_map.py`), and whether engine_tp divides engines on devices of their own (models/sharding/layout.py).
 """

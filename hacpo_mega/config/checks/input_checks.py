@@ -1,7 +1,7 @@
 """Checks of files that a configuration names: run folder, prompts, grader, tokenizers. They are looked at, not loaded.
 
 Every check is a `stat`, a small file, or the first bytes of a large one, so that `hacpo-mega check` answers at once.
-Not here: checks of all rows of a data file (data/prompt_sets.py) and of a model folder's layout.
+Elsewhere: checks of all rows of a data file (data/prompt_sets.py) and of a model folder's layout.
 """
 
 import codecs

@@ -1,6 +1,6 @@
 """Lines for people about a configuration that is taken: what it does not use, leaves open, or learns less by.
 
-Not here: settings that are refused (checks.py, pass_through.py), and chat templates (tokenizer_checks.py).
+Elsewhere: settings that are refused (checks.py, pass_through.py), and chat templates (tokenizer_checks.py).
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """State of a run's folder before the run: empty, only files of its job, a run of this program, or something else.
 
 Only the third is ever moved away, and a run is written into the first two alone. Told by names and first lines, so that
-`hacpo-mega check` answers at once. Not here: the moving itself (logbook/run/older_runs.py).
+`hacpo-mega check` answers at once. Elsewhere: the moving itself (logbook/run/older_runs.py).
 """
 
 import json

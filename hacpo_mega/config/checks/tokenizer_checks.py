@@ -3,7 +3,7 @@
 A template may read the clock: its time is that of the run's first start, in UTC, unless agents.chat_template_time sets
 another. Rank 0 reads it once; from then on it is a key of the run's configuration, in config.toml and in every step,
 for resume and evaluation. Random draws of a template follow from the messages (models/files/chat_template.py).
-Not here: the rules of the files (models/files/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
+Elsewhere: the rules of the files (models/files/tokenizer_files.py), and the real tokenizer (samples/tokenizers.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The [[agents]] tables: the model of each agent, its layout, its optimizer, its prompts, and how `init` would make it.
 
-Not here: whether a layout fits a model (checks.py).
+Elsewhere: whether a layout fits a model (checks.py).
 """
 
 from collections.abc import Collection

@@ -1,6 +1,6 @@
 """The [algorithm] table: every choice that the paper (arXiv 2603.02604) and its authors' public code make, by name.
 
-Equation numbers are the paper's. Not here: what the methods are (methods.py) and the equations themselves (the package
+Equation numbers are the paper's. Elsewhere: what the methods are (methods.py) and the equations themselves (the package
 `algorithm`).
 """
 

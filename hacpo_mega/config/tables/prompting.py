@@ -1,6 +1,6 @@
 """Prompt format: turns a task's text into an agent's prompt (chat template, system prompt, few-shot). Imports no torch.
 
-Training and evaluation share this record, so an agent is asked in one way in both. Not here: the rendering itself,
+Training and evaluation share this record, so an agent is asked in one way in both. Elsewhere: the rendering itself,
 which needs a tokenizer (samples/tokenizers.py).
 """
 

@@ -1,8 +1,8 @@
 """The configuration of a run as a whole, and its tables of data, reward, rollouts, batches and evaluation.
 
 `algorithm.py` and `agents.py` have the tables of those names, `load.py` reads the file, `checks.py` and
-`input_checks.py` check across tables. Nothing in this package imports torch or a model library. Not here: anything that
-acts on a configuration. Functions elsewhere get the numbers they need, not this object.
+`input_checks.py` check across tables. Nothing in this package imports torch or a model library, or acts on a
+configuration. Functions elsewhere get the numbers they need, not this object.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """The [slurm] table: the resources that `hacpo-mega slurm` requests. It changes where and how a run starts, never the
 run.
 
-Not here: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
+Elsewhere: who runs on which node (jobs/slurm_plan.py), and the job script itself (launch/slurm.sbatch).
 """
 
 import datetime

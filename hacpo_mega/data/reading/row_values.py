@@ -1,6 +1,6 @@
 """Values that a row may have: a prompt, as text or chat messages, and a gold answer.
 
-Not here: where rows are (files.py) and which of their fields are read (datasets.py).
+Elsewhere: where rows are (files.py) and which of their fields are read (datasets.py).
 """
 
 import json

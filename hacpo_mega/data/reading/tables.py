@@ -5,7 +5,7 @@ and a folder for each. pyarrow alone reads them: nothing in them runs. The unpac
 A set of the Hub has a name, hub:ORG/NAME@REVISION/CONFIG/SPLIT, and is read by the library `datasets`, an extra that is
 imported only here. The launcher downloads one into the library's cache, from which all ranks read it: they are offline.
 With SPLIT:ROWS the first rows are streamed, and the cache keeps these alone. Builders of plain files alone read it: no
-script, no image, nothing that is unpickled. Not here: what a row means (files.py, datasets.py).
+script, no image, nothing that is unpickled. Elsewhere: what a row means (files.py, datasets.py).
 """
 
 import hashlib

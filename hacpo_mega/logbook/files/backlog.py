@@ -2,7 +2,7 @@
 
 A failed write stays in memory, as do all after it, in order, until they fit; this is reported once, and again when all
 is written. A half-written record is overwritten, so nothing is doubled or missing. A folder that is not the one the run
-opened is waited for, and so is a missing file that had lines. Not here: checkpoints, which are never put off
+opened is waited for, and so is a missing file that had lines. Elsewhere: checkpoints, which are never put off
 (joint_checkpoint.py), and the content of the files.
 """
 

@@ -18,7 +18,7 @@ A line is one prompt:
          "token_logprob": [nats of each trained one, before the step's first update],
          "token_ratio": [of each trained one, for its own agent in the update that trained it],
          "trained_places": [of these in a conversation; not given: the leading tokens]}, ...]}
-Not here: metrics, which are about many answers (metrics.py).
+Elsewhere: metrics, which are about many answers (metrics.py).
 """
 
 import json

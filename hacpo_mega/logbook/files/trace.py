@@ -3,7 +3,7 @@
 A track shows the phases, inside them the parts of an update and the collectives, and inside a collective its wait: from
 this rank's arrival until the arrival of the last rank it needs. That needs one clock: every rank's is measured against
 rank 0's at the end of the step, and a wait shorter than the clocks' uncertainty is left out. The file's `otherData`
-gives that uncertainty. Not here: the recording and the clocks (cluster/groups/spans.py) and the picture
+gives that uncertainty. Elsewhere: the recording and the clocks (cluster/groups/spans.py) and the picture
 (report/plots.py).
 """
 

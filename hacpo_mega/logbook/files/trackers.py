@@ -3,7 +3,7 @@
 Write-only: nothing is read back, `metrics.jsonl` stays the truth. wandb, trackio and swanlab speak nearly the same
 calls; mlflow and comet_ml have adapters of their own; a class of the user's is named as module:CLASS or FILE.py:CLASS.
 (accelerate.tracking, the one layer over all five, has no histograms, tables for wandb alone, and no way to go on with a
-run.) A tracker that fails is complained of once, and training goes on. Not here: whether a package is there at all
+run.) A tracker that fails is complained of once, and training goes on. Elsewhere: whether a package is there at all
 (config/checks/input_checks.py).
 """
 

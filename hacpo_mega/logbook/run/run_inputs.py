@@ -5,7 +5,7 @@
                                     fingerprint of the weights, from which the KL is measured (weight_files.py)
     reward, algorithm, conversation.environment   the files of the user's own code, and @FILE in a judge's options
 
-A checkpoint keeps them under the keys with which --accept takes a change. Not here: the configuration itself
+A checkpoint keeps them under the keys with which --accept takes a change. Elsewhere: the configuration itself
 (config/changes.py), config.json and the base of adapters, which no run goes on without (checkpoint/files.py).
 """
 

@@ -5,7 +5,7 @@
     agent/<name>/num_evaluated                     judged answers
 
 Each also by skill, /<skill> behind it. A mean of rewards is called an accuracy only where every reward was 0 or 1;
-`is_graded` says where one was not. Not here: adding them up (step_metrics.py). Imports no torch.
+`is_graded` says where one was not. Elsewhere: adding them up (step_metrics.py). Imports no torch.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The fate of others' answers on their way to a learner, read from a step's metrics: does any of them teach it?
 
 Every answer of a source is counted once: it gives the learner a gradient, lies outside the band, or was left out for
-one reason of samples/learner_view.py. Not here: the warning (alarms.py).
+one reason of samples/learner_view.py. Elsewhere: the warning (alarms.py).
 """
 
 import math

@@ -1,7 +1,7 @@
 """Updates that were skipped because a number was not finite: too many in a row end the run, with their samples on disk.
 
 A skipped update changes no weight, so from a broken weight or a broken objective every later one is skipped as well: a
-run that went on would sample and train nothing. Not here: the skip itself (megatron/train/optimizer.py).
+run that went on would sample and train nothing. Elsewhere: the skip itself (megatron/train/optimizer.py).
 
 `logs/<agent>.cell_<c>.skipped_updates.json` is written once, when the run stops:
     {"agent", "cell", "updates": [{"step", "update", "loss", "grad_norm", "num_samples", "samples": [

@@ -2,7 +2,7 @@
 
     imports   from the command to here: interpreter, configuration, libraries     groups   this rank's place in the job
     data      tokenizers, prompts, judge                   actor, engine, weights   Megatron, vLLM, its first weights
-Not here: what a step's seconds went into (metrics.py), and a step on the clock of all ranks (trace.py).
+Elsewhere: what a step's seconds went into (metrics.py), and a step on the clock of all ranks (trace.py).
 """
 
 import time

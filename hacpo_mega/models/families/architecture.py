@@ -1,6 +1,6 @@
 """A model's architecture as its Hugging Face config.json describes it, one frozen record. No weights, no Megatron.
 
-Not here: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
+Elsewhere: the folder's other files (folder.py, weight_files.py) and over how many ranks a model spreads (layout.py).
 """
 
 from collections import Counter

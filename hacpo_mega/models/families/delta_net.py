@@ -1,7 +1,7 @@
 """Gated delta nets: the layers that have one in the place of attention, and its sizes, as config.json says.
 
 Gated DeltaNet (arXiv 2412.06464): a state per head, which decays and takes a token's value at its key. Imports no
-torch. Not here: the computation (megatron/model/delta_net.py).
+torch. Elsewhere: the computation (megatron/model/delta_net.py).
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The feed-forward of a layer, or the experts in its place, as config.json describes them. Imports no torch.
 
-Not here: what a family decides by itself (families.py), how a token's experts are chosen (megatron/model/router.py),
+Elsewhere: what a family decides by itself (families.py), how a token's experts are chosen (megatron/model/router.py),
 and how experts are shared by ranks (layout.py, segments.py).
 """
 

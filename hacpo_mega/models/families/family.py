@@ -1,6 +1,6 @@
 """A family of models: the fields that a config.json may have, and what the family decides by itself.
 
-An unknown field is refused, since it may ask for another computation (Mistral's `sliding_window`). Not here: the
+An unknown field is refused, since it may ask for another computation (Mistral's `sliding_window`). Elsewhere: the
 families (families.py).
 """
 

@@ -1,6 +1,6 @@
 """Key/value heads of a layer: those of layers without a window may be others, as config.json says. Imports no torch.
 
-Gemma 4: there they are fewer and larger, and a value is its key before norm and rotation. Not here: the computation
+Gemma 4: there they are fewer and larger, and a value is its key before norm and rotation. Elsewhere: the computation
 (megatron/model/rope.py), and the windows themselves (windows.py).
 """
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): its sizes, as config.json says. Imports no torch.
 
-Not here: the computation (megatron/model/attention.py), and the scale of its scores with YaRN (rope.py).
+Elsewhere: the computation (megatron/model/attention.py), and the scale of its scores with YaRN (rope.py).
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 A kind is here only where transformers (modeling_rope_utils) and vLLM (layers.rotary_embedding) compute the same with
 it. They do not with "dynamic" (vLLM scales by the longest sequence that may come, transformers by the one at hand) and
 "longrope" (vLLM takes the long factors by the engine's limit, transformers by the sequence). Imports no torch.
-Not here: the frequencies themselves (megatron/model/rope.py).
+Elsewhere: the frequencies themselves (megatron/model/rope.py).
 """
 
 import math

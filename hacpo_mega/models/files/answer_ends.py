@@ -2,7 +2,7 @@
 
 Families have several ends: Gemma's <eos> and <end_of_turn>, Phi-3's <|endoftext|> and <|end|>, GLM's <|user|>. The
 sampler stops at all of them. An answer of another agent gets the one that the learner would have said.
-Not here: the engine that stops (rollout/engine.py), and the files that name ends (folder.py).
+Elsewhere: the engine that stops (rollout/engine.py), and the files that name ends (folder.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence

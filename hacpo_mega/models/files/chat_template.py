@@ -6,7 +6,7 @@ transformers.utils.chat_template_utils, which imports torch; a test holds the tw
 A template may read the clock (`strftime_now`) and draw at random. Here its clock stands at one time, in UTC, which a
 run keeps (config/checks/tokenizer_checks.py), and what it draws follows from the messages: a prompt is one text,
 wherever and whenever it is rendered.
-Not here: what a prompt must be in the end (config/tables/prompting.py), and rendering in a run (samples/tokenizers.py).
+Elsewhere: what a prompt must be in the end (config/tables/prompting.py), rendering in a run (samples/tokenizers.py).
 """
 
 import datetime

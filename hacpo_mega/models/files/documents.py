@@ -1,6 +1,6 @@
 """JSON and TOML documents of any origin: reading is bounded, and every fault is one line. No torch.
 
-Not here: the meaning of a document (its reader knows), and JSON Lines, whose lines are bounded too
+Elsewhere: the meaning of a document (its reader knows), and JSON Lines, whose lines are bounded too
 (data/reading/files.py).
 """
 

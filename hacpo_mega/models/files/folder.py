@@ -1,6 +1,6 @@
 """The JSON files of a Hugging Face folder, read here and nowhere else. Imports no torch.
 
-Not here: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
+Elsewhere: the shape of the model (architecture.py), its tensors (weight_files.py), and text (samples/tokenizers.py).
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,6 +1,6 @@
 """Replacement of a file in one step: a reader finds the old content or the new one, never a part.
 
-Not here: lines that are added to a file (logbook/files/backlog.py) and secrets (cluster/security/secret.py).
+Elsewhere: lines that are added to a file (logbook/files/backlog.py) and secrets (cluster/security/secret.py).
 """
 
 import os

@@ -6,7 +6,7 @@ Image checkpoints of Qwen3.5 and all folders of Gemma 4 have plain stacks: gate_
 down_proj [E, H, F].
 Everywhere else experts have a gate_proj [F, H], an up_proj [F, H] and a down_proj [H, F] each, and the biases of these.
 A folder in fp8 has a scale for every block of a matrix, of an expert or not.
-Tensors are torch's, and nothing here imports it. Not here: names and shapes (weight_files.py).
+Tensors are torch's, and nothing here imports it. Elsewhere: names and shapes (weight_files.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 Answers, gold, data files, names and other people's errors may hold terminal codes (the screen, its title, the
 clipboard), carriage returns and backspaces that overwrite what stands there, and signs that turn the direction of
 writing or have no width. All text of ours leaves by `say`, by a console that uses `one_line`, or by report/html.py.
-Not here: files for machines, which keep the text as it is.
+Not covered: files for machines, which keep the text as it is.
 """
 
 import re

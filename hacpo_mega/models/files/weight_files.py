@@ -11,7 +11,7 @@ different weights from it:
     all             the embedding as the head of a tied model; vLLM overwrites both with a head that is stored
 
 Files that all pass over are no problem: pickles beside safetensors, Mistral's consolidated.safetensors beside an index.
-Not here: which tensors a model has (segments.py).
+Elsewhere: which tensors a model has (segments.py).
 """
 
 import hashlib

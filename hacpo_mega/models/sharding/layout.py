@@ -4,7 +4,7 @@ A layout cuts every layer into tp shards, the layers into pp stages and the toke
 ranks share the heads of attention. Experts stay whole: ep of the tp x cp ranks of a stage share them, or all of these
 of several cells, a block, and each rank brings its own tokens. engine_tp is the tensor parallelism of vLLM.
 Every problem is a line with the numbers and the nearest valid value. Imports no torch and no Megatron.
-Not here: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
+Elsewhere: how a parameter is cut (segments.py), and how many cells and ranks there are (cluster/rank_map.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping

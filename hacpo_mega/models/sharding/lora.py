@@ -5,7 +5,7 @@ adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Meg
 each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
 In a layer that is split along its output, down is on every rank and up is split; in one that is split along its input,
 the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
-or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Not here: modules and merging
+or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Elsewhere: modules and merging
 (megatron/weights/lora.py, hacpo_kernels.merge_adapter).
 """
 

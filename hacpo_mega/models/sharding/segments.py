@@ -4,7 +4,7 @@ One idea carries both directions. A rank's shard of a Megatron parameter is a li
 columns) of one Hugging Face tensor, laid end to end. Loading reads the segments; resharding writes them back.
 Matrices of the experts of a rank lie one below the other in one parameter, as torch's grouped product wants them.
 Fused shards: linear_qkv interleaves query, key and value heads by key/value group; linear_fc1 is gate then up.
-Imports no torch and no Megatron, so that a plan can be made where neither is. Not here: tensors (megatron/).
+Imports no torch and no Megatron, so that a plan can be made where neither is. Elsewhere: tensors (megatron/).
 """
 
 import enum

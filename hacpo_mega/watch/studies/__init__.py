@@ -7,7 +7,7 @@ Each becomes tables, charts and bars of one shape, which the page draws without 
      "bars": [{"title", "note", "unit", "rows": [{"label", "whole", "parts": [[name, value, colour], ..]}]}],
      "tables": [{"title", "head", "rows", "notes"}]}
 
-A file of another shape is one line. Not here: runs (watch/runs.py), and what these commands write (hacpo_lab).
+A file of another shape is one line. Elsewhere: runs (watch/runs.py), and what these commands write (hacpo_lab).
 """
 
 import hashlib

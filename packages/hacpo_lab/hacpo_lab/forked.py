@@ -3,7 +3,7 @@
 A rank in a fresh interpreter spends most of its first twenty seconds on imports; a forked one has them done. The server
 is multiprocessing's fork server: it only imports, it computes nothing and never touches CUDA, so that every child can.
 The ranks get a launcher's variables and end with the process that asked for them, however that one ends.
-Not here: what the ranks do (the caller's function), and jobs in fresh interpreters (jobs/local.py).
+Elsewhere: what the ranks do (the caller's function), and jobs in fresh interpreters (jobs/local.py).
 """
 
 import multiprocessing

@@ -4,7 +4,7 @@
     python tests/support/corpora/universal_answers.py --answers 100000 [--seed 1] [--data DATA]
 
 Every answer is held against golds that have nothing in common, one of each kind; one that is right for two of them is
-held against all golds, and printed with its share of them. A policy can learn any share that is not tiny. Not here:
+held against all golds, and printed with its share of them. A policy can learn any share that is not tiny. Elsewhere:
 answers that break a grader (hostile_answers.py).
 """
 

@@ -7,7 +7,7 @@ model's and the optimizer's, what is sent to the device, and what is computed of
 tensors is a launch, unless it is a view; one whose result the host must know is a wait. An operation with one
 kernel on CUDA and none on the CPU (attention, norms, rotations, gated activations, the fused head) is a part of its
 own, counted as the CPU's operations for it; its backward is counted with everybody's.
-Not here: how long any of it takes, and what vLLM asks.
+Not covered: how long any of it takes, and what vLLM asks.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 A machine without a GPU takes the branches of CUDA here, the packed flash attention among them, with torch's own rules
 of which devices and shapes an operation takes. A tensor that was left on the CPU is an error, as it would be on a GPU;
-the last test leaves some there. Not here: numbers, gradients (torch's CPU build has no autograd for CUDA), the head, a
+the last test leaves some there. Elsewhere: numbers, gradients (torch's CPU build has no autograd for CUDA), the head, a
 Triton kernel.
 """
 

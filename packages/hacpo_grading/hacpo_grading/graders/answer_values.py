@@ -3,7 +3,7 @@ r"""The numbers in what math-verify has read: whether they are values at all, an
 math-verify calls two things equal when sympy simplifies their difference to 0, and sympy's algebra holds for finite
 numbers only: 5 - 308^{\infty} e becomes 0, and so does any number minus it. Hence it is not asked about an answer
 with a number that is infinite or undefined, wherever it stands, unless gold has such a one, nor about two answers that
-differ in a number. Not here: what is equal (math_grader.py).
+differ in a number. Elsewhere: what is equal (math_grader.py).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Finds the answer in a text and strips typesetting from it. Text only, no parser.
 
-Not here: whether two answers are equal (graders/math_grader.py).
+Elsewhere: whether two answers are equal (graders/math_grader.py).
 """
 
 import re

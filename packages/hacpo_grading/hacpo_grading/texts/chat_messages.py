@@ -3,7 +3,7 @@
     [{"role":"system","content":"Be brief."},{"role":"user","content":"1+1="}]
 Schemas of tools that a template shows the model come first, as the content of the role "tools".
 A text is messages exactly if writing them again gives the same text; a task that only looks so is refused when rows are
-read. Not here: the template that renders them (hacpo_mega/samples/tokenizers.py).
+read. Elsewhere: the template that renders them (hacpo_mega/samples/tokenizers.py).
 """
 
 import json

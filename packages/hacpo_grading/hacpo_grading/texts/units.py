@@ -2,7 +2,7 @@ r"""Units of answers: 5 \text{ cm}, \$5, 30^\circ, 60 \text{ miles per hour} as 
 
 A measure is a factor and the powers of its bases, so that 50 mm are 5 cm, and neither 5 m nor 5 kg nor 5 cm^2 are.
 A word that is no unit ("students", "ways") is a noun, and nouns are not held against each other. Texts are as `tidy`
-leaves them. Not here: what a value is (number_text.py, math_grader.py).
+leaves them. Elsewhere: what a value is (number_text.py, math_grader.py).
 """
 
 import re

@@ -15,7 +15,7 @@ the standard library and its grader alone. It guards against everything that a k
 Protocol: JSON lines in, first the fields of GraderSpec with "patience_s", "path", "memory_bytes", "cpu_s" and "token",
 then lists of [fields of Asked, token]. Frames out, each the token of what it replies to, the length of what follows,
 and JSON: {"ready": the grader's signature} or {"error"}; then for each answer, in order, the fields of Outcome.
-Not here: how a grader is called (grader_calls.py).
+Elsewhere: how a grader is called (grader_calls.py).
 """
 
 import json

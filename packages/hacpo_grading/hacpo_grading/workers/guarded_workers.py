@@ -4,7 +4,7 @@ Why not a thread or process pool of the standard library: a thread cannot be kil
 and a running task of a ProcessPoolExecutor cannot be reclaimed; in each of these a stuck comparison becomes a silent
 zero. Here a worker that overruns its CPU seconds is killed by the kernel (grading_worker.py), and replaced; the one
 answer it was at is reported as such. Tasks go out several in a message and their replies come back one by one, so a
-worker that dies loses no other task. Not here: what a verdict means for a reward (judge.py).
+worker that dies loses no other task. Elsewhere: what a verdict means for a reward (judge.py).
 """
 
 import collections

@@ -1,6 +1,6 @@
 """Loads the user's code: a Python file, or a module that Python finds. Imports the standard library alone.
 
-Not here: which functions of it are called (grader_calls.py).
+Elsewhere: which functions of it are called (grader_calls.py).
 """
 
 import importlib

@@ -5,7 +5,7 @@ could not see it: memfd, shared anonymous mappings (they outlive what is unmappe
 kernel rings, pages given to pipes, buffers made larger than their default. Doors into the kernel that no answer needs:
 io_uring, bpf, perf, keys, modules, mounts, new namespaces, other processes' memory. And all sockets but those between
 own processes.
-A call of another architecture (32 bits, x32) ends the program. Not here: who installs the filter (sandbox.py).
+A call of another architecture (32 bits, x32) ends the program. Elsewhere: who installs the filter (sandbox.py).
 """
 
 import errno

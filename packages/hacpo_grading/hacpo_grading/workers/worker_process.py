@@ -4,7 +4,7 @@ A worker is one process of a group of its own, which ends with it. Its messages 
 repeats the random token of the task that it answers, so whatever a grader writes into the pipe is known for no reply.
 Its prints are passed on; while its grader is loaded only the beginning, and a grader that never ends to print then
 is ended.
-Not here: which tasks it gets and what its end means for them (guarded_workers.py).
+Elsewhere: which tasks it gets and what its end means for them (guarded_workers.py).
 """
 
 import collections

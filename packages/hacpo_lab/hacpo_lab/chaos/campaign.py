@@ -8,7 +8,7 @@
 
 The ranks are forked from a server (hacpo_lab/forked.py) and do what those of `hacpo-mega train` do; a start costs
 seconds. A campaign that was ended itself goes on where it was, when it is asked for again.
-Not here: what a fault does (faults.py), and what must be equal in the end (verdict.py).
+Elsewhere: what a fault does (faults.py), and what must be equal in the end (verdict.py).
 """
 
 import json

@@ -7,7 +7,7 @@
     memory               one rank gets no more memory, for a while (RLIMIT_AS): an exception in whatever phase it is in
     term                 SIGTERM to all ranks, as a scheduler sends it
 
-Nothing in the trainer knows of them. Not here: when they strike, and what became of the run (campaign.py).
+Nothing in the trainer knows of them. Elsewhere: when they strike, and what became of the run (campaign.py).
 """
 
 import os

@@ -1,6 +1,6 @@
 """The comparison of a finished run under faults: every bit of what it has learnt, and a ledger of what it trained.
 
-Not here: whether every start went on from the newest committed step, which is seen as it happens (campaign.py).
+Elsewhere: whether every start went on from the newest committed step, which is seen as it happens (campaign.py).
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 A run's ranks write into a folder of their own under work_dir/running; its JSON file in `results` appears whole, when
 the run is over, and from then on the run is never made again. So whatever moment the queue is killed at, it loses at
 most the run that was going on. A run that fails is moved to work_dir/failed and the queue goes on.
-Not here: which run is next (order.py), and what the results show (evidence.py).
+Elsewhere: which run is next (order.py), and what the results show (evidence.py).
 """
 
 import shutil

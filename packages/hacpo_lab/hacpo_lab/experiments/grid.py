@@ -1,7 +1,7 @@
 """The file of an experiment: a grid of regimes x methods x seeds x learning rates, checked before anything starts.
 
 A regime is a configuration that all methods share; a method is a list of overrides. Imports no torch.
-Not here: which run comes when (order.py).
+Elsewhere: which run comes when (order.py).
 """
 
 import re

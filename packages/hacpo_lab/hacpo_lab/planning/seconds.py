@@ -4,7 +4,7 @@
 
 An engine that answers is bound by its matrices or by reading weights and cache, whichever is slower. Trainer's phases
 add both: activations pass through memory between matrices. FLOPs are those of models/flops.py.
-Not here: who waits for whom (plan.py).
+Elsewhere: who waits for whom (plan.py).
 """
 
 from collections.abc import Mapping

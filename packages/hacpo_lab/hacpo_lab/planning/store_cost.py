@@ -5,7 +5,7 @@
     socket   one to the store, two of the ring, one of every gloo peer
 
 gloo's algorithms decide who is a peer: a gather speaks to its root alone, a broadcast along a binomial tree, an
-all-gather to both neighbours of a ring. Not here: NCCL, which needs one key per communicator and one get per member.
+all-gather to both neighbours of a ring. Not covered: NCCL, which needs one key per communicator and one get per member.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The benchmark: every block in turn, several rounds of it, so that whatever else the machine does hits all alike.
 
 A block is a run of some steps in a folder of its own under `work`; its ranks are forked from one server.
-Not here: what a block is read as (measure.py) and how it is shown (table.py).
+Elsewhere: what a block is read as (measure.py) and how it is shown (table.py).
 """
 
 from collections.abc import Callable, Sequence
