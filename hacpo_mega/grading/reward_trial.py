@@ -20,7 +20,7 @@ from hacpo_mega.data.reading.row_values import quoted
 
 # Ways in which people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
-# What asks for such a form in a prompt. DAPO's ends its instructions with "Answer: $Answer"; a last "Answer:" is a cue.
+# Requests for such a form in a prompt. DAPO's ends its instructions with "Answer: $Answer"; a last "Answer:" is a cue.
 ASKING = {
     r"\\boxed": FORMS[1],
     r"after\W*####": FORMS[2],
