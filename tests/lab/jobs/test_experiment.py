@@ -164,7 +164,7 @@ def test_final_answers_are_those_of_the_exported_models(own_starts):
         right = [greedy_answer(model, tokenizer, e.prompt).rpartition(";")[2] == e.result for e in examples]
         found, sampled = final.right("greedy", name)["mul"], final.right("sampled", name)["mul"]
         assert (found != np.array(right, float)).sum() <= 3, "of two equally likely tokens, rounding may choose another"
-        assert 0 < found.sum() != sampled.sum()
+        assert found.sum() > 0 and (found != sampled).any(), "other answers, and some of them right"
 
 
 def greedy_answer(model: Any, tokenizer: Any, prompt: str) -> str:
