@@ -8,6 +8,7 @@ GENERATED = {
         "evidence/README.md",
         "evidence_equals/README.md",
         "evidence_gap/README.md",
+        "evidence_unequals/README.md",
         "evidence_conversations/README.md",
     )
 }
