@@ -67,7 +67,8 @@ class RewardTrial:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Lines for a person to read before training."""
-        failed = [f"warning: the reward fails on {number} of {len(self.answers) + 1} answers tried: {error}"
+        num_tried = len(self.answers) + len(self.asked) + 1
+        failed = [f"warning: the reward fails on {number} of {num_tried} answers tried: {error}"
                   for error, number in self.errors.items()]  # fmt: skip
         failed += [NO_SOURCE] if self.lacks_source else []
         if self.asked and all(found.is_judged and found.reward <= self.empty.reward for _, found in self.asked):
