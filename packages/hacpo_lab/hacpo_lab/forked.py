@@ -71,8 +71,9 @@ class JobServer:
                 for rank in range(world_size):
                     variables = launcher_environment(rank, world_size, private, secret)
                     call = (rank, folder, variables | {"OMP_NUM_THREADS": threads}, function, arguments)
-                    processes.append(self._context.Process(target=_play, args=call, name=f"rank {rank}"))
-                    processes[-1].start()
+                    process = self._context.Process(target=_play, args=call, name=f"rank {rank}")
+                    process.start()  # one that does not start cannot be killed either
+                    processes.append(process)
                 yield processes
             finally:
                 for process in processes:

@@ -159,6 +159,17 @@ def test_a_line_of_the_user_that_fails_ends_the_job_and_is_named(tmp_path, line)
     assert attempt.notes == [] and not (ROOT / "never").exists()
 
 
+@pytest.mark.parametrize(("away", "status"), [(3, 0), (99, 2)])
+def test_a_disk_that_is_away_for_a_moment_ends_no_job(tmp_path, away, status):
+    (tmp_path / "mkdir").write_text(
+        f'#!/bin/bash\necho >>"$NOTES.disk"\n(($(wc -l <"$NOTES.disk") > {away})) && exec /bin/mkdir "$@"\n'
+        'echo "mkdir: cannot create directory: Stale file handle" >&2 && exit 1\n'
+    )
+    (tmp_path / "mkdir").chmod(0o755)
+    attempt = Attempt(tmp_path, ended(0, 0))
+    assert attempt.status == status and ("no folder for this attempt" in attempt.said) == (status == 2), attempt.said
+
+
 def test_a_line_that_is_none_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"slurm.setup: 'if true; then' is no whole command: .*; give a construct as one"
