@@ -4,6 +4,7 @@ All complaints come at once.
 """
 
 import copy
+import os
 import re
 import tomllib
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import did_you_mean, one_line, parse_toml, short, toml_file
-from hacpo_mega.models.files.links import require_inside, require_inside_its_run
+from hacpo_mega.models.files.links import require_inside, require_inside_its_run, run_above
 
 # Words for the value that a field takes, where pydantic would name a Python type that no TOML file has.
 EXPECTED = {
@@ -40,6 +41,10 @@ PATTERNS = {
     r"^[A-Za-z_]\w*$": "letters, digits and _, no digit first",
     r"^\d+[KMGT]?$": "a number of megabytes, or one with K, M, G or T behind it, such as 64G",
 }
+
+# Keys of older versions outside of algorithm that are gone, each with the value at which it changed no results; None
+# where any value changed rounding only.
+GONE = {"training.pack_by": None, "rollout.biased_cut_after": 1.0}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True) -> Config:
@@ -65,6 +70,8 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
     table = toml_file(path, "the path of a TOML configuration")
     if {"regimes", "methods"} <= table.keys():
         raise ValueError(f"{path}: an experiment's grid, no run's configuration: use hacpo-mega experiment {path}")
+    if _is_of_a_run(path):
+        table = _with_results_of_before(of_today(table), table)
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
         set_key(table, override)
@@ -73,6 +80,13 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
         return Config.model_validate(table)
     except ValidationError as error:
         raise ValueError("\n".join(f"{path}: {line}" for line in readable_problems(error, table))) from error
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """True for a resolved configuration by its place: a run's config.toml, and that of a job of Slurm."""
+    named = Path(os.path.abspath(path))
+    is_of_a_job = named.parent.name == "slurm" and re.fullmatch(r"config\.\d+\.toml", named.name) is not None
+    return is_of_a_job or (named.name == "config.toml" and run_above(named) == named.parent)
 
 
 def set_key(table: dict[str, Any], override: str) -> None:
@@ -181,6 +195,8 @@ def _of_no_kind(place: tuple[int | str, ...], complaints: list[ErrorDetails], ta
 def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
     """A key that there is not, with the one that was meant: by its name alone where it is in the same table."""
     place = ".".join(str(step) for step in location if not isinstance(step, int))
+    if place in GONE:
+        return "removed, since it gained nothing (CHANGELOG.md). Leave it out"
     near = nearest_key(place, schema)
     if near is None:
         return "unknown key"
@@ -278,12 +294,19 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys of older runs that have moved or are gone.
 
     algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
-    The keys of the calibrated band are gone, and older versions took options that nothing reads.
+    The keys of the calibrated band and of GONE are gone. Options that nothing reads get today's defaults: older
+    versions took other values, or had other defaults.
     """
+    for key in GONE:
+        name, _, last = key.partition(".")
+        if isinstance(section := table.get(name), dict):
+            table = table | {name: {other: value for other, value in section.items() if other != last}}
     algorithm, reward = table.get("algorithm"), table.get("reward", {})
     if not isinstance(algorithm, dict) or not isinstance(reward, dict):
         return table
-    gone = {"success_reward", *REMOVED, *unread_beside(algorithm)}
+    method, known = str(algorithm.get("method", "hacpo")), frozenset(algorithm) & AlgorithmConfig.model_fields.keys()
+    unread = unread_options(method, known) if method in METHODS else ()
+    gone = {"success_reward", *REMOVED, *unread_beside(algorithm), *unread}
     kept = {key: value for key, value in algorithm.items() if key not in gone}
     before = algorithm.get("success_reward", 1.0)
     return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
@@ -298,6 +321,15 @@ def completed(table: dict[str, Any]) -> dict[str, Any]:
         found = Config.model_validate(of_today(table)).model_dump(mode="json", exclude_none=True)
     except ValidationError:  # a key that is gone since: `changes` names it
         return table
-    if table.get("algorithm", {}).get("band") == "calibrated":  # the run trained otherwise: `changes` asks
-        found["algorithm"]["band"] = "calibrated"
+    return _with_results_of_before(found, table)
+
+
+def _with_results_of_before(found: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """`found` with the keys of `table` that are gone and changed results: `changes` or the schema names them."""
+    for key, harmless in {"algorithm.band": "fixed", **GONE}.items():
+        name, _, last = key.partition(".")
+        section = table.get(name)
+        before = section.get(last, harmless) if isinstance(section, dict) else harmless
+        if harmless is not None and before != harmless:
+            found = found | {name: found[name] | {last: before}}
     return found

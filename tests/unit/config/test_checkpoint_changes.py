@@ -182,3 +182,18 @@ def test_a_calibrated_band_of_before_is_a_change_and_a_fixed_one_is_none(band, l
     found = list(changes(completed(now | {"algorithm": now["algorithm"] | gone}), now))
     assert [str(change).replace('"', "") for change in found] == lines
     assert [change.kind for change in found] == ["asked"] * len(lines)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "before", "lines"),
+    [
+        ("training", "pack_by", "flops", []),
+        ("rollout", "biased_cut_after", 1.0, []),
+        ("rollout", "biased_cut_after", 0.9, ["rollout.biased_cut_after was 0.9, is not given"]),
+        ("algorithm", "capability_metric", "positive_rate", []),  # a default of before, which `naive` does not read
+    ],
+)
+def test_keys_that_are_gone_are_a_change_only_if_they_were_of_results(table, key, before, lines):
+    now = plain(config_in(Path("run"), "algorithm.method=naive"))
+    found = changes(completed(now | {table: now[table] | {key: before}}), now)
+    assert [str(change) for change in found] == lines

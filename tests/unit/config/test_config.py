@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from repository import ROOT
 
 from hacpo_mega.cli.app import check
-from hacpo_mega.config import AlgorithmConfig, config_of_run, load_config
+from hacpo_mega.config import AlgorithmConfig, config_of_run, config_of_table, load_config
 from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
 from hacpo_mega.config.checks.notes import default_success_note, missing_kernels, narrow_clip_note, weak_settings
 from hacpo_mega.config.describe import flat
@@ -107,6 +107,11 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ),
         ("algorithm.band='calibrated'", "algorithm: band = 'calibrated': removed, since the calibrated band lost"),
         ("algorithm.band_share=0.8", "band_share = 0.8: removed"),
+        (
+            "training.pack_by='tokens'",
+            "training.pack_by: removed, since it gained nothing (CHANGELOG.md). Leave it out",
+        ),
+        ("rollout.biased_cut_after=1.0", "rollout.biased_cut_after: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
         (
             "agents.llama.model=meta-llama/Llama-3.2-1B",
@@ -248,6 +253,38 @@ def test_a_run_that_is_over_is_read_without_its_files_and_refused_in_lines(tmp_p
         "num_steps: needs a whole number, found 40.0",
         "sed: unknown key; did you mean 'seed'?",
     ]
+
+
+@pytest.mark.parametrize("place", ["config.toml", "slurm/config.1.toml"])
+def test_a_file_that_an_older_version_resolved_is_read(tmp_path, place):
+    """A job of Slurm that is queued again, or `train RUN/config.toml`; a user's own file has no such keys."""
+    own, stored = tmp_path / "own.toml", tmp_path / "run" / place
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "starts.jsonl").touch()
+    stored.parent.mkdir(exist_ok=True)
+    old = QUICKSTART.read_text().replace('preset = "paper"', 'preset = "authors"').replace("delta = 0.5", "")
+    for table, keys in (
+        ("algorithm", 'band = "fixed"\nband_share = 0.8\nsuccess_reward = 1.0\ncapability_metric = "positive_rate"'),
+        ("training", 'pack_by = "flops"'),
+        ("rollout", "biased_cut_after = 1.0"),
+    ):
+        old = old.replace(f"[{table}]", f"[{table}]\n{keys}")
+    old = old.replace('method = "hacpo"', 'method = "naive"')
+    for file in (own, stored):
+        file.write_text(old)
+    assert (
+        load_unchecked(stored).algorithm.method
+        == config_of_table(tomllib.loads(old), stored).algorithm.method
+        == "naive"
+    )
+    with pytest.raises(ValueError, match=r"training\.pack_by: removed"):
+        load_unchecked(own)
+    stored.write_text(old.replace('band = "fixed"', 'band = "calibrated"'))
+    with pytest.raises(ValueError, match=r"band = 'calibrated': removed"):
+        load_unchecked(stored)
+    stored.write_text(old.replace("biased_cut_after = 1.0", "biased_cut_after = 0.9"))
+    with pytest.raises(ValueError, match=r"rollout\.biased_cut_after: removed"):
+        load_unchecked(stored)
 
 
 def test_an_override_of_the_method_drops_options_of_the_files_method(tmp_path):
