@@ -122,8 +122,8 @@ class RewardConfig(RewardPartConfig):
     require_stop: Flag = False
     """Count an answer that was cut at max_answer_tokens as no answer."""
     while_sampling: Flag = False
-    """Judge an answer as soon as it has ended, while the engine still generates others, for the same judgements. Needs
-    graders in processes of their own (program, math, math_any, model, and yours without the parameter `group`)."""
+    """Judge an answer as soon as it has ended, while the engine still generates others, for the same judgements. Only
+    graders in processes of their own do (program, math, math_any, model, and yours without the parameter `group`)."""
     max_unjudged_share: Annotated[float, Field(strict=True, ge=0.0, le=1.0)] = 0.5
     """Largest share of a cell's answers that may stay unjudged; above it in 3 steps in a row the run stops."""
 

@@ -1,5 +1,6 @@
 """The paper's configurations against the paper's table and the published sizes of their models, without any weights."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from repository import ROOT
 
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import load_config
+from hacpo_mega.config.checks.device_memory import agent_budget
+from hacpo_mega.memory.budget import GIB
+from hacpo_mega.models.families.architecture import Architecture
 
 FOLDER = ROOT / "configs" / "paper"
 
@@ -49,6 +53,10 @@ def test_it_is_the_paper_on_one_node_of_eight(pair, workplace):
     assert [agent.optimizer.lr for agent in config.agents] == [1e-6, 1e-6]
     assert all(agent.prompting.chat_template for agent in config.agents)
     assert config.agents[0].prompting.filled("x").endswith(r"within \boxed{}.")
+    models = [(agent, Architecture.from_folder(agent.model)) for agent in config.agents]
+    budgets = [agent_budget(config, agent, model, on_cpu=False) for agent, model in models]
+    said = re.findall(r"The fullest phase of the larger agent takes (\d+);", (FOLDER / f"{pair}.toml").read_text())
+    assert said == [str(round(max(budget.peak for budget in budgets) / GIB))]
 
 
 @pytest.mark.nightly
