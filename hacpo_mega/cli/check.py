@@ -26,6 +26,7 @@ from hacpo_mega.config.checks.notes import (
     missing_kernels,
     narrow_clip_note,
     suggestions,
+    unread_settings,
     unused_fields,
     weak_settings,
 )
@@ -85,6 +86,7 @@ def notes(config: Config) -> Iterator[str]:
     yield from default_success_note(config)
     yield from suggestions(config)
     yield from weak_settings(config)
+    yield from unread_settings(config)
     yield from missing_kernels(config)
     yield from narrow_clip_note(config)
     if reads_first():  # a template is a program, run once on a node

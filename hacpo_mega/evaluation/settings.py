@@ -80,8 +80,9 @@ class EvaluationSettings:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer or conversation, its prompt not counted."""
-        return self.conversation.longest(self.max_answer_tokens)
+        """Tokens of the longest answer or conversation, its prompt not counted: a turn may exceed the latter's limit,
+        which is that of training."""
+        return max(self.conversation.longest(self.max_answer_tokens), self.max_answer_tokens)
 
     @property
     def folder(self) -> Path:

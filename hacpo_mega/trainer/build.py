@@ -224,7 +224,7 @@ def config_observers(
     """Observers of weights, gradients and answers that the configuration asks for."""
     names = [agent.name for agent in config.agents]
     yield Verification(config.training.verify_weights_every, rollout, phase)
-    if agent is not None and config.algorithm.shares_answers and len(names) > 1 and config.training.diagnose_every:
+    if agent is not None and config.diagnoses:
         yield Diagnosis(config.training.diagnose_every, agent, metrics, phase, names)
     if config.logging.metrics:
         yield OwnMetrics(config.logging.metrics)

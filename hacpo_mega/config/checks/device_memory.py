@@ -296,7 +296,7 @@ def _actor(config: Config, agent: AgentConfig, architecture: Architecture, *, on
         Layout.of(agent.tp, agent.pp, agent.megatron, cp=agent.cp, ep=agent.ep, cells=cells),
         dp=cells,
         num_tokens=config.training.max_tokens_per_microbatch,
-        diagnoses=config.training.diagnose_every > 0,
+        diagnoses=config.diagnoses,
         offloads=agent.offload == "optimizer" or config.mode.takes_turns,
         shares=config.mode.takes_turns,
         device=device_of(agent.dtype, on_cpu=on_cpu),

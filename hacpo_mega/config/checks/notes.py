@@ -4,7 +4,8 @@ Elsewhere: settings that are refused (checks.py, pass_through.py), and chat temp
 """
 
 import importlib.util
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 from hacpo_mega.config.checks.device_memory import agents_in_bf16
 from hacpo_mega.config.tables.schema import Config
@@ -45,6 +46,48 @@ def weak_settings(config: Config) -> Iterator[str]:
                 f"agents.{agent.name}.optimizer.warmup_updates = {warmup}: the run has {updates} updates, so its "
                 f"learning rate ends at {agent.optimizer.lr * updates / warmup:.3g} instead of {agent.optimizer.lr:g}"
             )
+
+
+# Keys of a table that another setting may leave without effect, when it does so, and why.
+UNREAD: tuple[tuple[str, str, Callable[[Config], bool], str], ...] = (
+    ("evaluation", "every_steps num_prompts max_answer_tokens", lambda c: not (c.evaluation.files or c.data.generator),
+     "nothing is evaluated: data.files holds no prompt out, and there is no evaluation.files"),
+    ("checkpoint", "keep_last keep_every keep_best asynchronous", lambda c: not c.checkpoint.is_on,
+     "no step is stored: every_steps and every_minutes are 0"),
+    ("data", "prompt_field gold_field repeated", lambda c: not (c.data.files or c.evaluation.files), "no file is read"),
+    ("data", "skills", lambda c: bool(c.data.files), "only data.generator reads it"),
+    ("rollout", "engine_correction_cap", lambda c: c.rollout.engine_correction not in ("token", "sequence"),
+     "nothing reads it unless engine_correction is 'token' or 'sequence'"),
+    ("training", "diagnose_every", lambda c: not c.diagnoses, "no answers are shared, whose gradients it compares"),
+    ("logging", "trace_steps", lambda c: not c.logging.trace, "nothing reads it without trace"),
+    ("logging", "project tracked_prompts", lambda c: not c.logging.trackers, "nothing reads it without trackers"),
+)  # fmt: skip
+
+
+def unread_settings(config: Config) -> Iterator[str]:
+    """A line for each setting that another one leaves without effect."""
+    for table, keys, is_unread, reason in UNREAD:
+        given = getattr(config, table).model_dump(exclude_defaults=True)
+        if is_unread(config):
+            yield from (f"{table}.{key} has no effect: {reason}" for key in given if key in keys.split())
+    for agent in config.agents:
+        if agent.optimizer.min_lr_ratio and agent.optimizer.schedule == "constant":
+            yield f"agents.{agent.name}.optimizer.min_lr_ratio has no effect: schedule = 'constant' never falls"
+    yield from _best_of_one(config)
+
+
+def _best_of_one(config: Config) -> Iterator[str]:
+    """A line where the last step is the only one that may be the best."""
+    checkpoint, every = config.checkpoint, config.evaluation.every_steps
+    is_evaluated = bool(config.evaluation.files or config.data.generator)
+    if every and not checkpoint.every_minutes:  # by the clock any step may be stored
+        every = math.lcm(every, checkpoint.every_steps or 1)
+    if checkpoint.keep_best and checkpoint.is_on and not (is_evaluated and 0 < every < config.num_steps):
+        files = "" if is_evaluated else ", of evaluation.files"
+        yield (
+            "checkpoint.keep_best has no effect: no step before the last is both stored and evaluated. Set "
+            f"evaluation.every_steps{files}"
+        )
 
 
 def missing_kernels(config: Config) -> Iterator[str]:

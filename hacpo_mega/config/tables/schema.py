@@ -446,6 +446,12 @@ class Config(Section):
         return not self.why_scored_before if asked == "auto" else asked
 
     @property
+    def diagnoses(self) -> bool:
+        """True if own gradients are compared with others' now and then."""
+        shares = self.algorithm.shares_answers and len(self.agents) > 1
+        return shares and self.training.diagnose_every > 0
+
+    @property
     def engine_scores(self) -> bool:
         """True if old log-probs are those that the engine returned, so that nothing is scored."""
         return self.mode.one_step_off or self.rollout.engine_correction == "ratio"

@@ -16,7 +16,13 @@ from repository import ROOT
 from hacpo_mega.cli.app import check
 from hacpo_mega.config import AlgorithmConfig, config_of_run, config_of_table, load_config
 from hacpo_mega.config.changes import NONE, ROUNDING, covers, effect_of
-from hacpo_mega.config.checks.notes import default_success_note, missing_kernels, narrow_clip_note, weak_settings
+from hacpo_mega.config.checks.notes import (
+    default_success_note,
+    missing_kernels,
+    narrow_clip_note,
+    unread_settings,
+    weak_settings,
+)
 from hacpo_mega.config.describe import flat
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.config.tables.agents import WarmStartConfig
@@ -444,6 +450,42 @@ def test_settings_that_teach_less_than_they_say_are_named():
     )
     (alone,) = weak_settings(load_config(QUICKSTART, ["algorithm.method=sgt", "rollout.rollouts_per_prompt=1"]))
     assert alone.startswith("rollout.rollouts_per_prompt = 1: 'sgt' has no second answer")
+
+
+@pytest.mark.parametrize(
+    "overrides, named",
+    {
+        ("data={files=['rows.jsonl']}", "evaluation={every_steps=2}", "checkpoint.keep_best=true"): (
+            "evaluation.every_steps checkpoint.keep_best"
+        ),
+        ("data={files=['rows.jsonl'], skills=['mul']}", "evaluation={}"): "data.skills",
+        ("data.gold_field=gold", "logging.trace_steps=[1]", "logging.project=p"): (
+            "data.gold_field logging.trace_steps logging.project"
+        ),
+        ("data.gold_field=gold", "evaluation.files=['held_out.jsonl']"): "",
+        ("rollout.engine_correction=ratio", "rollout.engine_correction_cap=3.0"): "rollout.engine_correction_cap",
+        ("rollout.engine_correction=token", "rollout.engine_correction_cap=3.0"): "",
+        ("algorithm.method=gspo", "training.diagnose_every=1"): "training.diagnose_every",
+        ("agents.llama.optimizer.min_lr_ratio=0.1",): "agents.llama.optimizer.min_lr_ratio",
+        ("agents.llama.optimizer={min_lr_ratio=0.1, schedule='cosine'}",): "",
+        ("checkpoint={every_steps=0, every_minutes=0.0, keep_every=4}",): "checkpoint.keep_every",
+        ("checkpoint.keep_best=true", "evaluation.every_steps=0"): "checkpoint.keep_best",
+        ("checkpoint={every_steps=9, every_minutes=0.0, keep_best=true}", "evaluation.every_steps=7"): (
+            "checkpoint.keep_best"
+        ),
+        ("checkpoint={every_steps=9, keep_best=true}", "evaluation.every_steps=7"): "",
+    }.items(),
+)
+def test_a_setting_that_another_one_leaves_without_effect_is_named(overrides, named):
+    lines = list(unread_settings(load_unchecked(QUICKSTART, list(overrides))))
+    assert [line.partition(" has no effect: ")[0] for line in lines] == named.split(), lines
+
+
+def test_no_configuration_of_ours_has_a_setting_without_effect():
+    files = [file for file in (ROOT / "configs").rglob("*.toml") if "agents" in tomllib.loads(file.read_text())]
+    runs = [file for file in files if "regimes" not in tomllib.loads(file.read_text())]
+    assert len(runs) > 9
+    assert {str(file): lines for file in runs if (lines := list(unread_settings(load_unchecked(file))))} == {}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,8 @@ def test_an_agent_that_conversed_is_evaluated_in_conversations(tmp_path):
         assert found.record("w")["conversation"]["turn_timeout_s"] == 5.0
         other = ask(given("environment=number_game", "max_turns=2", "max_total_tokens=30"), model, [])
         assert (other.conversation.environment, other.longest_answer) == ("number_game", 30)
+        # A turn of an evaluation may be longer than a conversation of training, as the player plays it.
+        assert ask(given("max_total_tokens=12"), model, [], trust=trust).longest_answer == 21
         alone = ask(given("environment=none"), model, [])
         assert alone.longest_answer == 21 and "conversation" not in alone.record("w")
     with pytest.raises(ValueError, match=r"conversation\.environment = .*: their code is not run"):
