@@ -290,7 +290,11 @@ def _answer(
         num_trained = rollout.num_trained(rules.eos_in_loss)
         answer = ReadAnswer(rollout.token_ids, num_trained, places, rollout.segment_starts)
     else:  # also with the learner's tokenizer: its model may have no row for an id without a token
-        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, tally) if is_shown else "undecodable"
+        of_turns = Counter[str]()
+        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, of_turns) if is_shown else "undecodable"
+        # an answer is compared, and changed, once, however many turns it has
+        once = {name: min(1, of_turns[name]) for name in ("num_compared", "num_changed")}
+        tally.update({**of_turns, **once})
     if not isinstance(answer, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""

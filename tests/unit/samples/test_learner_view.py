@@ -309,7 +309,7 @@ def test_a_conversation_is_read_in_the_learners_own_tokens(codecs, eos_in_loss):
     start = len(first) + len(said)
     assert sample.trained_places.tolist() == [*range(len(first) - ends), *range(start, start + len(last) - ends)]
     assert sample.num_trained == len(sample.trained_places) == sample.length
-    assert (counts.num_cross, counts.num_reencoded) == (1, 1)
+    assert (counts.num_cross, counts.num_reencoded, counts.num_compared) == (1, 1, 1), "an answer of two own turns"
     short = replace(rules, max_answer_tokens=len(sample.answer_ids) - 1)
     samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], short)
     assert counts.num_too_long == 1
