@@ -331,8 +331,6 @@ def _reread(
             return ids
         num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
         answer = ReadAnswer(ids, num_trained, is_sampled=is_twin and opened.are_equal)
-        if answer.is_sampled:
-            return answer
     else:
         try:
             answer = _conversation(trajectory, own, asked, prompt_ids, codec, rules)
@@ -341,6 +339,10 @@ def _reread(
             return "unencodable"
         if isinstance(answer, str):
             return answer
+    if not answer.num_trained:  # without eos_in_loss an empty answer, which no micro-batch has
+        return "no_token"
+    if rollout.conversation is None and answer.is_sampled:
+        return answer
     if len(answer.ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
         tally["num_too_long"] += 1
         return "too_long"
