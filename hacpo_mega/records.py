@@ -409,6 +409,7 @@ class Sample(TokenSequence):
 DropReason = Literal[
     "zero_advantage",
     "unjudged",
+    "no_token",
     "too_long",
     "undecodable",
     "unencodable",
@@ -446,8 +447,8 @@ class ReencodingCounts:
 
     `num_compared` answers were decoded again after encoding; `num_changed` of them differ. `token_ratio_sum` adds up
     learner's tokens / source's tokens over the `num_reencoded` answers that are trained on. Counts of parts of a pool
-    add up (`+`). `dropped` names every answer that is not trained on, for one reason each; comparisons look at the
-    counts alone.
+    add up (`+`). `dropped` names every answer that is not trained on, for one reason each: also others' without
+    a token to train, "no_token", which no count has. Comparisons look at the counts alone.
     """
 
     num_own: int = 0

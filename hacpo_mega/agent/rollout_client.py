@@ -46,6 +46,7 @@ class RolloutClient:
     codec                  the agent's tokenizer
     engine                 this rank's engine; None on a rank that only trains
     turn_format, player    tokens of other turns, and the driver of conversations; None without an environment
+    environment_rewards    whether the environment gives the rewards, of any size, in place of the grader
     ahead                  thread in which the engine answers for a later step
     dtype                  of the actor's parameters
     devices, weight_sync   of this rank; start-up leaves the engine ready to answer
@@ -72,6 +73,7 @@ class RolloutClient:
         self.name, self.index, self.place = spec.name, place.agent, place
         environment = environment_of(config.conversation, has_roles=bool(config.roles))
         self.codec, self._has_conversations = _codec(spec, environment), environment is not None
+        self.environment_rewards = environment is not None and environment.rewards
         self.turn_format, self.player = None, None
         if environment is not None:
             self.turn_format = turn_format(self.codec, environment, has_roles=bool(config.roles))

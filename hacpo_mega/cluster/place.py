@@ -108,6 +108,10 @@ class Place(JobGroups):
         self._phase = phase
         self._watchdog.enter_phase(phase, when)
 
+    def leave_phase(self) -> None:
+        """Counts waits from here on as `other`, as the seconds outside of phases; reports keep the phase's name."""
+        self._phase = "other"
+
     def keep_stack_in(self, folder: Path) -> None:
         """Says where this process writes its stack when the job hangs."""
         self._watchdog.keep_stack_in(folder)

@@ -144,7 +144,6 @@ class StepReport:
         asleep_bytes   what was held on this rank's device when its engine had fallen asleep; None: it never does
         RunStopped where the grader has failed for too long.
         """
-        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
         if self._place.is_leader:
             self._add_cell(found)
             self.warn_of_grader(found.judged, "answers")
@@ -153,20 +152,17 @@ class StepReport:
             self._add_capability(step, capability_N)
         with phase("write"):
             self._folder.write_rollouts(step, found.pool, found.advantages_PNG, notes)
-        reduced = self.write_metrics(step, phase)
+        reduced = self.write_metrics(step, phase, asleep_bytes)
         self._warn(step, reduced)
         return reduced
 
-    def write_host(self, step: int, phase: Phase) -> StepMetrics:
-        """The same of a rank that only answers, which speaks for its process alone. Collective over the job."""
-        add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), None)
-        return self.write_metrics(step, phase)
-
-    def write_metrics(self, step: int, phase: Phase) -> StepMetrics:
-        """Writes all measurements since the last call. Collective over the job."""
+    def write_metrics(self, step: int, phase: Phase, asleep_bytes: int | None = None) -> StepMetrics:
+        """Writes all measurements since the last call, and this process's host numbers. Collective over the job."""
         with phase("wait"):  # for the slowest rank, which would else hide in the reduction
             self._place.barrier()
         with phase("write"):
+            # behind the barrier: a line has the waits of its own seconds
+            add_host(self._metrics, self._names[self._place.agent], self._place.take_waits(), asleep_bytes)
             reduced = self._metrics.reduce()
             self._folder.write_step(step, reduced)
             self._trackers.log(step, reduced)

@@ -24,6 +24,7 @@ FATE_COLOURS = {
     "control_tokens": "#8d6e63",
     "no_thinking": "#8fb04e",
     "not_finite": "#d17ba3",
+    "no_token": "#a3865c",
     "unjudged": "#70757f",
     "zero_advantage": "#b9bfc8",
 }

@@ -290,7 +290,11 @@ def _answer(
         num_trained = rollout.num_trained(rules.eos_in_loss)
         answer = ReadAnswer(rollout.token_ids, num_trained, places, rollout.segment_starts)
     else:  # also with the learner's tokenizer: its model may have no row for an id without a token
-        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, tally) if is_shown else "undecodable"
+        of_turns = Counter[str]()
+        answer = _reread(trajectory, asked, prompt_ids, codec, rules, readings, of_turns) if is_shown else "undecodable"
+        # an answer is compared, and changed, once, however many turns it has
+        once = {name: min(1, of_turns[name]) for name in ("num_compared", "num_changed")}
+        tally.update({**of_turns, **once})
     if not isinstance(answer, str):
         tally["num_own" if is_self else "num_cross"] += 1
         tally["num_empty"] += rollout.text == ""
@@ -327,8 +331,6 @@ def _reread(
             return ids
         num_trained = trained_tokens(len(ids), rollout.stop == Stop.EOS, rules.eos_in_loss)
         answer = ReadAnswer(ids, num_trained, is_sampled=is_twin and opened.are_equal)
-        if answer.is_sampled:
-            return answer
     else:
         try:
             answer = _conversation(trajectory, own, asked, prompt_ids, codec, rules)
@@ -337,6 +339,10 @@ def _reread(
             return "unencodable"
         if isinstance(answer, str):
             return answer
+    if not answer.num_trained:  # without eos_in_loss an empty answer, which no micro-batch has
+        return "no_token"
+    if rollout.conversation is None and answer.is_sampled:
+        return answer
     if len(answer.ids) > rules.max_answer_tokens or len(prompt_ids) > rules.max_prompt_tokens:
         tally["num_too_long"] += 1
         return "too_long"

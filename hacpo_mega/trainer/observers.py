@@ -163,7 +163,7 @@ class Evaluation(Observer):
             answers = self._rollout.answer_once(self._mine, self._longest, after)
             judgements = self._judge.judge(self._mine, answers)
         if self._rollout.place.is_leader:
-            graded = self._config.reward.may_be_graded
+            graded = self._config.reward.may_be_graded or self._rollout.environment_rewards
             add_held_out(self._metrics, self._rollout.name, self._mine, judgements, may_be_graded=graded)
             self._report.first_rewards.compare(self._metrics, self._rollout.name, self._mine, judgements, after)
             self._report.warn_of_grader(self._judge.take_report(), "held-out answers")

@@ -30,5 +30,6 @@ class Phases:
                 stack.enter_context(around(phase))
             stack.enter_context(self._metrics.time(phase))
             stack.enter_context(self._place.spans.span(phase, "phase"))
+            stack.callback(self._place.leave_phase)
             yield
         self._metrics.highest(f"agent/{self._place.coordinate.agent_name}/memory/{phase}_bytes", held_bytes())

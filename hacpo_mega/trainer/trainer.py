@@ -193,6 +193,7 @@ class Trainer:
             parts = StartParts()
             job = join_job(config, how, parts, stack)
             self.config, self.place, self.console, self.steps_done = job.config, job.place, job.console, job.steps_done
+            self.place.take_waits()  # those of joining end before the first line's seconds begin
             metrics = Metrics(self.place.coordinate.agent_name, self.place.gather_to_first, self.console.phase)
             self.phase = Phases(self.place, metrics, [observer.around for observer in observers])
             self.phase.step = self.steps_done + 1
@@ -352,7 +353,7 @@ class Trainer:
         with self.phase("publish"):
             self.rollout.publish_weights(self.steps_done + 1)
         self.observers.after_publishing(self.steps_done + 1)
-        self._count_step(self.report.write_host(self.steps_done + 1, self.phase))
+        self._count_step(self.report.write_metrics(self.steps_done + 1, self.phase))
 
     def _end_step(self, found: StepResult) -> None:
         """Ends a step: writes it, counts it, saves it if that is due, and shows it."""

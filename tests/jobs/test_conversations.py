@@ -78,12 +78,22 @@ def test_conversations_are_logged_turn_by_turn(run):
             low = sum(map(text.count, "01234")) / max(1, len(text))
             assert answer["reward"] == pytest.approx(3 / 6 + low / 2)
     values = read_metrics(run / "metrics.jsonl")[1].values
+    assert values["agent/wide/view/num_compared"] <= values["agent/wide/from/small/view/num_answers"], "one has turns"
     assert values["agent/wide/conversation/turns_mean"] > 1 and values["agent/wide/conversation/failed_mean"] == 0
     timing = read_metrics(run / "metrics.jsonl")[1].timing
     for name in ("wide", "small"):
         talk = {key.rpartition("/")[2]: v for key, v in timing.items() if key.startswith(f"agent/{name}/conversation")}
         assert talk.keys() == {"environment_s", "engine_busy_s", "engine_idle_s", "prefix_hits"}
         assert min(talk.values()) >= 0 and talk["engine_busy_s"] > 0 and talk["prefix_hits"] < 1
+
+
+def test_held_out_rewards_of_an_environment_are_no_accuracy(run):
+    """Chatter gives parts of a reward, of which the grader of [reward] knows nothing."""
+    first = read_metrics(run / "metrics.jsonl")[0].values
+    for name in NAMES:
+        assert f"agent/{name}/accuracy" not in first
+        mean, square = (first[f"agent/{name}/eval/reward_{what}"] for what in ("mean", "square"))
+        assert mean**2 <= square < mean, "between 0 and 1"
 
 
 def test_engine_and_actor_agree_and_first_ratios_are_one(run):

@@ -168,6 +168,17 @@ def test_phases_add_up_to_the_time_between_two_lines(three_agents):
         assert sum(seconds.values()) == pytest.approx(lines[1] - lines[0], rel=0.03)
 
 
+def test_waits_are_a_part_of_the_seconds_of_their_phases(three_agents):
+    """By the clock of each phase, in each line: those of the start and of the evaluation are in the first one."""
+    _, steps = three_agents
+    for step, name in itertools.product(range(6), ("qwen", "llama", "twin-of-qwen")):
+        timing, prefix = steps[step].timing, f"agent/{name}/wait/"
+        waits = {key.removeprefix(prefix): s for key, s in timing.items() if key.startswith(prefix)}
+        assert {"wait_s", "load_s" if step == 0 else "exchange_s"} <= waits.keys()
+        for phase, seconds in waits.items():
+            assert seconds <= timing[f"agent/{name}/phase/{phase}"] + 1e-4, (step, name, phase)
+
+
 def test_a_traced_step_shows_what_every_rank_did_and_for_whom_it_waited(three_agents, watched):
     config, _ = three_agents
     for step in (2, 3):

@@ -320,8 +320,9 @@ class SharingAlarm(OnceAlarm):
     """Says once for every ordered pair of agents that a source's answers do not teach the learner.
 
     The warning comes after 3 steps in a row in each of which less than 5 % of the usable answers of all ranks give the
-    learner a gradient, as soon as these were 8 answers. Usable are answers that are judged and have an advantage other
-    than 0: the others teach nobody, their own agent neither. A step without a usable answer does not end such a row.
+    learner a gradient, as soon as these were 8 answers. Usable are answers that are judged, have an advantage other
+    than 0 and a token to train: the others teach nobody, their own agent neither. A step without a usable answer does
+    not end such a row.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-# Reasons, as people read them. The first two say nothing about sharing: such an answer teaches nobody, its own agent
+# Reasons, as people read them. The first three say nothing about sharing: such an answer teaches nobody, its own agent
 # neither.
 WORDS = {
     "zero_advantage": "advantage 0",
     "unjudged": "unjudged",
+    "no_token": "without a trained token",
     "outside_band": "outside the band",
     "too_long": "too long",
     "undecodable": "undecodable",
@@ -25,7 +26,7 @@ WORDS = {
 }
 # Below this share of so many usable answers or more, a source teaches its learner next to nothing.
 SHARED_LEAST, SHARED_ANSWERS = 0.05, 8
-TEACH_NOBODY = ("zero_advantage", "unjudged")
+TEACH_NOBODY = ("zero_advantage", "unjudged", "no_token")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Fates:
     def __str__(self) -> str:
         parts = [f"{number:,} {WORDS.get(reason, reason.replace('_', ' '))}" for reason, number in self.reasons]
         if idle := self.answers - self.usable:
-            parts.append(f"{idle:,} with advantage 0 or unjudged, which is no loss")
+            parts.append(f"{idle:,} with advantage 0, unjudged or empty, which is no loss")
         return ", ".join(parts)
 
     @classmethod

@@ -53,7 +53,7 @@ def add_answers(metrics: Metrics, name: str, trajectories: Sequence[Trajectory])
 
 def _add_conversation(metrics: Metrics, prefix: str, conversation: Conversation) -> None:
     """Own turns and tokens of a conversation, and its events (conversations/player.py)."""
-    own = [turn for turn in conversation.turns if turn.is_own]
+    own = [turn for turn in conversation.turns if turn.is_own and turn.num_tokens]  # not the place of one never said
     metrics.add(f"{prefix}/turns_mean", len(own), 1)
     metrics.highest(f"{prefix}/turns_max", len(own))
     metrics.add(f"{prefix}/own_tokens", sum(turn.num_tokens for turn in own), conversation.num_tokens)

@@ -306,16 +306,17 @@ def test_a_reported_run_at_a_rate_that_is_not_the_tuned_one_is_not_shown(tmp_pat
     assert evidence_of(grid, more) == evidence_of(grid, results)
 
 
-def test_what_others_answers_did_is_averaged_over_windows_and_seeds(tmp_path):
+def test_what_others_answers_did_is_averaged_over_steps_and_seeds(tmp_path):
+    """Twelve steps are a window of ten and one of two, which counts a fifth of it."""
     grid, results = finished(tmp_path)
-    metrics = {"agent/A/from/B/grad_share": ((0.2, 0.4), (None, 0.9)), "omega/A/B": ((1.0, 1.0), (2.0, 2.0))}
+    metrics = {"agent/A/from/B/grad_share": ((0.2, 0.4), (None, 0.9)), "omega/A/B": ((1.0, 1.0), (2.0, 3.0))}
     metrics |= {"omega/B/A": ((1.0, 1.0), (1.0, 1.0))}  # B has learnt from nobody: there is a coefficient all the same
     for number, seed in enumerate((1, 2)):
         cell = Cell("skills", "cut", 4e-4, seed, "reported")
         values = {name: by_seed[number] for name, by_seed in metrics.items()}
         diagnosis = Diagnosis(steps_per_window=10, values=values)
-        results[cell] = results[cell].model_copy(update={"diagnosis": diagnosis})
+        results[cell] = results[cell].model_copy(update={"diagnosis": diagnosis, "steps": (0, 12)})
     evidence = evidence_of(grid, results)
     cross = evidence["skills"].methods["cut"].cross
-    assert cross == {"A/from/B": {"grad_share": pytest.approx(0.5), "omega": pytest.approx(1.5)}}
-    assert "| cut | A from B | 0.500 | – | – | – | – | – | – | – | 1.500 |" in to_markdown(grid, evidence, 16, 0)
+    assert cross == {"A/from/B": {"grad_share": pytest.approx(4.6 / 14), "omega": pytest.approx(38 / 24)}}
+    assert "| cut | A from B | 0.329 | – | – | – | – | – | – | – | 1.583 |" in to_markdown(grid, evidence, 16, 0)

@@ -13,7 +13,17 @@ from hacpo_mega.config import AlgorithmConfig
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.steps.sharing import fates_of
 from hacpo_mega.logbook.steps.step_metrics import add_answers, add_diagnosis, add_reencodings, add_update
-from hacpo_mega.records import DroppedAnswer, ReencodingCounts, Rollout, Stop, Trajectory, UpdateStats, Verdict
+from hacpo_mega.records import (
+    Conversation,
+    DroppedAnswer,
+    ReencodingCounts,
+    Rollout,
+    Stop,
+    Trajectory,
+    Turn,
+    UpdateStats,
+    Verdict,
+)
 
 NAMES = ("a", "b", "c")
 LEARNER = 1
@@ -121,6 +131,17 @@ def test_signs_are_split_over_all_updates_of_a_step():
     assert found["agent/b/from/a/positive_share"] == pytest.approx(up / (0.81 + up), rel=2**-48)
     assert "agent/b/from/c/positive_share" not in found
     assert (found["agent/b/num_updates"], found["agent/b/num_trained_answers"]) == (2, 7)
+
+
+def test_a_turn_that_was_never_said_is_no_turn():
+    """The log keeps its place, so that every conversation begins with a turn of its agent."""
+    metrics = Metrics("b", lambda payload: [payload])
+    for turns in ([Turn("assistant", "", 0, Stop.ABORT)], [Turn("assistant", "1", 2, Stop.EOS)]):
+        ids = np.zeros(sum(turn.num_tokens for turn in turns), np.int32)
+        rollout = Rollout(4, 0, ids, "", turns[0].stop, None, None, Conversation(tuple(turns)))
+        add_answers(metrics, "b", [Trajectory(1, rollout, Verdict.ERROR, math.nan, math.nan, 0)])
+    found = metrics.reduce().values
+    assert [found[f"agent/b/conversation/turns_{what}"] for what in ("mean", "max")] == [0.5, 1]
 
 
 def test_drift_of_reencoding_is_shown_per_source():

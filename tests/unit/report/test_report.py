@@ -374,7 +374,7 @@ def test_a_page_is_not_proud_where_nothing_was_shared(tmp_path: Path) -> None:
     text = Page(render_page(load_run(tmp_path), [])).text
     assert (
         "a learnt next to nothing from b: 3 of 180 usable answers reached it (114 undecodable, 60 too long, "
-        "3 outside the band, 12 with advantage 0 or unjudged, which is no loss)"
+        "3 outside the band, 12 with advantage 0, unjudged or empty, which is no loss)"
     ) in text
     assert "learnt alone: 3 of 180 usable answers reached it (2%)" in text
     assert "b learnt next to nothing" not in text

@@ -202,6 +202,7 @@ def test_unjudged_answers_are_counted_and_teach_nothing(codecs):
 
 @pytest.mark.parametrize("eos_in_loss", [True, False])
 def test_empty_and_truncated_answers_train_on_what_there_is(codecs, eos_in_loss):
+    """Others' answers without a token to train are left out by that reason: no micro-batch would have them."""
     by_agent = [
         (
             trajectory(codecs[j], j, 0, "", eos_in_loss=eos_in_loss),
@@ -212,10 +213,12 @@ def test_empty_and_truncated_answers_train_on_what_there_is(codecs, eos_in_loss)
     ]
     pool = one_prompt(*by_agent)
     samples, counts = learner_view(pool, constant(pool), 0, codecs[0], rules_of(codecs, eos_in_loss=eos_in_loss))
-    assert [s.answer_ids.tolist() for s in samples] == [[1], [], [3, 4]] * 2
-    assert [s.num_trained for s in samples] == [int(eos_in_loss), 0, 2] * 2
-    assert [s.length for s in samples] == [1, 1, 2] * 2
-    assert (counts.num_empty, counts.num_truncated) == (4, 4)
+    ended = [[1]] if eos_in_loss else []
+    assert [s.answer_ids.tolist() for s in samples] == [[1], [], [3, 4], *ended, [3, 4]]
+    assert [s.num_trained for s in samples] == [int(eos_in_loss), 0, 2, *[1 for _ in ended], 2]
+    assert [s.length for s in samples] == [1, 1, 2, *[1 for _ in ended], 2]
+    assert [answer.reason for answer in counts.dropped] == ["no_token"] * (2 - len(ended))
+    assert (counts.num_empty, counts.num_truncated, counts.num_cross) == (2 + len(ended), 3, 1 + len(ended))
 
 
 def test_an_answer_too_long_for_the_learner_is_dropped_whole(codecs):
@@ -309,7 +312,7 @@ def test_a_conversation_is_read_in_the_learners_own_tokens(codecs, eos_in_loss):
     start = len(first) + len(said)
     assert sample.trained_places.tolist() == [*range(len(first) - ends), *range(start, start + len(last) - ends)]
     assert sample.num_trained == len(sample.trained_places) == sample.length
-    assert (counts.num_cross, counts.num_reencoded) == (1, 1)
+    assert (counts.num_cross, counts.num_reencoded, counts.num_compared) == (1, 1, 1), "an answer of two own turns"
     short = replace(rules, max_answer_tokens=len(sample.answer_ids) - 1)
     samples, (counts, _) = view_by_source(pool, constant(pool), 1, codecs[1], short)
     assert counts.num_too_long == 1

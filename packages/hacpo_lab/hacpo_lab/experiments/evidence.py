@@ -12,7 +12,7 @@ from typing import Any
 from hacpo_lab.experiments.final_answers import GREEDY, SAMPLED
 from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
-from hacpo_lab.experiments.result import Result
+from hacpo_lab.experiments.result import Result, window_sizes
 from hacpo_mega.evaluation.comparison import CONFIDENCE, Difference, Ends, Summary, paired_difference, summarize
 
 ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
@@ -57,8 +57,8 @@ class MethodEvidence:
     seconds: tuple[float, ...]
     """At the steps, mean over seeds, without evaluations."""
     cross: Mapping[str, Mapping[str, float]]
-    """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over windows of
-    steps and seeds. A number that no run measured is absent; empty where nobody learns from others."""
+    """By "<learner>/from/<source>": what the runs measured of learning from each other (CROSS), mean over steps and
+    seeds, windows by their steps. A number that no run measured is absent; empty where nobody learns from others."""
 
 
 @dataclass(frozen=True)
@@ -234,9 +234,9 @@ def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, fl
     names |= {"omega": f"omega/{learner}/{source}", "own_positive_share": f"agent/{learner}/self/positive_share"}
     found = {}
     for name, metric in names.items():
-        windows = [value for result in results for value in result.diagnosis.values.get(metric, ())]
-        if known := [value for value in windows if value is not None]:
-            found[name] = fmean(known)
+        windows = (zip(window_sizes(r), r.diagnosis.values.get(metric, ())) for r in results)
+        if known := [(value, size) for of_run in windows for size, value in of_run if value is not None]:
+            found[name] = fmean(*zip(*known))
     return found if found.keys() & set(CROSS) else {}
 
 

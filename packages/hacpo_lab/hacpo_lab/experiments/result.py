@@ -154,6 +154,12 @@ def diagnose(metrics: Mapping[int, StepMetrics]) -> Diagnosis:
     return Diagnosis(steps_per_window=size, values=values)
 
 
+def window_sizes(result: Measured) -> Iterator[int]:
+    """Training steps of each window of a diagnosis; the last one may be shorter."""
+    last, size = result.steps[-1], result.diagnosis.steps_per_window
+    return (min(size, last - start) for start in range(0, last, size))
+
+
 def this_machine() -> Machine:
     """The processor's name as Linux says it."""
     info = Path("/proc/cpuinfo")
