@@ -172,7 +172,7 @@ class _Run:
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
         settings = self.settings
-        relative = benchmark.relative if "relative" in find_grader(settings.reward).options else 0.0
+        relative = benchmark.relative if "relative" in find_grader(settings.grader.kind).options else 0.0
         if relative not in self._judges:
             judge = judge_of(settings.rewarded(self._num_judges, relative))
             self._judges[relative] = self._stack.enter_context(judge)
