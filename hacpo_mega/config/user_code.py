@@ -126,8 +126,9 @@ def _call_problem(kind: str, found: Definition, options: Mapping[str, object]) -
     return None
 
 
-def _signature(takes: ast.arguments, without: Collection[str] = ()) -> inspect.Signature:
-    """The parameters of a function in source, without keyword-only ones of these names; a default is any value."""
+def _signature(takes: ast.arguments, without: Collection[str] | None = None) -> inspect.Signature:
+    """The parameters of a function in source, without keyword-only ones of these names, or of any; a default is any
+    value."""
     kinds = inspect.Parameter
     fixed = [(argument, kinds.POSITIONAL_ONLY) for argument in takes.posonlyargs]
     fixed += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in takes.args]
@@ -135,7 +136,7 @@ def _signature(takes: ast.arguments, without: Collection[str] = ()) -> inspect.S
     found = [kinds(name.arg, kind, default=default) for (name, kind), default in zip(fixed, defaults)]
     found += [kinds(takes.vararg.arg, kinds.VAR_POSITIONAL)] if takes.vararg else []
     for name, default in zip(takes.kwonlyargs, takes.kw_defaults):
-        if name.arg not in without:
+        if without is not None and name.arg not in without:
             found.append(kinds(name.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else default))
     return inspect.Signature(found)
 
