@@ -123,7 +123,7 @@ def curves(
 
 
 def _begin_of(starts: Sequence[Mapping[str, Any]], first: float | None) -> float:
-    """When a run began (Unix seconds): with its first start, else with its first step."""
+    """Unix seconds at which a run began: at its first start, else at its first step."""
     return min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
 
 
