@@ -84,34 +84,25 @@ def trained_agent(path: Path, name: str | None, *, trust: bool = False) -> Train
     ValueError for a missing part, and for a link out of the run, or out of the model folder that a checkpoint names
     unless its maker is trusted.
     """
+    run_dir, stored, folder, last = path, None, None, None
     if is_checkpoint(path):
         stored = stored_agent(path, name)
         if not trust:
             stored.require_own_model()
-        run_dir, step = path.resolve().parent.parent, stored.checkpoint.step
-        return _with_record(run_dir, step, None, stored, stored.config, stored.agent)
-    config = config_of_run(path)
-    agent = chosen_agent(config, name, path)
-    folder = path / "agents" / agent.name
-    require_inside(path, folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
-            f"{path}/checkpoints"
-        )
-    return _with_record(path, None, folder, None, config, agent)
-
-
-def _with_record(
-    run_dir: Path,
-    last: int | None,
-    folder: Path | None,
-    stored: StoredAgent | None,
-    config: Config,
-    agent: AgentConfig,
-) -> TrainedAgent:
-    """With the run's measurements up to step `last`, None for all; a checkpoint may lie outside a run."""
+        run_dir, last = path.resolve().parent.parent, stored.checkpoint.step
+        config, agent = stored.config, stored.agent
+    else:
+        config = config_of_run(path)
+        agent = chosen_agent(config, name, path)
+        folder = path / "agents" / agent.name
+        require_inside(path, folder)
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder} does not exist: a run writes it after its last step; finish the run first, or give one of "
+                f"{path}/checkpoints"
+            )
     metrics = run_dir / "metrics.jsonl"
+    # a checkpoint has the measurements up to its step, and may lie outside a run
     steps = read_metrics(metrics) if last is None or metrics.is_file() else {}
     steps = {step: found for step, found in steps.items() if last is None or step <= last}
     evaluated = (held_out(found.values, agent.name) for found in steps.values())

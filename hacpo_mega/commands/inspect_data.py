@@ -5,7 +5,7 @@ and what counts as the same problem (dataset_checks.py).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,30 +33,20 @@ def inspect(
     evaluation_files: Sequence[Path],
     max_prompt_tokens: int,
     judge: Judge | None,
-) -> Iterator[Findings]:
+) -> list[Findings]:
     """Findings about every file, about overlap with `evaluation_files`, and with a judge about the gold answers.
 
-    ValueError, before anything is said, for a file that does not exist or an evaluation file without a problem.
+    ValueError for a file that does not exist or an evaluation file without a problem.
     """
     datasets, evaluation = read_all(files), read_evaluation(evaluation_files)
     codecs = {model.name: TextCodec(load_tokenizer(model)) for model in models}
-    return _findings(datasets, codecs, evaluation, max_prompt_tokens, judge)
-
-
-def _findings(
-    datasets: Sequence[Dataset],
-    codecs: Mapping[str, TextCodec],
-    evaluation: Sequence[Dataset],
-    max_prompt_tokens: int,
-    judge: Judge | None,
-) -> Iterator[Findings]:
-    for dataset in datasets:
-        yield inspect_dataset(dataset, codecs, max_prompt_tokens)
+    findings = [inspect_dataset(dataset, codecs, max_prompt_tokens) for dataset in datasets]
     problems = [problem for dataset in datasets for problem in dataset.problems]
     if evaluation:
-        yield inspect_overlap(problems, evaluation)
+        findings.append(inspect_overlap(problems, evaluation))
     if judge is not None:
-        yield check_golds(problems, judge)
+        findings.append(check_golds(problems, judge))
+    return findings
 
 
 def read_all(files: Sequence[Path], layouts: Mapping[str, Layout] = LAYOUTS) -> list[Dataset]:

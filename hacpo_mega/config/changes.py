@@ -81,11 +81,6 @@ class OtherContent:
         return f"{self.key}: {', '.join(self.names)} {'is not what it was' if one else 'are not what they were'}"
 
 
-def content_change(key: str, names: Sequence[str]) -> OtherContent:
-    """The change of the content of `key`'s files: as free as another value of the key."""
-    return OtherContent(key, tuple(names), _kind(key))
-
-
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     """Differences between two dumped configurations, in the order of the schema; agents are compared by name."""
     old, new = dict(flat(before)), dict(flat(now))
@@ -93,7 +88,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
     if old["agents"] != new["agents"]:  # their order counts too; nothing below compares
         keys = [key for key in keys if not key.startswith("agents.")]
     return [
-        Change(key, as_toml(old.get(key)), as_toml(new.get(key)), _kind(key))
+        Change(key, as_toml(old.get(key)), as_toml(new.get(key)), kind_of(key))
         for key in keys
         if old.get(key) != new.get(key)
     ]
@@ -129,7 +124,8 @@ def refusals(found: Sequence[Change | OtherContent], accepted: Sequence[str]) ->
             yield f"{change}: go on all the same with --accept {change.key}, or start anew with --fresh"
 
 
-def _kind(key: str) -> Literal["free", "asked", "fixed"]:
+def kind_of(key: str) -> Literal["free", "asked", "fixed"]:
+    """The kind of a change of a key's value, or of the content of its files."""
     if any(fnmatchcase(key, pattern) for pattern in FIXED):
         return "fixed"
     is_free = effect_of(key) != "results" or any(covers(table, key) for table in FREE)

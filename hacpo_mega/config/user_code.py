@@ -126,8 +126,9 @@ def _call_problem(kind: str, found: Definition, options: Mapping[str, object]) -
     return None
 
 
-def _signature(takes: ast.arguments, without: Collection[str]) -> inspect.Signature:
-    """The parameters of a function in source, without keyword-only ones of these names; a default is any value."""
+def _signature(takes: ast.arguments, without: Collection[str] | None = None) -> inspect.Signature:
+    """The parameters of a function in source, without keyword-only ones of these names, or of any; a default is any
+    value."""
     kinds = inspect.Parameter
     fixed = [(argument, kinds.POSITIONAL_ONLY) for argument in takes.posonlyargs]
     fixed += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in takes.args]
@@ -135,7 +136,7 @@ def _signature(takes: ast.arguments, without: Collection[str]) -> inspect.Signat
     found = [kinds(name.arg, kind, default=default) for (name, kind), default in zip(fixed, defaults)]
     found += [kinds(takes.vararg.arg, kinds.VAR_POSITIONAL)] if takes.vararg else []
     for name, default in zip(takes.kwonlyargs, takes.kw_defaults):
-        if name.arg not in without:
+        if without is not None and name.arg not in without:
             found.append(kinds(name.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else default))
     return inspect.Signature(found)
 
@@ -144,7 +145,7 @@ def function_problem(key: str, name: str) -> str | None:
     """The reason why a function cannot be algorithm.advantages or algorithm.objective (`key`), by its source; None if
     it can, or if only its call would tell."""
     found, problem = _read(name)
-    if not isinstance(found, FUNCTIONS) or _form(key, functools.partial(_takes, found.args)):
+    if not isinstance(found, FUNCTIONS) or _form(key, _signature(found.args)):
         return problem
     takes = len(found.args.posonlyargs) + len(found.args.args)
     return f"{name!r} takes {takes} arguments; {_asked(key)}"
@@ -161,21 +162,14 @@ def takes_record(key: str, name: str) -> bool:
         signature = inspect.signature(function)
     except ValueError:  # one in C tells nothing of itself
         return False
-
-    def takes(number: int) -> bool:
-        try:
-            return signature.bind(*range(number)) is not None
-        except TypeError:
-            return False
-
-    if (form := _form(key, takes)) is None:
+    if (form := _form(key, signature)) is None:
         raise ValueError(f"algorithm.{key}: {name!r} takes {signature}; {_asked(key)}")
     return form == "record"
 
 
-def _form(key: str, takes: Callable[[int], bool]) -> str | None:
+def _form(key: str, signature: inspect.Signature) -> str | None:
     """Form of the call of a function, by the numbers of arguments that it takes; None for one that takes neither."""
-    return "arguments" if takes(len(ARGUMENTS[key])) else "record" if takes(1) else None
+    return "arguments" if _takes(signature, len(ARGUMENTS[key])) else "record" if _takes(signature, 1) else None
 
 
 def _asked(key: str) -> str:
@@ -188,16 +182,18 @@ def _asked(key: str) -> str:
 def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
     """The reason why a function, or class, of the user's cannot be called with so many arguments, or None."""
     found, problem = _read(name, what)
-    if num_arguments is None or not isinstance(found, FUNCTIONS) or _takes(found.args, num_arguments):
+    if num_arguments is None or not isinstance(found, FUNCTIONS) or _takes(_signature(found.args), num_arguments):
         return problem
     takes = [*found.args.posonlyargs, *found.args.args]
     return f"{name!r} takes {len(takes)} arguments, and is given {num_arguments}"
 
 
-def _takes(parameters: ast.arguments, number: int) -> bool:
-    """True for parameters that take so many arguments by position."""
-    most = len(parameters.posonlyargs) + len(parameters.args)
-    return most - len(parameters.defaults) <= number and (number <= most or parameters.vararg is not None)
+def _takes(signature: inspect.Signature, number: int) -> bool:
+    """True for a function that can be called with so many arguments by position."""
+    try:
+        return signature.bind(*range(number)) is not None
+    except TypeError:
+        return False
 
 
 def tracker_problem(name: str) -> str | None:
@@ -209,7 +205,7 @@ def tracker_problem(name: str) -> str | None:
     if missing := [method for method in ("log", "finish") if method not in has]:
         return f"{name!r} has no {' and no '.join(missing)}, which every tracker has (docs/guide/monitoring.md)"
     made = next((node.args for node in found.body if getattr(node, "name", None) == "__init__"), None)
-    if made is not None and _takes(made, 2):
+    if made is not None and _takes(_signature(made), 2):
         return None
     takes = 0 if made is None else len(made.posonlyargs) + len(made.args) - 1
     return f"{name!r} is made with {takes} arguments, and is given one, the run (docs/guide/monitoring.md)"

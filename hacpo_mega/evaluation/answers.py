@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, wrong_field
+from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, as_line, wrong_field
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 from hacpo_mega.models.files.replacing import replace_file
@@ -76,9 +76,7 @@ class AnswerFile:
 
     def append(self, answers: Iterable[Answer]) -> None:
         """Writes answers; they are in the file when this returns."""
-        lines = (json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False) for answer in answers)
-        # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
-        self._file.write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace"))
+        self._file.write(b"".join(as_line(asdict(answer)) for answer in answers))
         self._file.flush()
 
     def close(self) -> None:

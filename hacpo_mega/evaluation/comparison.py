@@ -32,6 +32,9 @@ class Summary:
     sd: float | None
     n: int
 
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if self.sd is None else f" ± {self.sd:.3f}")
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -44,6 +47,10 @@ class Difference:
     interval: tuple[float, float] | None
     num_positive: int
     n: int
+
+    def __str__(self) -> str:
+        interval = "" if self.interval is None else " [{:+.3f}, {:+.3f}]".format(*self.interval)
+        return f"{self.mean:+.3f}{interval} {self.num_positive}/{self.n}"
 
 
 def summarize(values: Sequence[float]) -> Summary:

@@ -8,7 +8,7 @@ Elsewhere: statistics and their table (table.py). In training the trainer evalua
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -172,7 +172,7 @@ class _Run:
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
         """The judge with this benchmark's tolerance, which its workers are started with; the user's own option wins."""
         settings = self.settings
-        relative = benchmark.relative if "relative" in find_grader(settings.reward).options else 0.0
+        relative = benchmark.relative if "relative" in find_grader(settings.grader.kind).options else 0.0
         if relative not in self._judges:
             judge = judge_of(settings.rewarded(self._num_judges, relative))
             self._judges[relative] = self._stack.enter_context(judge)
@@ -182,11 +182,8 @@ class _Run:
         place, by_problem = self.place, self.compares_groups
         # left by a killed evaluation; what other lanes write meanwhile belongs to other problems
         there = read_answers(self.out, benchmark.name).values() if by_problem and place.is_leader else ()
-        with ExitStack() as stack:
-            file = None
-            if place.is_leader:
-                file = AnswerFile(self.out, benchmark.name, place.lane)
-                stack.callback(file.close)
+        writing = closing(AnswerFile(self.out, benchmark.name, place.lane)) if place.is_leader else nullcontext()
+        with writing as file:
             for batch in batches_of(missing, place.lane, place.rank_map.lanes, by_problem=by_problem):
                 completions = self._draw(benchmark, batch)
                 if file is not None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from hacpo_mega.checkpoint.stored_agent import StoredAgent, stored_agent_at
 from hacpo_mega.config import AgentConfig, Config, Prompting, RewardConfig, config_of_run
-from hacpo_mega.config.tables.schema import ConversationConfig, DataConfig, WeightedPartConfig
+from hacpo_mega.config.tables.schema import ConversationConfig, DataConfig, RewardPartConfig
 from hacpo_mega.config.user_code import (
     code_of_engine,
     code_of_environment,
@@ -54,21 +54,12 @@ class EvaluationSettings:
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
     conversation   environment that plays the other side, and limits of a conversation
-    reward_parts   several rewards in place of one; `reward` is the kind of the first
-    reward_success   which answers are a success, as reward.success of a run says it; None: those with the full reward
     """
 
     model: Path
     benchmarks: tuple[Benchmark, ...]
     prompting: Prompting = field(default_factory=Prompting)
-    reward: str = "math"
-    reward_options: Mapping[str, Any] = field(default_factory=dict)
-    reward_range: tuple[float, float] = (0.0, 1.0)
-    reward_parts: Mapping[str, WeightedPartConfig] = field(default_factory=dict)
-    reward_success: str | float | None = None
-    reward_timeout_s: float = 5.0
-    reward_start_timeout_s: float = 120.0
-    require_stop: bool = False
+    reward: RewardConfig = field(default_factory=RewardConfig)
     max_prompt_tokens: int = 1024
     max_answer_tokens: int = 4096
     stop_text: str | None = None
@@ -108,28 +99,33 @@ class EvaluationSettings:
     @property
     def voted(self) -> str:
         """The kind of judge that normalises votes: of the part that is the success, else of the first."""
-        return self.reward_parts[self.reward_success].kind if isinstance(self.reward_success, str) else self.reward
+        success = self.reward.success
+        return self.reward.parts[success].kind if isinstance(success, str) else self.grader.kind
+
+    @property
+    def grader(self) -> RewardPartConfig:
+        """The reward's grader, of several the first."""
+        return next(iter(self.reward.graders.values()))
 
     def rewarded(self, num_workers: int = 1, relative: float = 0.0) -> RewardConfig:
         """The reward of an evaluation; a benchmark's tolerance is an option of `math`, unless the user sets it."""
-        how = {"timeout_s": self.reward_timeout_s, "require_stop": self.require_stop, "num_workers": num_workers}
-        how |= {"success": self.reward_success, "start_timeout_s": self.reward_start_timeout_s}
-        if self.reward_parts:
-            return RewardConfig(parts=self.reward_parts, **how)
-        options = ({"relative": relative} if relative else {}) | dict(self.reward_options)
-        return RewardConfig(kind=self.reward, options=options, range=self.reward_range, **how)
+        options = ({"relative": relative} if relative else {}) | self.reward.options
+        return self.reward.model_copy(update={"options": options, "num_workers": num_workers})
 
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
-        left_out = ("stored", "reward_start_timeout_s", "conversation")  # no score depends on the first two
-        talk = self.conversation
+        talk, reward = self.conversation, self.reward.model_dump(mode="json", include={"parts", "success", "timeout_s"})
+        left_out = ("stored", "conversation")  # no score depends on the first
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
+            "reward": self.grader.kind,
+            "reward_options": self.reward.options,
+            "reward_range": self.grader.range,
+            **{f"reward_{key}": value for key, value in reward.items()},
+            "require_stop": self.reward.require_stop,
             "weights": fingerprint,
             "prompting": {key: value for key, value in asdict(self.prompting).items() if key != "time" or value},
             "vllm": dict(self.vllm),
-            "reward_options": dict(self.reward_options),
-            "reward_parts": {name: part.model_dump(mode="json") for name, part in self.reward_parts.items()},
             "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
             **({"conversation": talk.model_dump(mode="json")} if talk.environment is not None else {}),
         }
@@ -168,18 +164,12 @@ def settings_for(
     named = (*replaceable, *code_of_model(agent), *code_of_engine(agent))
     own = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; " if replaceable else ""
     require_trust(named, file, trusted=trust, instead=own)
+    limits = {key: getattr(config.reward, key) for key in ("timeout_s", "start_timeout_s", "require_stop")}
     return EvaluationSettings(
         model,
         benchmarks,
         prompting=agent.prompting,
-        reward=grader.kind,
-        reward_options=grader.options if is_judged_alike and not config.reward.parts else {},
-        reward_range=grader.range if is_judged_alike else (0.0, 1.0),
-        reward_parts=config.reward.parts if is_judged_alike else {},
-        reward_success=config.reward.success if is_judged_alike else None,
-        reward_timeout_s=config.reward.timeout_s,
-        reward_start_timeout_s=config.reward.start_timeout_s,
-        require_stop=config.reward.require_stop,
+        reward=config.reward if is_judged_alike else RewardConfig(kind=reward, **limits),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
         trust_remote_code=agent.trust_remote_code,
@@ -243,12 +233,13 @@ def ask(
     ValueError also for a grader that is not there, or has not the options, as far as can be told without running it.
     """
     settings = settings_for(model, benchmarks, reward=table.reward.kind, environment=table.environment, trust=trust)
+    given = {"kind": table.reward.kind, "success": table.reward.success}
+    given = {key: value for key, value in given.items() if value is not None}
+    given["options"] = settings.reward.options | table.reward.options
     asked = {
         "prompting": worded(table, settings.prompting),
         "stop_text": table.stop_text,
-        "reward": table.reward.kind,
-        "reward_options": {**settings.reward_options, **table.reward.options},
-        "reward_success": table.reward.success,
+        "reward": settings.reward.model_copy(update=given),
         "max_prompt_tokens": table.max_prompt_tokens,
         "max_answer_tokens": table.max_answer_tokens or (PAPER_MAX_TOKENS if table.suite else None),
         "seed": table.seed,
@@ -256,12 +247,13 @@ def ask(
     }
     settings = replace(settings, **{k: v for k, v in asked.items() if v is not None})
     try:
-        RewardConfig(parts=settings.reward_parts, success=settings.reward_success)
+        RewardConfig(parts=settings.reward.parts, success=settings.reward.success)
     except ValidationError as error:
         raise ValueError(f"reward.success: {error.errors()[0]['ctx']['error']}") from error
-    if problem := grader_problem(settings.reward, settings.reward_options):
+    kind, options = settings.grader.kind, settings.reward.options
+    if problem := grader_problem(kind, options):
         raise ValueError(f"reward.kind: {problem}")
-    if problem := option_problem(settings.reward, settings.reward_options):
+    if problem := option_problem(kind, options):
         raise ValueError(f"reward.options: {problem}")
     return settings
 

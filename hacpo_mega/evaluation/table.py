@@ -13,9 +13,9 @@ run (report/).
 
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import comb, nan
 from pathlib import Path
@@ -185,15 +185,33 @@ def summarize(
     results, headlines = [], []
     success = settings.get("reward_success")
     for benchmark in benchmarks:
-        answers = [list(group) for group in _by_problem(read_answers(out, benchmark.name).values())]
-        problems = [judged(group) for group in answers if judged(group)]
+        groups: dict[str, list[Answer]] = defaultdict(list)
+        for answer in read_answers(out, benchmark.name).values():
+            groups[answer.id].append(answer)
+        problems = [found for group in groups.values() if (found := judged(group))]
         values = scores_of_problems(problems, benchmark.num_answers, is_defined=success is not None)
         named = (f"{what}@{benchmark.num_answers}" for what in (benchmark.headline, "avg"))
         headline = next(name for name in named if name in values)  # maj may be absent
         headlines.append(values[headline])
         scores = {name: over_problems(value_P, seed) for name, value_P in values.items()}
-        result = _result(benchmark, headline, scores, answers, num_dropped[benchmark.name])
-        results.append(replace(result, graded=are_graded(problems)))
+        answers = [answer for group in groups.values() for answer in group]
+        results.append(
+            BenchmarkResult(
+                name=benchmark.name,
+                headline=headline,
+                scores=scores,
+                num_problems=len(groups),
+                num_dropped=num_dropped[benchmark.name],
+                num_unscored=len(groups) - len(problems),
+                num_answers=len(answers),
+                num_unjudged=sum(not answer.is_judged for answer in answers),
+                no_answer=_mean(answer.verdict == "no_answer" for answer in answers),
+                cut=_mean(answer.stop == "length" for answer in answers),
+                tokens_mean=_mean(answer.num_tokens for answer in answers),
+                num_repeated=benchmark.num_repeated,
+                graded=are_graded(problems),
+            )
+        )
     return Evaluation(settings, tuple(results), mean_of_benchmarks(headlines, seed))
 
 
@@ -225,33 +243,6 @@ def scores_of_problems(
     for k in [*powers, num_answers] if graded else powers[1:]:
         values[f"pass@{k}"] = [*map(partial(pass_at, k), (p for p in problems if len(p.correct) >= k))]
     return values
-
-
-def _by_problem(answers: Any) -> list[list[Answer]]:
-    groups: dict[str, list[Answer]] = {}
-    for answer in answers:
-        groups.setdefault(answer.id, []).append(answer)
-    return list(groups.values())
-
-
-def _result(
-    benchmark: Benchmark, headline: str, scores: dict[str, Estimate], problems: list[list[Answer]], num_dropped: int
-) -> BenchmarkResult:
-    answers = [answer for group in problems for answer in group]
-    return BenchmarkResult(
-        name=benchmark.name,
-        num_repeated=benchmark.num_repeated,
-        headline=headline,
-        scores=scores,
-        num_problems=len(problems),
-        num_dropped=num_dropped,
-        num_unscored=sum(judged(group) is None for group in problems),
-        num_answers=len(answers),
-        num_unjudged=sum(not answer.is_judged for answer in answers),
-        no_answer=_mean(answer.verdict == "no_answer" for answer in answers),
-        cut=_mean(answer.stop == "length" for answer in answers),
-        tokens_mean=_mean(answer.num_tokens for answer in answers),
-    )
 
 
 def _mean(values: Any) -> float:

@@ -39,7 +39,8 @@ POLICY = (
 def render_page(run: Run, pictures: list[Picture]) -> str:
     """The whole page as text."""
     name = run.folder.resolve().name
-    parts = [_head(run, name), _unshared(run), _cards(run), _facts(run), _accuracy_section(run)]
+    cards = tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
+    parts = [_head(run, name), _unshared(run), cards, _facts(run), _accuracy_section(run)]
     parts.append(render_benchmarks(run.folder))
     parts += [_picture(picture) for picture in pictures]
     if (samples := render_samples(run)) is not None:
@@ -66,10 +67,6 @@ def _head(run: Run, name: str) -> Html:
 def _method(run: Run) -> list[str]:
     parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
     return [f"{' / '.join(str(part) for part in parts if part)}"] if any(parts) else []
-
-
-def _cards(run: Run) -> Html:
-    return tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
 
 
 def _unshared(run: Run) -> Html:

@@ -317,16 +317,11 @@ def _measured_step(run: Run) -> tuple[str, list[Row]]:
     step = run.num_steps
     rows = []
     for agent in run.agents:
-        prefix = f"agent/{agent}/phase_mean/"
-        seconds = {
-            name.removeprefix(prefix).removesuffix("_s"): value
-            for name, value in run.steps[step].timing.items()
-            if name.startswith(prefix)
-        }
+        phases = phase_series(run, agent, "phase_mean")
         bars, begin = [], 0.0
-        for phase in sorted(seconds, key=_place_in_step):
-            bars.append(Bar(phase, begin, seconds[phase], is_wait=False))
-            begin += seconds[phase]
+        for phase in sorted((phase for phase in phases if step in phases[phase]), key=_place_in_step):
+            bars.append(Bar(phase, begin, phases[phase][step], is_wait=False))
+            begin += phases[phase][step]
         rows.append(Row(agent, agent, tuple(bars)))
     return f"step {step} by the seconds of its phases (logging.trace shows who waits when)", rows
 

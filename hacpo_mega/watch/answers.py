@@ -16,10 +16,11 @@ from typing import Any
 
 import regex
 
-from hacpo_grading.judge import FULL, Judge
+from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Asked, Stop
 from hacpo_grading.registry import GRADERS
 from hacpo_mega.config import RewardConfig
+from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.logbook.files.json_lines import LARGEST, is_number
 from hacpo_mega.logbook.files.rollout_log import prompt_text, require_logged_prompt
 from hacpo_mega.models.files.documents import parse_json, short
@@ -86,8 +87,7 @@ class Judges(AbstractContextManager["Judges"]):
             given = RewardConfig.model_validate(reward or {})
             grader = None if given.parts or given.kind not in GRADERS else GRADERS[given.kind]
             if grader is not None and grader.explainer is not None and not grader.acts:
-                options = {"options": given.options, "reward_range": given.range, "require_stop": given.require_stop}
-                judge = Judge(given.kind, timeout_s=given.timeout_s, success=given.success or FULL, **options)
+                judge = judge_of(given.model_copy(update={"num_workers": 1}))
                 self._judges[name] = self._stack.enter_context(judge)
         return self._judges[name]
 

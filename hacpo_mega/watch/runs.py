@@ -210,10 +210,9 @@ def runs_in(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
     with suppress(OSError):
         if (folder / METRICS).is_file() or is_run(folder):
             yield folder
-        elif depth and folder.is_dir():
-            for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                    yield from runs_in(Path(entry.path), depth - 1)
+        elif depth:
+            for inside in _folders_in(folder):
+                yield from runs_in(inside, depth - 1)
 
 
 def studies_in(folder: Path, depth: int = DEPTH) -> Iterator[Study]:
@@ -221,10 +220,14 @@ def studies_in(folder: Path, depth: int = DEPTH) -> Iterator[Study]:
     with suppress(OSError):
         yield from (Study(folder, kind) for kind in kinds_of(folder))
         within = folder / "evaluations" if (folder / METRICS).is_file() or is_run(folder) else folder
-        if depth and within.is_dir():
-            for entry in sorted(os.scandir(within), key=lambda entry: entry.name):
-                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                    yield from studies_in(Path(entry.path), depth - 1)
+        for inside in _folders_in(within) if depth else ():
+            yield from studies_in(inside, depth - 1)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    """The folders that lie in a folder, by name, without hidden ones and links; OSError where it cannot be read."""
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    return [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
 
 
 def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ import math
 import re
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from statistics import median
@@ -58,16 +58,10 @@ HELD_OUT_NAMES = (
 )
 OF_FATES = ("agent/%/from/%/view/num_%", "agent/%/from/%/inside")
 OF_VERDICTS = (
-    *(
-        "agent/%/from/%",
-        "omega/%",
-        "agent/%/engine_gap_mean",
-        "agent/%/truncated",
-        "agent/%/wait/%_s",
-        "agent/%/step_s",
-    ),
-    *("agent/%/device_bytes", "agent/%/rss_bytes"),
+    *("agent/%/from/%", "omega/%", "agent/%/engine_gap_mean", "agent/%/truncated"),
+    *("agent/%/wait/%_s", "agent/%/step_s", "agent/%/device_bytes", "agent/%/rss_bytes"),
 )
+OF_METRIC = "FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?)"
 HELD_OUT = re.compile(r"agent/([^/]+)/(?:accuracy|eval/reward_mean)(?:/(.+))?")
 
 
@@ -120,10 +114,7 @@ def curves(
         times = _series(db, "time_unix_s", place, every)
         trained = _trained(db, steps)
         intervals = _intervals(run, db, names, place)
-    starts = run.starts()
-    begin = min(
-        [start["time_unix_s"] for start in starts if "time_unix_s" in start] or [min(_known(times), default=0.0)]
-    )
+    begin = _begin_of(run.starts(), min((time for time in times if time is not None), default=None))
     return {
         **{"names": list(names), "steps": steps, "seconds": [t and round(t - begin, 3) for t in times]},
         **{"trained_answers": trained, "series": series, "intervals": intervals, "events": _events(run)},
@@ -131,8 +122,9 @@ def curves(
     }
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _begin_of(starts: Sequence[Mapping[str, Any]], first: float | None) -> float:
+    """Unix seconds at which a run began: at its first start, else at its first step."""
+    return min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
 
 
 def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
@@ -147,10 +139,7 @@ def _chooser(db: sqlite3.Connection) -> dict[str, Any]:
 
 def _series(db: sqlite3.Connection, name: str, place: Mapping[int, int], every: int) -> list[float | None]:
     found: list[float | None] = [None] * len(place)
-    query = (
-        "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = ?) "
-        "AND step >= ? AND (step % ? = 0 OR step = ?)"
-    )
+    query = f"SELECT step, value {OF_METRIC} AND step >= ? AND (step % ? = 0 OR step = ?)"
     shown = (name, min(place, default=0), max(1, every), max(place, default=0))
     rows = [row for row in db.execute(query, shown) if row[1] is not None and row[0] in place]
     values = np.asarray([value for _, value in rows], np.float64)
@@ -182,8 +171,7 @@ def _trained(db: sqlite3.Connection, steps: Sequence[int]) -> list[float]:
     for step, value in db.execute(query):
         total += value or 0.0
         totals[step] = total
-    before, found = 0.0, []
-    first = min(steps, default=0)
+    found, first = [], min(steps, default=0)
     before = max((value for step, value in totals.items() if step < first), default=0.0)
     for step in steps:
         before = totals.get(step, before)
@@ -254,24 +242,17 @@ def _start_text(start: Mapping[str, Any]) -> str:
 def job(run: Watched) -> dict[str, Any]:
     """The job behind a run: where its ranks are, how far it is, and its last trouble."""
     with run.index.reading() as db:
-        rows = db.execute(
-            "SELECT step, value FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = "
-            "'time_unix_s') ORDER BY step DESC LIMIT ?",
-            (LAST_STEPS + 1,),
-        ).fetchall()
-        first = db.execute(
-            "SELECT min(value) FROM metrics WHERE name = (SELECT id FROM words WHERE kind = 'metric' AND word = "
-            "'time_unix_s')"
-        ).fetchone()[0]
+        query = f"SELECT step, value {OF_METRIC} ORDER BY step DESC LIMIT ?"
+        ended = dict(db.execute(query, ("time_unix_s", LAST_STEPS + 1)))
+        first = db.execute(f"SELECT min(value) {OF_METRIC}", ("time_unix_s",)).fetchone()[0]
     starts, attempts, safe = run.starts(), [], None
     with suppress(OSError, ValueError):
         attempts = read_attempts(run.folder)
     with suppress(OSError, ValueError):
         safe = max(committed_steps(run.folder), default=None)
-    ended = dict(rows)
     step = max(ended, default=None)
     between = [ended[later] - ended[earlier] for later, earlier in pairwise(sorted(ended, reverse=True))]
-    begin = min([start["time_unix_s"] for start in starts if "time_unix_s" in start] or [first or 0.0])
+    begin = _begin_of(starts, first)
     left = run.num_steps - step if run.num_steps is not None and step is not None else None
     state, ranks = run.state, _ranks(run, starts)
     return {

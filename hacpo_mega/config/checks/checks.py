@@ -435,17 +435,12 @@ def architecture_of(agent: AgentConfig) -> Architecture:
     if not is_planned(agent):
         return Architecture.from_folder(agent.model)
     init = agent.init
+    same = {"num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "max_positions"}
     try:
         return Architecture.of_family(
             FAMILIES[init.family],
-            num_layers=init.num_layers,
-            hidden_size=init.hidden_size,
-            num_heads=init.num_heads,
-            num_kv_heads=init.num_kv_heads,
-            head_dim=init.head_dim,
-            ffn_size=init.ffn_size,
+            **init.model_dump(include=same),
             vocab_size=len(init.vocabulary),
-            max_positions=init.max_positions,
             norm_eps=1e-6,
             rope_theta=10_000.0,
             rope=None,

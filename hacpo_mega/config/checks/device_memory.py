@@ -176,10 +176,8 @@ def _reading_s(config: Config, agent: AgentConfig, budget: Budget) -> float:
     A smaller cache makes more decoding steps.
     """
     rollout, engines = config.rollout, config.lanes * agent.cells_per_lane * agent.cell_size / budget.engine.tp
-    asked, answer = (
-        config.training.prompts_per_step * config.answers_per_prompt / engines,
-        config.longest_rollout / 2,
-    )
+    asked = config.training.prompts_per_step * config.answers_per_prompt / engines
+    answer = config.longest_rollout / 2
     at_most = agent.vllm.get("max_num_seqs", CUDA_DEFAULTS["max_num_seqs"])
     at_once = answers_at_once(budget, asked, rollout.max_prompt_tokens / 2 + answer / 2, at_most)
     rounds = max(config.longest_rollout, asked * answer / at_once)

@@ -19,10 +19,8 @@ LOCK = ".lock"  # inside the folder of whoever writes it (logbook/run/run_lock.p
 NO_CONTENT = frozenset({"slurm", "logs", LOCK, "lost+found"})
 # Keys of a line of ours, which tell our files from others of the same name.
 KEYS = {STARTS: {"steps_done", "commit", "packages"}, METRICS: {"step", "values", "timing"}}
-RECORD, RECORD_BYTES = (
-    re.compile(rb'\{\s*"format": \d+,\s*"sha256": "[0-9a-f]{64}"'),
-    256,
-)  # checkpoint/files.py writes it
+RECORD = re.compile(rb'\{\s*"format": \d+,\s*"sha256": "[0-9a-f]{64}"')  # checkpoint/files.py writes it
+RECORD_BYTES = 256
 OCTAL = re.compile(rb"\\([0-7]{3})")  # how the kernel writes a blank in a list
 FIRST_BYTES = 4 << 20
 NAMES_SHOWN = 3

@@ -1,5 +1,6 @@
 """Files of one JSON object per line that a run has written, read back; a line of another shape is named."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,11 @@ def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str 
         elif not kind.fits(line[name]):
             return f"{where}{name} is {short(line[name])}, needs {kind.needs}"
     return None
+
+
+def as_line(value: Mapping[str, Any]) -> bytes:
+    """A line of such a file. A lone surrogate in a text has no UTF-8; its backslash form is the JSON escape of it."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
 def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:

@@ -39,6 +39,7 @@ from hacpo_mega.logbook.files.json_lines import (
     TABLE,
     TEXT,
     Kind,
+    as_line,
     bad_line,
     is_number,
     json_lines,
@@ -178,11 +179,8 @@ class RolloutLog:
         }
         views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
         if self._writes:
-            lines = [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in self._lines(step, pool, views)]
             path = self._folder / f"step_{step:06d}.lane_{self._lane:04d}.jsonl"
-            # A lone surrogate in an answer has no UTF-8; its backslash form is the JSON escape of it.
-            text = "".join(f"{line}\n" for line in lines)
-            self._backlog.replace(path, text.encode(errors="backslashreplace"))
+            self._backlog.replace(path, b"".join(map(as_line, self._lines(step, pool, views))))
 
     def _lines(self, step: int, pool: "Pool", views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         tokens, scored = (

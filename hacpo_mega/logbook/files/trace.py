@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.rank_map import Coordinate
 from hacpo_mega.config.checks.run_dirs import TRACES
 from hacpo_mega.models.files.replacing import replace_file
 
@@ -28,15 +29,10 @@ MICROSECONDS = 1e6
 class Track:
     """One rank's part in a traced step; its spans are in seconds of its own clock, rank 0's is that plus `offset_s`."""
 
-    rank: int
-    agent: int
-    agent_name: str
-    lane: int
-    cell: int
+    who: Coordinate
     offset_s: float
     accuracy_s: float
     spans: tuple[Span, ...]
-    trains: bool = True
 
     def on_shared_clock(self) -> list[Span]:
         """The spans in seconds of rank 0's clock."""
@@ -48,7 +44,8 @@ class Track:
     def from_payload(cls, payload: bytes) -> Self:
         """The inverse of json.dumps of its fields."""
         fields = json.loads(payload)
-        return cls(**fields | {"spans": tuple(Span(*span) for span in fields["spans"])})
+        spans = tuple(Span(*span) for span in fields["spans"])
+        return cls(Coordinate(**fields["who"]), fields["offset_s"], fields["accuracy_s"], spans)
 
 
 class StepTrace:
@@ -79,17 +76,7 @@ class StepTrace:
 
     def _finish(self, step: int) -> None:
         spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
-        own = Track(
-            me.global_rank,
-            me.agent,
-            me.agent_name,
-            me.lane,
-            me.cell,
-            clock.offset_s,
-            clock.accuracy_s,
-            tuple(spans),
-            me.trains,
-        )
+        own = Track(me, clock.offset_s, clock.accuracy_s, tuple(spans))
         payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
         if me.global_rank == 0:
             table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
@@ -115,19 +102,20 @@ def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
 
 def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
     """The trace of a step in Chrome's format: pid an agent, tid a rank, times in microseconds since the first span."""
-    spans = {track.rank: track.on_shared_clock() for track in tracks}
+    spans = {track.who.global_rank: track.on_shared_clock() for track in tracks}
     begin = min((span.begin_s for found in spans.values() for span in found), default=0.0)
     waits = find_waits(tracks)
     events = list(_names(tracks))
-    for track in tracks:
-        for span in sorted(spans[track.rank] + waits[track.rank], key=lambda span: (span.begin_s, -span.end_s)):
-            place = {"pid": track.agent, "tid": track.rank, "ph": "X", "name": span.name, "cat": span.kind}
+    for who in (track.who for track in tracks):
+        rank = who.global_rank
+        for span in sorted(spans[rank] + waits[rank], key=lambda span: (span.begin_s, -span.end_s)):
+            place = {"pid": who.agent, "tid": rank, "ph": "X", "name": span.name, "cat": span.kind}
             times = {
                 "ts": round((span.begin_s - begin) * MICROSECONDS, 1),
                 "dur": round((span.end_s - span.begin_s) * MICROSECONDS, 1),
             }
             events.append(place | times | ({"args": {"group": span.group}} if span.group else {}))
-    accuracy = {f"rank {track.rank}": track.accuracy_s for track in tracks}
+    accuracy = {f"rank {track.who.global_rank}": track.accuracy_s for track in tracks}
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -136,22 +124,22 @@ def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
 
 
 def _names(tracks: Sequence[Track]) -> Iterator[dict[str, Any]]:
-    for agent, name in sorted({(track.agent, track.agent_name) for track in tracks}):
+    for agent, name in sorted({(track.who.agent, track.who.agent_name) for track in tracks}):
         yield {"ph": "M", "pid": agent, "name": "process_name", "args": {"name": name}}
-    for track in tracks:
-        name = f"rank {track.rank} lane {track.lane} cell {track.cell}{'' if track.trains else ', answers'}"
-        yield {"ph": "M", "pid": track.agent, "tid": track.rank, "name": "thread_name", "args": {"name": name}}
+    for who in (track.who for track in tracks):
+        name = f"rank {who.global_rank} lane {who.lane} cell {who.cell}{'' if who.trains else ', answers'}"
+        yield {"ph": "M", "pid": who.agent, "tid": who.global_rank, "name": "thread_name", "args": {"name": name}}
 
 
 def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
     """Per rank the waits inside its collectives, on rank 0's clock."""
-    accuracy = {track.rank: track.accuracy_s for track in tracks}
+    accuracy = {track.who.global_rank: track.accuracy_s for track in tracks}
     met: dict[tuple[str, int], dict[int, Span]] = {}
     for track in tracks:
         for span in track.on_shared_clock():
             if span.kind == "collective":
-                met.setdefault((span.group, span.turn), {})[track.rank] = span
-    waits: dict[int, list[Span]] = {track.rank: [] for track in tracks}
+                met.setdefault((span.group, span.turn), {})[track.who.global_rank] = span
+    waits: dict[int, list[Span]] = {track.who.global_rank: [] for track in tracks}
     for members in met.values():
         for rank, span in members.items():
             other = _awaited(members, rank)

@@ -16,7 +16,7 @@ from typing import Unpack
 
 from hacpo_mega.checkpoint.files import Checkpoint, StartOptions, find_start
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.changes import OtherContent, content_change, refusals
+from hacpo_mega.config.changes import OtherContent, kind_of, refusals
 from hacpo_mega.config.user_code import source_of
 from hacpo_mega.data.reading.files import data_digest, file_digest
 from hacpo_mega.models.files.folder import text_files
@@ -53,7 +53,7 @@ def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
         if WEIGHTS in changed and not {WEIGHTS} <= before.keys() & now[key].keys():
             changed.remove(WEIGHTS)  # kl_coef began or ended
         if changed:
-            found.append(content_change(key, changed))
+            found.append(OtherContent(key, tuple(changed), kind_of(key)))
     return found
 
 
@@ -104,10 +104,8 @@ def _own_files(config: Config) -> Iterator[tuple[str, str, Path]]:
 def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
     found = {}
     for file in files:
-        try:
+        with suppress(OSError, ValueError):
             found[str(file)] = data_digest(file)
-        except (OSError, ValueError):
-            continue
     return found
 
 

@@ -39,9 +39,10 @@ RESIDUE_STEPS, RESIDUE_GROWTH = 4, 1 << 30
 
 
 class OnceAlarm:
-    """An alarm that says a thing once: it keeps the keys of what it has said."""
+    """An alarm that says a thing once: it keeps the keys of what it has said. `names` are those of the agents."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self._told: set[Any] = set()
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,10 +96,6 @@ class OmegaAlarm(OnceAlarm):
     An agent without a single reward has P_hat = capability_floor, so the others' omega and with it advantages grow
     without bound: as the paper defines them, and useless to learn from.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self._names = names
 
     def warnings(self, omega_NN: Tensor) -> Iterator[str]:
         """A line for every pair (k, j) whose omega_NN[k, j] is outside for the first time."""
@@ -236,8 +233,8 @@ class AdvantageAlarm(OnceAlarm):
         self, names: Sequence[str], algorithm: AlgorithmConfig, num_answers: int, highest_weight: float = 1.0
     ) -> None:
         """`num_answers` of an agent to a prompt, `highest_weight` of an engine correction."""
-        super().__init__()
-        self._names, self._algorithm, self._weight = names, algorithm, highest_weight
+        super().__init__(names)
+        self._algorithm, self._weight = algorithm, highest_weight
         self._root = math.sqrt(num_answers * (len(names) if algorithm.shares_answers else 1))
 
     def warnings(self, largest_N: Sequence[float | None], highest_omega: float) -> Iterator[str]:
@@ -326,8 +323,7 @@ class SharingAlarm(OnceAlarm):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self._names = names
+        super().__init__(names)
         self._rows: dict[tuple[str, str], tuple[int, Fates]] = {}  # steps in a row, and the answers of all of them
 
     def state_dict(self) -> dict[str, Any]:

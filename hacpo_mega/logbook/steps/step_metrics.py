@@ -270,7 +270,8 @@ def add_update(
             metrics.add(f"{prefix}/kl", *report.kl.tolist())
         if update_index == 0 and stats.ratio_self[1] > 0:
             if not engine_scores:
-                metrics.highest(f"{prefix}/self/first_ratio_error", _error_of_one(stats))
+                errors = (abs(end.item() - 1.0) for end in (stats.ratio_self_max, stats.ratio_self_min))
+                metrics.highest(f"{prefix}/self/first_ratio_error", max(errors))  # not 0: scoring and learning disagree
             elif not config.is_token_level:
                 ratio_B = report.terms.ratio_B[report.terms.is_self_B & report.terms.ratio_B.isfinite()]
                 outside_B = (ratio_B < 1.0 - config.eps_low) | (ratio_B > 1.0 + config.eps_high)
@@ -285,11 +286,6 @@ def add_update(
 def add_skips(metrics: Metrics, name: str, updates: Sequence[UpdateStats]) -> None:
     """Adds the skipped updates of a step. All cells of an agent skip together: called by its first rank alone."""
     metrics.count(f"agent/{name}/num_skipped_updates", sum(update.skipped for update in updates))
-
-
-def _error_of_one(stats: ObjectiveStats) -> float:
-    """Largest distance of a first update's own ratios from exactly 1: not 0 means scoring and learning disagree."""
-    return max(abs(stats.ratio_self_max.item() - 1.0), abs(stats.ratio_self_min.item() - 1.0))
 
 
 def _add_cross(metrics: Metrics, prefix: str, stats: ObjectiveStats) -> None:

@@ -244,7 +244,7 @@ def _tables(
         confidence = 1 - (1 - CONFIDENCE) / max(1, len(ends) - 1) if has_test_set else CONFIDENCE
         against = ends[reference]
         rows = [
-            [method, *(_difference(found[name], against[name], confidence) for name in names)]
+            [method, *(str(paired_difference(found[name], against[name], confidence) or "–") for name in names)]
             for method, found in ends.items()
             if method != reference
         ]
@@ -302,14 +302,4 @@ def _ends(runs: Runs, name: str, has_test_set: bool) -> Ends:
 
 def _mean_sd(values: Any) -> str:
     found = list(values)
-    if not found:
-        return "–"
-    summary = summarize(found)
-    return f"{summary.mean:.3f}" + ("" if summary.sd is None else f" ± {summary.sd:.3f}")
-
-
-def _difference(found: Ends, against: Ends, confidence: float) -> str:
-    if (difference := paired_difference(found, against, confidence)) is None:
-        return "–"
-    interval = "" if difference.interval is None else " [{:+.3f}, {:+.3f}]".format(*difference.interval)
-    return f"{difference.mean:+.3f}{interval} {difference.num_positive}/{difference.n}"
+    return str(summarize(found)) if found else "–"

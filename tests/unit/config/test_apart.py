@@ -91,7 +91,8 @@ def test_a_device_that_trains_has_no_engine_and_one_that_answers_no_actor(tmp_pa
 
 
 def test_a_trace_says_which_ranks_only_answer():
-    tracks = [Track(rank, 0, "a", 0, 0, 0.0, 0.0, (), trains) for rank, trains in enumerate((True, False))]
+    ranks = RankMap(1, (AgentShape("a", rollout=1),))
+    tracks = [Track(ranks.coordinate(rank), 0.0, 0.0, ()) for rank in range(2)]
     events = chrome_trace(1, [Track.from_payload(json.dumps(asdict(track)).encode()) for track in tracks])[
         "traceEvents"
     ]

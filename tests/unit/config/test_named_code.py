@@ -117,7 +117,7 @@ def settings(model: Path, **how: Any) -> EvaluationSettings:
 @pytest.mark.parametrize("place", [exported, stored])
 def test_what_is_ordinary_still_comes_from_the_run(place: Any, folder: Path) -> None:
     found = settings(place(folder, ORDINARY))
-    assert (found.reward, found.reward_timeout_s, found.prompting.prompt_template) == ("exact", 3.0, "s{prompt}")
+    assert (found.reward.kind, found.reward.timeout_s, found.prompting.prompt_template) == ("exact", 3.0, "s{prompt}")
     assert dict(found.vllm) == ORDINARY["vllm"]
 
 
@@ -141,7 +141,7 @@ def test_a_folder_of_another_place_has_no_configuration_but_its_own(folder: Path
     exported(folder, CODE["a grader in a file"][0])
     (folder / "agents" / "b").mkdir()
     for model in (folder / "agents" / "b", folder / "model"):
-        assert (settings(model).reward, settings(model).trust_remote_code) == ("math", False)
+        assert (settings(model).reward.kind, settings(model).trust_remote_code) == ("math", False)
 
 
 def test_a_link_to_an_agent_is_that_agent(folder: Path) -> None:

@@ -54,13 +54,13 @@ def test_an_agent_of_a_run_is_asked_as_in_its_training(tmp_path):
     time = "2024-02-29T23:59:58"
     assert trained.prompting == Prompting(True, {"enable_thinking": False}, None, "Q: {prompt}", time)
     assert worded(given("chat_template=false"), Prompting(True, time=time)) == Prompting()
-    assert (trained.reward, trained.require_stop) == ("arithmetic", True)
+    assert (trained.grader.kind, trained.reward.require_stop) == ("arithmetic", True)
     assert (trained.max_prompt_tokens, trained.max_answer_tokens) == (9, 21)
     wording = ("chat_template_kwargs.enable_thinking=true", "chat_template_kwargs.name=x y", "system_prompt=S")
     settings = ask(given(*wording, "max_answer_tokens=5", "seed=1"), model, [])
     assert settings.prompting == Prompting(True, {"enable_thinking": True, "name": "x y"}, "S", "Q: {prompt}", time)
-    assert (settings.reward, settings.max_answer_tokens, settings.max_prompt_tokens) == ("arithmetic", 5, 9)
-    assert settings_for(tmp_path, []).reward == "math"
+    assert (settings.grader.kind, settings.max_answer_tokens, settings.max_prompt_tokens) == ("arithmetic", 5, 9)
+    assert settings_for(tmp_path, []).reward.kind == "math"
 
 
 def test_a_success_is_the_runs_unless_another_is_asked_for(tmp_path):
@@ -168,9 +168,9 @@ def test_a_file_is_read_by_the_fields_of_the_run_or_by_those_given(own_run, tmp_
 
 
 def test_another_grader_than_the_runs_does_not_get_its_options(own_run):
-    assert settings_for(own_run, [], trust=True).reward_options == {"bonus": 0.5}
+    assert settings_for(own_run, [], trust=True).reward.options == {"bonus": 0.5}
     for reward in ("math_any", "number"):
-        assert settings_for(own_run, [], reward=reward).reward_options == {}
+        assert settings_for(own_run, [], reward=reward).reward.options == {}
 
 
 def test_a_refusal_of_a_runs_code_advises_only_what_helps(own_run):

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.groups.spans import Span, Spans, WatchedGroup, measure_offset
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.logbook.files.trace import Track, chrome_trace, find_waits, write_trace
+
+RANKS = RankMap(1, tuple(AgentShape(f"agent {n}") for n in range(16)))
 
 
 def track(rank: int, *spans: Span, offset_s: float = 0.0, accuracy_s: float = 0.0) -> Track:
-    return Track(rank, rank, f"agent {rank}", 0, 0, offset_s, accuracy_s, spans)
+    return Track(RANKS.coordinate(rank), offset_s, accuracy_s, spans)
 
 
 def collective(name: str, begin_s: float, end_s: float, turn: int = 0) -> Span:

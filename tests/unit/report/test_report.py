@@ -23,6 +23,7 @@ from scipy.stats import binomtest
 from written_run import NUM_EVALUATED, Page, write_run
 
 from hacpo_mega.cluster.groups.spans import Span
+from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.logbook.console import PHASES
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, read_metrics
 from hacpo_mega.logbook.files.rollout_log import read_rollouts
@@ -208,7 +209,8 @@ def test_the_timeline_is_drawn_from_the_trace_where_there_is_one(tmp_path: Path)
     waits = Span("barrier", "collective", 1.0, 4.0, "job", 0)
     spans[1] = (Span("learn", "phase", 0.0, 1.0), Span("exchange", "phase", 1.0, 4.0), waits)
     spans[0] += (waits._replace(begin_s=3.0),)
-    tracks = [Track(rank, rank, "ab"[rank], 0, 0, 0.0, 0.0, found) for rank, found in spans.items()]
+    ranks = RankMap(1, (AgentShape("a"), AgentShape("b")))
+    tracks = [Track(ranks.coordinate(rank), 0.0, 0.0, found) for rank, found in spans.items()]
     assert write_trace(tmp_path, 1, chrome_trace(1, tracks)) is None
     draw_again()
     pixels = {name: num_pixels(picture, PHASE_COLOURS[name]) for name in PHASE_COLOURS}

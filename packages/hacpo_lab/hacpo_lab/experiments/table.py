@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, SAMPLED_MEAN, MethodEvidence, RegimeEvidence, WarmStarts
 from hacpo_lab.experiments.grid import Grid
-from hacpo_mega.evaluation.comparison import MIN_PAIRS, Difference, Summary
+from hacpo_mega.evaluation.comparison import MIN_PAIRS, Difference
 
 NOTHING = "–"
 
@@ -87,7 +87,7 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
     starts = (_number(regime.start[name]) if name in regime.start else NOTHING for name in names)
     rows = [("(start)", "", *starts, "", "")]
     for method, found in regime.methods.items():
-        accuracies = (_mean_sd(found.accuracy[name]) for name in names)
+        accuracies = (str(found.accuracy[name]) for name in names)
         rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
     notes = [
         f"{regime.measure.capitalize()} on the test set, each skill alike, at the end of a run, greedy unless it says "
@@ -114,7 +114,7 @@ def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Map
     names = _measured(regime)
     compared = {method: found for method, found in by_method.items() if found}
     rows = [
-        (method, *(_difference(found[name]) if name in found else NOTHING for name in names), str(found[ALL_AGENTS].n))
+        (method, *(str(found.get(name, NOTHING)) for name in names), str(found[ALL_AGENTS].n))
         for method, found in compared.items()
     ]
     how = (
@@ -137,7 +137,7 @@ def _skills(regime: RegimeEvidence) -> Table:
         for skill in skills
     }
     rows = [
-        (method, *(_mean_sd(found.accuracy_by_skill[agent].get(skill)) for agent, skill in columns))
+        (method, *(str(found.accuracy_by_skill[agent].get(skill, NOTHING)) for agent, skill in columns))
         for method, found in regime.methods.items()
     ]
     notes = [
@@ -233,17 +233,6 @@ def _rate(found: MethodEvidence) -> str:
 
 def _count(values: Sequence[float]) -> str:
     return f"{values[-1]:,.0f}" if values else NOTHING
-
-
-def _mean_sd(summary: Summary | None) -> str:
-    if summary is None:
-        return NOTHING
-    return _number(summary.mean) + (f" ± {_number(summary.sd)}" if summary.sd is not None else "")
-
-
-def _difference(found: Difference) -> str:
-    interval = f" [{found.interval[0]:+.3f}, {found.interval[1]:+.3f}]" if found.interval else ""
-    return f"{found.mean:+.3f}{interval} {found.num_positive}/{found.n}"
 
 
 def _number(value: float) -> str:
