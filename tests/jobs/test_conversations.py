@@ -273,7 +273,7 @@ def test_roles_in_two_lanes_a_step_ahead_with_two_engines_of_one_agent(debate_fi
     """All that says where the other role is; nothing of a conversation without roles knows of lanes or is ahead."""
     mode = ("rollout.one_step_off=true", "agents.wide.engine_tp=1", "lanes=2")
     metrics = train(debate_file, f"run_dir={tmp_path / 'run'}", *mode)
-    assert metrics[2].values["agent/wide/conversation/turns_mean"] >= 1
+    assert metrics[2].values["agent/wide/conversation/turns_mean"] > 0  # where the other fills all there is, none
     turns = [metrics[step].values[f"agent/{name}/conversation/turns_max"] for step in (1, 2) for name in NAMES]
     assert max(turns) > 1
 

@@ -68,9 +68,15 @@ class Run:
 
     def fill(self, spare: int) -> None:
         """Fills the disk, but for `spare` bytes."""
-        with self._filler.open("wb", buffering=0) as file, suppress(OSError):
+        with self._filler.open("ab", buffering=0) as file, suppress(OSError):
             while free_bytes(self.folder) > spare:
                 file.write(bytes(4096))
+
+    def keep_full(self) -> None:
+        """Takes what a checkpoint gives back that was being written when the disk filled, while the ranks run."""
+        while any(rank.is_alive() for rank in self.ranks):
+            self.fill(spare=0)
+            time.sleep(0.02)
 
     def clear(self) -> None:
         self._filler.unlink()
@@ -131,6 +137,7 @@ def test_a_run_ended_by_a_full_disk_says_what_it_needs_and_goes_on_later(tmp_pat
     run.start()
     try:
         run.fill_after_checkpoint()
+        run.keep_full()
     finally:
         statuses = run.ended()
     (line,) = [line for line in (run.said("0.err") + run.said("1.err")).splitlines() if "not exported" in line]
