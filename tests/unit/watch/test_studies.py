@@ -42,6 +42,7 @@ def printed(text: str, title: str) -> dict[str, dict[str, str]]:
         ("evidence", "skills", 80, "gspo_x2"),
         ("evidence_gap", "gap", 80, "gspo_x2"),
         ("evidence_equals", "skills", 80, "naive"),
+        ("evidence_unequals", "strong_weak", 80, "naive"),
         ("evidence_conversations", "tools", 15, "gspo_x2"),
         ("evidence_conversations", "relay", 15, "gspo_x2"),
     ],
