@@ -167,8 +167,8 @@ def test_a_source_that_reaches_nobody_is_explained_in_the_third_step():
     assert [len(lines) for lines in said] == [0, 0, 1, 0, 0]
     assert said[2] == [
         "warning: 0 of 192 of moe's answers reach gemma in 3 steps: 126 undecodable, 60 too long, 6 with advantage 0, "
-        "unjudged or empty, which is no loss. gemma learns next to nothing from moe: look at moe's answers in rollouts/: "
-        "it samples control tokens, or ids that are no text"
+        "unjudged or empty, which is no loss. gemma learns next to nothing from moe: look at moe's answers in "
+        "rollouts/: it samples control tokens, or ids that are no text"
     ]
 
 
