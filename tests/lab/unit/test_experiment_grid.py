@@ -199,7 +199,7 @@ SHIPPED = {
     "evidence": ("skills", 8 * 3 * 2 + 8 * 6 + 7 * 3),
     "evidence_gap": ("gap", 7 * 3 * 1 + 7 * 6 + 6 + 3 * 3),
     "evidence_unequals": ("strong_weak", 9 * 2 * 2 + 12 * 8),
-    "evidence_ways": ("two_ways", 9 * 2 * 2 + 12 * 8),
+    "evidence_ways": ("two_ways", 10 * 2 * 2 + 13 * 8),
 }
 
 

@@ -6,6 +6,7 @@ A case is a few answers of unequal length, own and others', whose token ratios l
 import math
 import statistics
 import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -225,6 +226,30 @@ def test_the_example_of_advantages_is_its_equation(name, num_agents):
             by_hand = advantage_by_hand(name, rewards[p].tolist(), learner, j, g)
             # R - V over a deviation of at least .05
             assert ours[place].item() == pytest.approx(by_hand, abs=64 * U64 / 0.05), place
+
+
+def test_the_example_by_skill_is_hacpo_with_each_skills_capability():
+    """Two skills; eq. 10 in plain Python, with 64 answers of the pooled capability beside those of a skill."""
+    config = config_of("hacpo", advantages=f"{METHODS}/by_skill.py:by_skill")
+    rewards = (cube(1, 2) > 0.5).double()
+    skill_P = torch.arange(len(rewards)) % 2
+    mean_NS, count_NS = torch.tensor([[0.8, 0.1], [0.3, torch.nan]]), torch.tensor([[128.0, 64.0], [32.0, 0.0]])
+    known = {"skill_names": ("chain", "sum"), "skill_P": skill_P}
+    known |= {"skill_capability_NS": mean_NS.double(), "skill_judged_NS": count_NS.double()}
+    capability = [[(128 * 0.8 + 64 * 0.5) / 192, (64 * 0.1 + 64 * 0.5) / 128], [(32 * 0.3 + 64 * 0.4) / 96, 0.4]]
+    pooled = torch.tensor([0.5, 0.4], dtype=torch.float64)
+    ours = advantages_of(replace(judged(rewards, pooled, 1), **known), config)
+    for p, j, g in np.ndindex(*rewards.shape):
+        own, other = (capability[k][p % 2] for k in (1, 0))
+        flat = rewards[p].flatten().tolist()
+        # the baseline of the answer's author, the coefficient omega(author, learner)
+        mine, theirs = rewards[p, j].sum().item(), rewards[p, 1 - j].sum().item()
+        ratio = own / other if j == 1 else other / own
+        baseline = (mine + ratio * theirs) / len(flat)
+        spread = statistics.stdev(flat)
+        by_hand = 0.0 if spread == 0 else (rewards[p, j, g].item() - baseline) / (spread + 1e-6)
+        by_hand *= 1.0 if j == 1 else other / own
+        assert ours[p, j, g].item() == pytest.approx(by_hand, abs=1e-6), (p, j, g)
 
 
 def cispo(now: torch.Tensor, old: torch.Tensor, A: float, own: bool) -> torch.Tensor:
