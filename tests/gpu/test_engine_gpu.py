@@ -116,7 +116,8 @@ def test_a_woken_cache_is_zero(engine, folders):
     engine.sleep()
     engine.wake()
     with engine._guard.open() as llm:
-        assert not any(bool(layer.any()) for layer in worker_of(llm).model_runner.kv_caches)
+        caches = worker_of(llm).model_runner.kv_caches
+        assert caches and not any(bool(layer.any()) for layer in caches)
     engine.load(load_file(folders[0] / "model.safetensors").items())
 
 

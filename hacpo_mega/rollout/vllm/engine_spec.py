@@ -155,6 +155,10 @@ class EngineSpec:
             # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
             "sleep_mode_offload_cudagraph": self.can_sleep,
         }
+        if self.delta_net_model is not None:
+            # On Hopper and later vLLM would take FlashInfer's kernel, whether it is installed or not, which needs nvcc
+            # and ninja at the first prompt: its warm-up only warns that it failed.
+            defaults["gdn_prefill_backend"] = "triton"
         if self.tensor_parallel_size > 1 and is_peerless:
             # vLLM's custom all-reduce asks for its peers' devices by number, which fails in a process that sees only
             # its own. It also shares its graphs' buffers by cudaIpcGetMemHandle, which crashes on an expandable

@@ -15,7 +15,7 @@ vLLM alone decides the scales of quantized weights.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    inplace,
+    layerwise,
+)
 
 from hacpo_mega.models.files.stacked_experts import joined_experts
 from hacpo_mega.models.files.weight_files import HEAD, stacks_experts
@@ -36,8 +41,13 @@ from hacpo_mega.rollout.weights.parts import Part, Recording, record, stacked_pa
 
 # Methods of layers that hold weights as they load them, but for the CPU's packing.
 PLAIN = UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod
-# Silences vLLM on layers that were not loaded, or that wait for others.
-without_reload_warnings = partial(replaced, layerwise.logger, "disabled", True)
+
+
+@contextmanager
+def without_reload_warnings() -> Iterator[None]:
+    """Silences vLLM on layers and parameters that were not loaded, or that wait for others."""
+    with replaced(layerwise.logger, "disabled", True), replaced(inplace.logger, "disabled", True):
+        yield
 
 
 class EngineWeights:

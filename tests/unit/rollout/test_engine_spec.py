@@ -1,11 +1,16 @@
 """Arguments that vLLM is given on CUDA and on the CPU, as far as the project decides them."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from tiny_models import SCALED_ROPE, make_model
 from transformers import AutoConfig, PreTrainedConfig
+from vllm import EngineArgs
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
@@ -44,6 +49,27 @@ def test_an_engine_runs_as_many_answers_as_graphs_are_captured_for():
 
 def test_the_shell_does_not_decide_what_is_fused():
     assert on_cuda()["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+
+
+def test_delta_nets_read_prompts_without_what_the_shell_has(tmp_path):
+    """vLLM's own choice asks for a compiler at the first prompt; no other family has an argument for it."""
+    fields = SimpleNamespace(linear_key_head_dim=128, linear_value_head_dim=128)
+    made = spec(make_model(tmp_path, "qwen3_5_text"))
+    given = EngineArgs(**made.vllm_arguments(on_cuda=True)).gdn_prefill_backend or "auto"
+    for capability in (90, 100, 120):
+        gpu = SimpleNamespace(
+            is_rocm=lambda: False,
+            is_cuda=lambda: True,
+            is_device_capability=capability.__eq__,
+            is_device_capability_family=capability.__eq__,
+            get_cuda_runtime_major=lambda: 13,
+        )
+        for asked, taken in (({}, "flashinfer"), ({"gdn_prefill_backend": given}, "triton")):
+            config = SimpleNamespace(additional_config=asked, model_config=SimpleNamespace(hf_text_config=fields))
+            with mock.patch.object(qwen_gdn_linear_attn, "current_platform", gpu):
+                assert qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1] == taken
+    asked = replace(made, options={"gdn_prefill_backend": "flashinfer"}).vllm_arguments(on_cuda=True)
+    assert asked["gdn_prefill_backend"] == "flashinfer" and "gdn_prefill_backend" not in on_cuda()
 
 
 @pytest.mark.parametrize("can_sleep", [True, False])

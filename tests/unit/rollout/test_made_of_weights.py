@@ -1,14 +1,16 @@
 """Numbers of an engine beside its parameters, as on CUDA: sinks in another type, tensors that sleep drops."""
 
+import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.model_loader.reload import inplace, record_metadata_for_reloading
 
 from hacpo_mega.rollout.engine import KeptTensors
-from hacpo_mega.rollout.weights.engine_weights import EngineWeights, Receiver, take_sinks
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights, Receiver, take_sinks, without_reload_warnings
 from hacpo_mega.rollout.weights.held_weights import held_parts
 from hacpo_mega.rollout.weights.parts import record
 
@@ -73,6 +75,39 @@ def test_attention_multiplies_with_the_sinks_that_were_given_last(take):
         assert held(model).dtype == BF16, "the published type, to be compared with what was published"
     copy.zero_()
     assert held(model).tolist() == [0, 0], "a copy that was left behind is seen"
+
+
+class TwoLayers(nn.Sequential):
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        names = []
+        for name, tensor in weights:
+            self.get_parameter(name).weight_loader(self.get_parameter(name), tensor)
+            names.append(name)
+        return set(names)
+
+
+def test_tensors_that_are_synced_whole_bring_no_warning_of_the_others():
+    """By vLLM's own reload, whose warnings are shown on CUDA: one names every other parameter, in every weight sync."""
+    model, said = TwoLayers(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)), []
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None), load_config=None, lora_config=None)
+    handler, before = logging.Handler(), inplace.logger.level
+    handler.emit = lambda record: said.append(record.getMessage())
+    inplace.logger.addHandler(handler)
+    inplace.logger.setLevel(logging.WARNING)
+    record_metadata_for_reloading(model)
+
+    def reload() -> None:
+        inplace.reload_weights(config, model, iter([("0.weight", torch.eye(2))]), None, True)
+
+    try:
+        with without_reload_warnings():
+            reload()
+        assert not said and torch.equal(model[0].weight, torch.eye(2))
+        reload()
+        assert len(said) == 1 and "{'1.weight'}" in said[0], "it would be said"
+    finally:
+        inplace.logger.removeHandler(handler)
+        inplace.logger.setLevel(before)
 
 
 def test_sleep_gives_back_what_is_neither_parameter_nor_buffer():
