@@ -31,6 +31,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import rms_norm, silu, softplus
 from torch.utils.checkpoint import checkpoint
 
+from hacpo_mega.cluster.machine.device import send
 from hacpo_mega.megatron.model.installed import DELTA_RULE
 from hacpo_mega.megatron.model.shared_prompts import PackedSegments
 from hacpo_mega.models.families.delta_net import DeltaNet
@@ -122,9 +123,8 @@ def heads_weight(config: TransformerConfig, num_heads: int) -> torch.nn.Paramete
 
 def causal_convolution(rows_TR: torch.Tensor, weight_R1W: torch.Tensor, packed: PackedSegments) -> torch.Tensor:
     """Every row [T, R] times its own weights over the last W tokens of its segment, the token itself last."""
-    starts = packed.cu_seqlens_q.long()
     counting_T = torch.arange(len(rows_TR), device=rows_TR.device)
-    first_T = starts[torch.searchsorted(starts, counting_T, right=True) - 1]
+    first_T = packed.starts[torch.searchsorted(packed.starts, counting_T, right=True) - 1]
     weight_WR = weight_R1W.flatten(1).T
     output = rows_TR * weight_WR[-1]
     for back in range(1, len(weight_WR)):
@@ -146,7 +146,8 @@ class DeltaInputs(NamedTuple):
 def fused_rule(inputs: DeltaInputs, packed: PackedSegments) -> torch.Tensor:
     """`delta_rule` by flash-linear-attention's kernel."""
     tensors = (tensor[None].contiguous() for tensor in inputs)
-    output, _ = DELTA_RULE(*tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=packed.cu_seqlens_q.long())
+    # It keeps the chunks of the last tensor of starts: for another one, equal or not, it waits for the device.
+    output, _ = DELTA_RULE(*tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=packed.starts)
     return output[0]
 
 
@@ -157,7 +158,7 @@ def delta_rule(inputs: DeltaInputs, packed: PackedSegments) -> torch.Tensor:
     rows U of new values solve (1 + strict(b K K^T * G)) U = b (V - c K S), and O = c Q S + (Q K^T * G) U.
     Computes in float32.
     """
-    places_MC, order_T, counts = chunk_places(packed.cu_seqlens_q.diff().tolist(), inputs.value_TNE.device)
+    places_MC, order_T, counts = chunk_places(packed.lengths, inputs.value_TNE.device)
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         """[T, N, ...] as [M, N, C, ...], in float32, zero behind the end of a segment."""
@@ -205,13 +206,12 @@ def chunk_places(lengths: Sequence[int], device: torch.device) -> tuple[torch.Te
     inside = [[n for n in order if lengths[n] > turn * size] for turn in range(rounds)]
     begins = [starts[n] + turn * size for turn, of in enumerate(inside) for n in of]
     sizes = [min(size, lengths[n] - turn * size) for turn, of in enumerate(inside) for n in of]
-    begins_M, sizes_M = (torch.tensor(numbers, device=device) for numbers in (begins, sizes))
-    counting = torch.arange(size, device=device)
-    places_MC = (begins_M[:, None] + counting).where(counting < sizes_M[:, None], sum(lengths))
     rows = sorted(range(len(begins)), key=lambda row: begins[row])  # chunks as they lie in the pack
-    shift = torch.tensor([row * size - begins[row] for row in rows], device=device)
-    tokens = torch.arange(sum(lengths), device=device)
-    order_T = tokens + shift.repeat_interleave(sizes_M[torch.tensor(rows, device=device)], output_size=len(tokens))
+    numbers = begins, sizes, [row * size - begins[row] for row in rows], [sizes[row] for row in rows]
+    begins_M, sizes_M, shifts_M, in_order_M = send([torch.tensor(of_M) for of_M in numbers], device)
+    counting, tokens = torch.arange(size, device=device), torch.arange(sum(lengths), device=device)
+    places_MC = (begins_M[:, None] + counting).where(counting < sizes_M[:, None], sum(lengths))
+    order_T = tokens + shifts_M.repeat_interleave(in_order_M, output_size=len(tokens))
     return places_MC, order_T, [len(of) for of in inside]
 
 

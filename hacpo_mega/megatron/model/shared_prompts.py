@@ -12,7 +12,7 @@ Shapes: T tokens in S segments, M keys of all segments, K key/value heads, D hea
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -63,16 +63,23 @@ class PackedSegments(PackedSeqParams):
     """Megatron's description of a pack, extended to segments with more keys than queries.
 
     key_places    int64 [M], the tokens whose keys they attend to, segment after segment; None: their own
+    lengths       tokens of each segment, key_lengths keys: on the host, which must not wait for the device in a layer
     """
 
     key_places: torch.Tensor | None = None
+    lengths: list[int] = field(default_factory=list)
+    key_lengths: list[int] = field(default_factory=list)
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """Places where segments begin, int64 [S + 1]: the same tensor for all layers and passes."""
+        return self.cu_seqlens_q.long()
 
     @cached_property
     def runs(self) -> list[Run]:
         """All segments, in order, as runs; cached, since every layer uses the same."""
-        lengths, key_lengths = (starts.diff().tolist() for starts in (self.cu_seqlens_q, self.cu_seqlens_kv))
         runs, first_key = [], 0
-        for group in similar_lengths(lengths, key_lengths):
+        for group in similar_lengths(self.lengths, self.key_lengths):
             own, keys = [length for length, _ in group], [length for _, length in group]
             places = None if own == keys else self.key_places[first_key : first_key + sum(keys)]
             runs.append(Run(own) if places is None else Run.prefixed(own, keys, places))
@@ -117,6 +124,8 @@ def packed_segments(cu_seqlens: torch.Tensor, prefixes_S2: torch.Tensor | None) 
         max_seqlen_q=int(lengths_S.max()),
         max_seqlen_kv=int(keys_S.max()),
         key_places=places,
+        lengths=lengths_S.tolist(),
+        key_lengths=keys_S.tolist(),
     )
 
 

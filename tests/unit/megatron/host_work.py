@@ -125,6 +125,10 @@ class _Calls(TorchFunctionMode):
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and work.has(args[0]):
             work.waits()
         target = kwargs.get("device", args[1] if func is torch.Tensor.to and len(args) > 1 else None)
+        if func is torch.tensor and isinstance(target, torch.device):  # made on the host, then sent as below
+            work.now.uploads += 1
+            work.waits()
+            return work.put(func(*args, **kwargs))
         if work.has(args[0] if args else None) and (func is torch.Tensor.cpu or target == "cpu"):
             work.waits()
             with torch._C.DisableTorchFunctionSubclass(), torch.utils._python_dispatch._disable_current_modes():

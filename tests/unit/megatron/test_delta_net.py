@@ -77,7 +77,7 @@ def test_the_kernel_of_flash_linear_attention_gets_what_it_takes(monkeypatch):
 
     def twin(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
         assert use_qk_l2norm_in_kernel and cu_seqlens.dtype is torch.int64 and q.is_contiguous()
-        segments = SimpleNamespace(cu_seqlens_q=cu_seqlens)
+        segments = SimpleNamespace(lengths=cu_seqlens.diff().tolist())
         return delta_rule(DeltaInputs(*(tensor[0] for tensor in (q, k, v, g, beta))), segments)[None], None
 
     monkeypatch.setattr(delta_net, "DELTA_RULE", twin)

@@ -12,7 +12,9 @@ from tiny_models import make_model
 
 from hacpo_mega.agent.policy_loss import PolicyLoss
 from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.megatron.model import delta_net
 from hacpo_mega.megatron.model.platform import megatron_platform
+from hacpo_mega.megatron.model.shared_prompts import packed_segments
 from hacpo_mega.megatron.train.fused_optimizer import THERE
 from hacpo_mega.samples.packing import microbatch
 
@@ -68,6 +70,22 @@ def test_a_loss_sends_what_it_needs_without_a_wait(method):
     assert waits == {} and work.asked["loss"].uploads
 
 
+def test_a_delta_net_does_not_wait(monkeypatch):
+    """flash-linear-attention waits for each other tensor of starts: it gets the same one in all layers and passes."""
+    met = []
+    packed = packed_segments(torch.tensor([0, 130, 150], dtype=torch.int32), None)
+    given = [torch.rand(150, 2, 8) for _ in range(3)] + [-torch.rand(150, 2), torch.rand(150, 2)]
+    monkeypatch.setattr(delta_net, "DELTA_RULE", lambda *tensors, **how: met.append(how["cu_seqlens"]) or (given, None))
+    work = HostWork(packed.cu_seqlens_q, *given)
+    with work.recording(), work.part("layers"):
+        delta_net.delta_rule(delta_net.DeltaInputs(*given), packed)
+        delta_net.causal_convolution(given[0].flatten(1), torch.rand(16, 1, 4), packed)
+        for _ in range(2):
+            delta_net.fused_rule(delta_net.DeltaInputs(*given), packed)
+    assert not work.asked["layers"].waits and work.asked["layers"].uploads == 1
+    assert met[0] is met[1] and met[0].dtype is torch.int64
+
+
 def test_the_optimizer_asks_once_for_all_parameters(asked):
     """But for what Megatron copies one by one: a gradient, and a parameter."""
     more = asked[3]["learn: optimizer"].names - asked[1]["learn: optimizer"].names
@@ -87,9 +105,10 @@ def test_what_is_counted_is_what_a_device_would_be_asked():
         product.cpu() + here[1:]  # a wait; then it is the host's
         empty = torch.empty(3, device=torch.device("cpu"))
         product[product > 2]  # a launch, a wait
+        torch.tensor([1.0], device=torch.device("cpu"))  # sent, and a wait
     asked = work.asked["by hand"]
     assert numbers == [3.0, 3.0, 3.0, 9.0]
-    assert (asked.launches, asked.uploads, asked.num_waits) == (4, 2, 5)
+    assert (asked.launches, asked.uploads, asked.num_waits) == (4, 3, 6)
     assert work.has(sent) and work.has(empty) and not work.has(here)
     assert (asked.names["mul"], asked.names["add_"], asked.names["sum"], asked.names["gt"]) == (1, 1, 1, 1)
 
