@@ -414,7 +414,7 @@ TEXTS = ("plain", f"two\nlines {CUTS} and separators", "lone \ud800 surrogate", 
 
 
 def test_no_agent_may_have_the_name_of_a_part_of_metric_names() -> None:
-    """Those below agent/NAME, as the list of names in metrics.py has them: a reader finds phases by /phase/."""
+    """Parts below agent/NAME, as the list of names in metrics.py has them: a reader finds phases by /phase/."""
     text = re.sub(r"agent/<name>/|agent/<learner>/", "\n", metrics_file.__doc__.partition("Every rank adds")[0])
     parts = {part for line in text.splitlines() for part in re.findall(r"(?:^|, |\d )([a-z_]+)/[a-z<]", line)}
     assert parts - {"capability", "omega", "rate", "start"} <= METRIC_WORDS, parts
