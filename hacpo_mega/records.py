@@ -116,7 +116,7 @@ class Conversation:
     opening  text of others that follows the task in the prompt
     task     text of the prompt where an agent program has written it; "": the row's
     reward   of the environment; None: the judge grades the answer
-    counts   EVENTS by name, those that happened, and environment_ms, in the environment's code
+    counts   EVENTS by name, those that happened; environment_ms, in the environment's code; the name of its failure
     """
 
     turns: tuple[Turn, ...]

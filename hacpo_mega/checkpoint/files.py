@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.changes import changes, covers, effect_of, refusals, unknown_keys
+from hacpo_mega.config.changes import changes, covers, effect_of, refusals, unknown_keys, way_back
 from hacpo_mega.config.checks.run_dirs import require_displaceable
 from hacpo_mega.config.checks.tokenizer_checks import with_times_of
 from hacpo_mega.config.describe import flat
@@ -288,8 +288,10 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     found = replace(found, config=completed(found.config))
     _require_known(accepted, config, found.config)
     now = plain(with_times_of(config, found.config))
-    if lines := list(refusals(changes(found.config, now), accepted)):
-        raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines]))
+    changed = changes(found.config, now)
+    if lines := list(refusals(changed, accepted)):
+        back = way_back(changed, accepted)
+        raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines, *back]))
     digests = model_digests(config)
     for agent in config.agents:
         if digests.get(agent.name) not in (None, found.models.get(agent.name)):

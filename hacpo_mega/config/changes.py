@@ -8,6 +8,7 @@ asked     would make another run of it: refused, unless the user accepts this ke
 fixed     a run cannot have another value
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -97,7 +98,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
 def unknown_keys(accepted: Sequence[str], agents: Sequence[str], stored: dict[str, Any]) -> Iterator[str]:
     """A line for every key that the user accepts and neither a configuration of these agents nor the stored one has."""
     before = list(dict(flat(stored)))
-    known = [in_a_run(key).replace("NAME", "*") for key in keys_of(Config)]
+    known = _known_keys()
     values = [one for one in known if not any(other.startswith(f"{one}.") for other in known)]
     for key in accepted:
         if any(covers(key, one) for one in before):
@@ -113,6 +114,26 @@ def unknown_keys(accepted: Sequence[str], agents: Sequence[str], stored: dict[st
             near = nearest_key(place.replace("agents.*.", "agents."))
             nearest = f"; did you mean {in_a_run(near, agent)!r}?" if near else ""
             yield f"--accept {short(key)}: unknown key{nearest}"
+
+
+def _known_keys() -> list[str]:
+    return [in_a_run(key).replace("NAME", "*") for key in keys_of(Config)]
+
+
+def way_back(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
+    """A line with the overrides that undo what `refusals` asks about: a default may have changed, not the user's file.
+
+    Keys that are gone, and values that were not given, have no override.
+    """
+    known = _known_keys()
+    overrides = [
+        f"{change.key}={change.before}"
+        for change in found
+        if change.kind == "asked" and change.before != as_toml(None) and any(covers(one, change.key) for one in known)
+        if not any(covers(key, change.key) for key in accepted)
+    ]
+    if overrides:
+        yield f"To go on as before, add {shlex.join(overrides)}"
 
 
 def refusals(found: Sequence[Change | OtherContent], accepted: Sequence[str]) -> Iterator[str]:

@@ -332,7 +332,10 @@ async def _drive(
 
 
 def _counts(episode: Episode, *, has_failed: bool) -> Counter[str]:
-    return Counter(failed=has_failed, timeouts=episode.failure == "hung", environment_ms=round(1000 * episode.seconds))
+    """EVENTS of a conversation, and the name under which its environment failed."""
+    why = {episode.failure: 1} if episode.failure is not None else {}
+    times = {"timeouts": episode.failure == "hung", "environment_ms": round(1000 * episode.seconds)}
+    return Counter(failed=has_failed, **times, **why)
 
 
 class _Canned:

@@ -54,6 +54,8 @@ class EvaluationSettings:
                 prompt. The tokens behind it were drawn all the same and count as such
     vllm        engine arguments, as in `agents.vllm` of a run
     conversation   environment that plays the other side, and limits of a conversation
+    turn_tokens    rollout.max_answer_tokens of the run whose conversations these are: without a max_total_tokens they
+                   end where those of its own evaluation do
     """
 
     model: Path
@@ -67,13 +69,18 @@ class EvaluationSettings:
     trust_remote_code: bool = False
     vllm: Mapping[str, Any] = field(default_factory=dict)
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
+    turn_tokens: int | None = None
     stored: StoredAgent | None = None
 
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest answer or conversation, its prompt not counted: a turn may exceed the latter's limit,
         which is that of training."""
-        return max(self.conversation.longest(self.max_answer_tokens), self.max_answer_tokens)
+        return max(self.conversation.longest(self.turn_tokens or self.max_answer_tokens), self.max_answer_tokens)
+
+    @property
+    def _has_other_turns(self) -> bool:
+        return self.longest_answer != replace(self, turn_tokens=None).longest_answer
 
     @property
     def folder(self) -> Path:
@@ -115,7 +122,8 @@ class EvaluationSettings:
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
         talk, reward = self.conversation, self.reward.model_dump(mode="json", include={"parts", "success", "timeout_s"})
-        left_out = ("stored", "conversation")  # no score depends on the first
+        # no score depends on the first, nor on the last where it changes no limit
+        left_out = ("stored", "conversation", *([] if self._has_other_turns else ["turn_tokens"]))
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
             "reward": self.grader.kind,
@@ -175,6 +183,7 @@ def settings_for(
         trust_remote_code=agent.trust_remote_code,
         vllm=agent.vllm,
         conversation=talk,
+        turn_tokens=None if talk.environment is None else config.rollout.max_answer_tokens,
         stored=stored,
     )
 

@@ -76,6 +76,8 @@ def report_of(env: LauncherEnv, config: Config, versions: Mapping[str, str]) -> 
     """This node's report, by its first process; `versions` are those of the installed packages."""
     shown = visible_devices()
     gpus, problems = visible_gpus(shown)
+    if not gpus and torch_cuda() is None:  # a CPU environment uses none: a tool that fails there is no fault of a node
+        problems = []
     problems += [*compiler_problems(), *missing_kernels(config)] if gpus else []
     environment, mismatch = _environment_facts(gpus)
     problems += mismatch

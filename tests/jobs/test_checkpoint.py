@@ -313,5 +313,6 @@ def test_another_configuration_is_refused_key_by_key(undisturbed, copy):
         "seed was 1, is 3: go on all the same with --accept seed, or start anew with --fresh",
         "agents.wide.optimizer.lr was 0.02, is 0.5: go on all the same with --accept agents.wide.optimizer.lr, or "
         "start anew with --fresh",
+        "To go on as before, add seed=1 agents.wide.optimizer.lr=0.02",
     ]
     assert "has 4 steps done, num_steps is 3" in refused(undisturbed, copy, "num_steps=3")

@@ -35,6 +35,11 @@ from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
 from hacpo_mega.models.sharding.segments import all_sources
 
+# Parts of metric names (logbook/files/metrics.py), which readers search for: an agent's own name must be none.
+METRIC_WORDS = frozenset(
+    {"accuracy", "conversation", "eval", "from", "memory", "own", "phase"}
+    | {"phase_mean", "reward", "self", "verdict", "view", "wait"}
+)
 # Limit of a lane's answers in a step: each takes a kilobyte of text and records, however short it is.
 MOST_ANSWERS = 2**22
 
@@ -97,6 +102,12 @@ def _names(config: Config) -> Iterator[str]:
     names = [agent.name for agent in config.agents]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"agents: the name {name!r} occurs {names.count(name)} times; every agent needs its own"
+    for name in names:
+        if name in METRIC_WORDS or name.startswith("num_"):
+            yield (
+                f"agents: the name {name!r} is a word of metric names, such as agent/NAME/phase/x_s or num_answers, "
+                f"and would be taken for it. Nearest: 'agent_{name}'"
+            )
     for agent in config.agents:
         if agent.init is not None and str(agent.model) in PUBLIC_NAMES:
             yield (

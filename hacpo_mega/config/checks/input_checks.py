@@ -40,11 +40,8 @@ def input_problems(config: Config) -> Iterator[str]:
     """Problems of the files that the configuration names, a line each."""
     yield from run_dir_problems(config)
     yield from _prompt_files(config)
+    yield from code_problems(config)
     for key, grader in config.reward.graders.items():
-        if problem := grader_problem(grader.kind, grader.options):
-            yield f"{key}.kind: {problem}"
-        elif problem := option_problem(grader.kind, grader.options):
-            yield f"{key}.options: {problem}"
         if grader.kind == "arithmetic" and config.data.generator != "arithmetic":
             yield f"{key}.kind = 'arithmetic' judges only data.generator = 'arithmetic'; use kind = 'math' for files"
     yield from _own_code(config)
@@ -54,6 +51,21 @@ def input_problems(config: Config) -> Iterator[str]:
     without = [agent.name for agent in config.agents if not agent.chat_template]
     if config.data.tools_field and without:
         yield f"data.tools_field: tools are read by chat templates; set chat_template = true of {', '.join(without)}"
+
+
+def code_problems(config: Config, *, reads_files: bool = True) -> Iterator[str]:
+    """A line for each grader, option and environment that there is not; without `reads_files` for built-in ones."""
+    for key, grader in config.reward.graders.items():
+        if ":" in grader.kind and not reads_files:
+            continue
+        if problem := grader_problem(grader.kind, grader.options):
+            yield f"{key}.kind: {problem}"
+        elif problem := option_problem(grader.kind, grader.options):
+            yield f"{key}.options: {problem}"
+    environment = config.conversation.environment
+    is_asked = environment is not None and (reads_files or ":" not in environment)
+    if is_asked and (problem := environment_problem(environment)):
+        yield f"conversation.environment: {problem}"
 
 
 def missing_models(config: Config) -> list[str]:
@@ -76,9 +88,6 @@ def _own_code(config: Config) -> Iterator[str]:
         name = getattr(config.algorithm, key)
         if name is not None and (problem := function_problem(key, name)):
             yield f"algorithm.{key}: {problem}"
-    environment = config.conversation.environment
-    if environment is not None and (problem := environment_problem(environment)):
-        yield f"conversation.environment: {problem}"
     for name in config.logging.metrics:
         if problem := own_code_problem(name):
             yield f"logging.metrics: {problem}"

@@ -18,6 +18,7 @@ BF16_GAP = 0.01
 SMALL_LR = 1e-6
 # Below it a model that has been trained gives nearly one answer to a prompt.
 COLD = 0.2
+UNREWARDED = ("calculator", "relay")  # built-in environments that leave every reward to the judge
 UNUSED = {
     "router_aux_loss_coef": "megatron.moe_aux_loss_coeff alone switches on the loss that evens the load of experts",
     **dict.fromkeys(PREDICTS, "layers that predict further tokens are not loaded, trained or exported"),
@@ -61,6 +62,8 @@ UNREAD: tuple[tuple[str, str, Callable[[Config], bool], str], ...] = (
     ("training", "diagnose_every", lambda c: not c.diagnoses, "no answers are shared, whose gradients it compares"),
     ("logging", "trace_steps", lambda c: not c.logging.trace, "nothing reads it without trace"),
     ("logging", "project tracked_prompts", lambda c: not c.logging.trackers, "nothing reads it without trackers"),
+    ("reward", "num_workers while_sampling timeout_s start_timeout_s", lambda c: not c.reward.has_workers,
+     "its graders run in the trainer's process, where nothing is waited for"),
 )  # fmt: skip
 
 
@@ -74,6 +77,19 @@ def unread_settings(config: Config) -> Iterator[str]:
         if agent.optimizer.min_lr_ratio and agent.optimizer.schedule == "constant":
             yield f"agents.{agent.name}.optimizer.min_lr_ratio has no effect: schedule = 'constant' never falls"
     yield from _best_of_one(config)
+    yield from _unread_of_environment(config)
+
+
+def _unread_of_environment(config: Config) -> Iterator[str]:
+    """A line for each setting of the judge that an environment's own rewards leave without effect."""
+    environment, reward = config.conversation.environment, config.reward
+    if environment is None or environment in UNREWARDED:
+        return
+    of = f"on a conversation that {environment} gives a reward"
+    if reward.require_stop:
+        yield f"reward.require_stop has no effect {of}: it keeps this, cut or not"
+    if isinstance(reward.success, str):
+        yield f"reward.success = {reward.success!r} has no effect {of}: the full one is its success"
 
 
 def _best_of_one(config: Config) -> Iterator[str]:

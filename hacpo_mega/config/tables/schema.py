@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from hacpo_grading.registry import gives_parts
+from hacpo_grading.registry import GRADERS, gives_parts
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.algorithm import AlgorithmConfig
 from hacpo_mega.config.tables.choices import TRACKERS, Skill
@@ -150,6 +150,11 @@ class RewardConfig(RewardPartConfig):
         if len(self.parts) > 1:
             return True
         return any(part.may_be_graded for part in self.parts.values()) if self.parts else super().may_be_graded
+
+    @property
+    def has_workers(self) -> bool:
+        """True if a grader runs in processes of its own, with limits of time."""
+        return any(grader.kind not in GRADERS or not GRADERS[grader.kind].is_linear for grader in self.graders.values())
 
     @property
     def graders(self) -> Mapping[str, RewardPartConfig]:

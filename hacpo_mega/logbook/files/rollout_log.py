@@ -12,8 +12,8 @@ A line is one prompt:
          "not_trained": {learner: why it is not: "too_long" and other DropReasons; "outside_band": it has no gradient},
          of a conversation "turns": [{"role", "content", "num_tokens", "name" of a tool, "stop" of own ones, "opened"
          (a <think> that the prompt wrote: the content continues it)}, ...], all after the prompt, "opening" (what its
-         environment has added to the prompt), "task" (the prompt that a program has written), and "text" of the last
-         own turn, and with logging.rollout_tokens
+         environment has added to the prompt), "task" (the prompt that a program has written), "counts" (what
+         happened, by name: "failed" and why), and "text" of the last own turn, and with logging.rollout_tokens
          "tokens": [text of every token], "token_ids": [their ids for its own agent],
          "token_logprob": [nats of each trained one, before the step's first update],
          "token_ratio": [of each trained one, for its own agent in the update that trained it],
@@ -77,7 +77,7 @@ ANSWER_FIELDS = {
     **{"agent": TEXT, "rollout": COUNT, "text": TEXT, "reward": NUMBER.or_null, "verdict": TEXT, "stop": TEXT},
     **{"num_tokens": COUNT, "mean_logprob": NUMBER.or_null.if_given},
     **{"advantage": table_of(NUMBER), "ratio": table_of(NUMBER), "not_trained": table_of(TEXT).if_given},
-    **{"turns": list_of(TABLE).if_given, "opening": TEXT.if_given, "task": TEXT.if_given},
+    **{"turns": list_of(TABLE).if_given, "opening": TEXT.if_given, "task": TEXT.if_given, "counts": TABLE.if_given},
     **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given, "trained_places": IDS.if_given},
     **{"token_logprob": list_of(OF_TOKENS).if_given, "token_ratio": list_of(OF_TOKENS).if_given},
 }
@@ -242,6 +242,7 @@ def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
     turns = {} if played is None else {"turns": [_described_turn(turn) for turn in played.turns]}
     if played is not None:
         turns |= {key: text for key, text in (("opening", played.opening), ("task", played.task)) if text}
+        turns |= {"counts": dict(played.counts)} if played.counts else {}
     return {
         **turns,
         "agent": agent,

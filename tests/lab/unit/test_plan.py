@@ -252,6 +252,9 @@ def test_a_cluster_that_is_no_file_or_no_toml_is_refused(tmp_path):
             ["agents.qwen-8b.model=Qwen/Qwen3-9B"],
             ["Qwen/Qwen3-9B is no folder", "Nearest: Qwen/Qwen3.5-9B, Qwen/Qwen3-8B"],
         ),
+        (["reward.kind=mth"], ["reward.kind: 'mth' is unknown; known: math, "]),
+        (["reward={kind='number', options={foo=1}}"], ["reward.options: 'number' has no option foo"]),
+        (["conversation.environment=calculater"], ["environment 'calculater' is unknown; known: calculator"]),
         (["agents.qwen-8b.tp=3"], ["tp (3) must divide the model's 32 attention heads. Nearest: tp = 2"]),
         (["placement=shared"], ["agents that take turns on devices are not planned for. Nearest: placement=split"]),
         (

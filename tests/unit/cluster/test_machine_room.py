@@ -74,6 +74,18 @@ def test_a_preflight_asks_for_as_much_room_as_training(goes_on, config_file, tmp
     assert report.shortage == str(refusal.value)
 
 
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_tool_that_fails_is_no_fault_of_a_node_without_a_use_for_gpus(cuda, config_file, tmp_path, monkeypatch):
+    """Nodes of one image: the CPU partition has nvidia-smi, too, and no driver."""
+    monkeypatch.setattr("hacpo_mega.preflight.node_report.torch_cuda", lambda: cuda)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = load_config(config_file, [f"run_dir={tmp_path / 'run'}"])
+    found = report_of(LauncherEnv(0, 1, 0, 1, "n0", ("n0",), "n0", 1, False), config, {}).problems
+    assert [text for text in found if "nvidia-smi" in text] == ([] if cuda is None else ["nvidia-smi fails: no driver"])
+
+
 def test_a_run_that_keeps_nothing_needs_no_room(config_file, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     disk_space.require_room(load_config(config_file, ["checkpoint.every_steps=0", "checkpoint.every_minutes=0"]))

@@ -164,6 +164,8 @@ NAMES = [
     one(
         "an agent's name", "agents.a.name='a b'", "name: needs letters, digits, - and _, a letter or digit first, found"
     ),
+    one("an agent's name of metrics", "agents.a.name='phase'", "Nearest: 'agent_phase'"),
+    one("an agent's name of a count", "agents.a.name='num_1'", "the name 'num_1' is a word of metric names, such as"),
     one("an agent's name twice", "agents.a.name='b'", "agents: the name 'b' occurs 2 times"),
     one(
         "every agent's value",

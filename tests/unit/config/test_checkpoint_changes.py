@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,10 @@ def test_what_trains_is_refused_unless_accepted(tmp_path):
         "start anew with --fresh",
         "algorithm.delta was 0.5, is 0.25: go on all the same with --accept algorithm.delta, or start anew with "
         "--fresh",
+        "To go on as before, add seed=7 agents.qwen.optimizer.lr=0.0004 algorithm.delta=0.5",
     ]
-    assert complaint(config, accept=("seed", "agents.*.optimizer")).count("\n") == 1
+    last = complaint(config, accept=("seed", "agents.*.optimizer")).splitlines()[2:]
+    assert last == ["To go on as before, add algorithm.delta=0.5"]
     assert start_of(config, accept=("seed", "agents.*.optimizer.lr", "algorithm")).step == 2
 
 
@@ -90,6 +93,17 @@ def test_keys_tables_and_keys_of_the_stored_run_may_be_accepted():
         assert list(unknown_keys([key], ["qwen"], {})) == []
     before = {"agents": [{"name": "gone", "tp": 1}], "algorithm": {"old": 1}}
     assert list(unknown_keys(["algorithm.old", "agents.gone.tp"], ["qwen"], before)) == []
+
+
+def test_a_run_of_another_default_is_told_how_it_goes_on_as_before(tmp_path):
+    """Preset `authors` took the share of right answers as P_hat before it took the mean reward."""
+    metric = "algorithm.capability_metric"
+    make_step(config_in(tmp_path, "algorithm.preset=authors", f"{metric}=positive_rate"), 2)
+    *_, line, back = complaint(config_in(tmp_path, "algorithm.preset=authors")).splitlines()
+    assert line.startswith(f'{metric} was "positive_rate", is "mean_reward": ')
+    words = shlex.split(back.removeprefix("To go on as before, add "))
+    assert words == [f'{metric}="positive_rate"']
+    assert start_of(config_in(tmp_path, "algorithm.preset=authors", *words)).step == 2
 
 
 def test_a_run_in_place_of_one_of_its_steps_is_told_the_newest(tmp_path):

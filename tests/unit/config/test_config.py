@@ -474,11 +474,28 @@ def test_settings_that_teach_less_than_they_say_are_named():
             "checkpoint.keep_best"
         ),
         ("checkpoint={every_steps=9, keep_best=true}", "evaluation.every_steps=7"): "",
+        ("reward={kind='exact', num_workers=4, while_sampling=true, timeout_s=9.0}",): (
+            "reward.timeout_s reward.num_workers reward.while_sampling"
+        ),
+        ("reward={kind='math', num_workers=4, while_sampling=true}",): "",
+        ("reward={parts={a={kind='exact'}, b={kind='own.py:grade'}}, num_workers=4}",): "",
     }.items(),
 )
 def test_a_setting_that_another_one_leaves_without_effect_is_named(overrides, named):
     lines = list(unread_settings(load_unchecked(QUICKSTART, list(overrides))))
     assert [line.partition(" has no effect: ")[0] for line in lines] == named.split(), lines
+
+
+def test_what_an_environment_that_gives_rewards_does_not_read_is_named():
+    given = ["reward={success='a', require_stop=true, parts={a={kind='math'}}}"]
+    played = {
+        name: list(unread_settings(load_unchecked(QUICKSTART, [*given, f"conversation.environment={name}"])))
+        for name in ("calculator", "relay", "number_game")
+    }
+    assert played["calculator"] == played["relay"] == []
+    stop, success = played["number_game"]
+    assert stop.startswith("reward.require_stop has no effect on a conversation that number_game gives a reward")
+    assert success.startswith("reward.success = 'a' has no effect on a conversation that number_game gives a reward")
 
 
 def test_no_configuration_of_ours_has_a_setting_without_effect():

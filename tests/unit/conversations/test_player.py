@@ -215,10 +215,10 @@ def test_a_program_is_one_conversation_of_what_was_sampled(play, codec, asks):
 @pytest.mark.parametrize(
     "fate, turns, counts",
     [
-        ("raise", 1, {"failed": 1}),
+        ("raise", 1, {"failed": 1, "play": 1}),
         ("silent", 1, {"failed": 1}),
-        ("key", 1, {"failed": 1}),
-        ("hang", 1, {"failed": 1, "timeouts": 1}),
+        ("key", 1, {"failed": 1, "play": 1}),
+        ("hang", 1, {"failed": 1, "timeouts": 1, "hung": 1}),
         ("endless", 4, {"truncated": 1}),
     ],
 )

@@ -93,9 +93,13 @@ def test_an_agent_that_conversed_is_evaluated_in_conversations(tmp_path):
         (tmp_path / "config.toml").write_text(RUN.replace("[[agents]]", table))
         found = ask(given(), model, [], trust=trust)
         assert (found.conversation.environment, found.longest_answer) == (environment, 63)
-        assert found.record("w")["conversation"]["turn_timeout_s"] == 5.0
+        assert found.record("w")["conversation"]["turn_timeout_s"] == 5.0 and "turn_tokens" not in found.record("w")
         other = ask(given("environment=number_game", "max_turns=2", "max_total_tokens=30"), model, [])
         assert (other.conversation.environment, other.longest_answer) == ("number_game", 30)
+        # As long as those of the run's own evaluation, whose turns may be longer or shorter than those of training.
+        for tokens, longest in ((7, 63), (40, 63), (70, 70)):
+            longer = ask(given(f"max_answer_tokens={tokens}"), model, [], trust=trust)
+            assert (longer.longest_answer, longer.record("w")["turn_tokens"]) == (longest, 21)
         # A turn of an evaluation may be longer than a conversation of training, as the player plays it.
         assert ask(given("max_total_tokens=12"), model, [], trust=trust).longest_answer == 21
         alone = ask(given("environment=none"), model, [])

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_mega.cluster.groups.tree import gather_bytes
 from hacpo_mega.config import load_config
+from hacpo_mega.config.checks.checks import METRIC_WORDS
 from hacpo_mega.jobs import from_python
 from hacpo_mega.logbook.console import Console, StepLine, phase_seconds
+from hacpo_mega.logbook.files import metrics as metrics_file
 from hacpo_mega.logbook.files.metrics import Metrics, MetricsWriter, StepMetrics, read_metrics, reduce_payloads
 from hacpo_mega.logbook.files.rollout_log import (
     AnswerNotes,
@@ -410,9 +413,16 @@ CUTS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 TEXTS = ("plain", f"two\nlines {CUTS} and separators", "lone \ud800 surrogate", "漢字 </script>")
 
 
+def test_no_agent_may_have_the_name_of_a_part_of_metric_names() -> None:
+    """Parts below agent/NAME, as the list of names in metrics.py has them: a reader finds phases by /phase/."""
+    text = re.sub(r"agent/<name>/|agent/<learner>/", "\n", metrics_file.__doc__.partition("Every rank adds")[0])
+    parts = {part for line in text.splitlines() for part in re.findall(r"(?:^|, |\d )([a-z_]+)/[a-z<]", line)}
+    assert parts - {"capability", "omega", "rate", "start"} <= METRIC_WORDS, parts
+
+
 def small_pool() -> Pool:
     """One prompt, two agents, two answers each; the first is a conversation, the last one could not be judged."""
-    talk = Conversation((Turn("assistant", TEXTS[0], 3, Stop.EOS, opened="<think>"),))
+    talk = Conversation((Turn("assistant", TEXTS[0], 3, Stop.EOS, opened="<think>"),), counts={"failed": 1, "play": 1})
     verdicts = ((Verdict.CORRECT, 1.0), (Verdict.WRONG, 0.0), (Verdict.CORRECT, 1.0), (Verdict.TIMEOUT, math.nan))
     ids = np.arange(3, dtype=np.int32)
     flat = [
@@ -479,6 +489,7 @@ def test_a_chat_is_logged_as_its_messages_and_tokens_with_their_ids(tmp_path: Pa
     assert lines[0]["prompt_token_ids"] == {"a": [5, 6, 7]}
     (turn,) = lines[0]["answers"][0]["turns"]
     assert (turn["opened"], turn["content"]) == ("<think>", "plain"), "what the prompt has opened, and the rest"
+    assert lines[0]["answers"][0]["counts"] == {"failed": 1, "play": 1} and "counts" not in lines[0]["answers"][1]
     assert lines[0]["answers"][1]["token_ids"] == [7, 300] and "token_ids" not in lines[0]["answers"][0]
 
 

@@ -34,7 +34,7 @@ from hacpo_grading.graders.number_text import (
 from hacpo_grading.texts.answer_sets import as_sets, with_imaginary_unit
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
 from hacpo_grading.texts.formula_text import as_formula, with_distinct_letters
-from hacpo_grading.texts.list_text import are_equal_lists, repeat_differently
+from hacpo_grading.texts.list_text import are_equal_lists, goes_on, repeat_differently
 from hacpo_grading.texts.literal_text import last_literal, literal_verdict
 from hacpo_grading.texts.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
 
@@ -132,7 +132,7 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
     gold = box_of(gold_answer(gold))
     if (last := LAST_LINE.search(text)) and (decision := decide(gold, last[1], rules)).is_equal:
         return decision
-    if is_same_text(plain(gold), plain(text)):
+    if goes_on(gold) == goes_on(text) and is_same_text(plain(gold), plain(text)):
         return Decision(True, "the same text", gold, text)
     if decision := _choice_in_words(gold, text):
         return decision
@@ -170,6 +170,8 @@ def _has_money(*sides: str) -> list[bool]:
 def decide(gold: str, answer: str, rules: MatchRules = RULES) -> Decision:
     """Decides whether two answers are the same: as text, refused, as numbers, else as math-verify sees them."""
     texts = tidy(gold), tidy(answer)
+    if goes_on(gold) != goes_on(answer):
+        return Decision(False, "a list that goes on", gold, answer)
     if is_same_text(*map(plain, texts)) or is_same_text(*(plain(text.removesuffix("\\ldots")) for text in texts)):
         return Decision(True, "the same text", gold, answer)
     if (letter := lone_letter(answer)) and letter == plain(gold).strip("()."):

@@ -21,7 +21,8 @@ NUMERAL = re.compile(
     r"(-?[0-9A-Z]+(?:\.[0-9A-Z]+)?)_(?:(\d)|\{(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|sixteen)\})"
 )
 BARE_NUMERAL = re.compile(r"-?[0-9A-Z]*[0-9][0-9A-Z]*(?:\.[0-9A-Z]+)?")
-DECIMAL_COMMA = re.compile(r"[+-]?\d+,(?:\d\d|\d{4,})")
+DECIMAL_COMMA = re.compile(r"[+-]?(?:\d+,(?:\d\d|\d{4,})|\d{1,3}(?:\.\d{3})+,\d+)")
+DOTTED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:\.\d{3}){2,}")
 
 ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
 SMALL = {word: value for value, word in enumerate((*ONES.split(), "eighteen", "nineteen"))}
@@ -99,14 +100,14 @@ def _number_of_words(text: str) -> int | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""The value of "7,000", "27.0", "(073)", "-\frac{1}{2}", "2 1/2", "4.5e33" or "4.5\times10^{33}", else None."""
+    r"""The value of "7,000", "1.000.000", "27.0", "(073)", "-\frac{1}{2}", "2 1/2" or "4.5\times10^{33}", else None."""
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
         if "," in text:
             return None  # a pair
     if len(text) > MAX_DIGITS or not text.isascii():
         return None
-    text = with_fractions(text)
+    text = with_fractions(text.replace(".", "") if DOTTED_THOUSANDS.fullmatch(text) else text)
     if found := DECIMAL.fullmatch(text):
         return _signed(found[1], Fraction(_digits(found[2])))
     if found := POWER_OF_TEN.fullmatch(text):
@@ -129,8 +130,9 @@ def read_numeral(text: str) -> tuple[str, int | None] | None:
 
 
 def read_decimal_comma(text: str) -> Fraction | None:
-    """The value of "1000,99" where the comma is a decimal point: not before three digits, which are thousands."""
-    return Fraction(text.replace(",", ".")) if DECIMAL_COMMA.fullmatch(text) and len(text) <= MAX_DIGITS else None
+    """The value of "1000,99", "1.000,5" where the comma is a decimal point: not before three digits, or thousands."""
+    is_one = DECIMAL_COMMA.fullmatch(text) and len(text) <= MAX_DIGITS
+    return Fraction(text.replace(".", "").replace(",", ".")) if is_one else None
 
 
 def _digits(text: str) -> str:

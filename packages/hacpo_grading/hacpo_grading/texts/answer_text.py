@@ -27,6 +27,7 @@ SPELLED = {
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac", "\\nicefrac", "\\sfrac"), "\\frac"),
     "\\lbrack": "[", "\\rbrack": "]", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")",
     "\\degree": "^\\circ", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\varnothing": "\\emptyset", "\\lg": "\\log",
+    "\\dots": "\\ldots", "\\dotsc": "\\ldots",
 }  # fmt: skip
 SIGNS = str.maketrans({
     **{sign: f"\\{name} " for sign, name in zip("×·⋅÷π∞≤≥≠∪∩", (

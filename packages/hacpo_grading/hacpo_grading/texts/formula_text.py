@@ -4,6 +4,7 @@ r"""Formulas in the words of their parser: the same value, where math-verify wou
     \cos 30^\circ                       radians; outside a function a degree is a unit (units.py)
     4.5e33                              4.5 \times 10^{33}, and no product with Euler's number
     3 > x \ge 1                         1 \le x < 3
+    ]0,1]                               (0,1]
     R^2 - r^2                           two letters: the parser knows no capitals
 
 Texts are as `tidy` leaves them. Linear in the text.
@@ -27,6 +28,7 @@ DEGREE = r"\^\s*(?:\{\\circ\}|\\circ(?![a-zA-Z]))"
 IN_WORDS = re.compile(r"\\text\{\s*degrees?\s*\}")
 ARGUMENT = re.compile(rf"({FUNCTION})\s*((?:\\frac)?(?:{BRACKETS}(?:{BRACKETS})?|{LEAF}+)(?:{DEGREE})?)")
 IN_DEGREES = re.compile(rf"({BRACKETS}|{LEAF}){DEGREE}")
+OUTWARD = re.compile(r"([\[\]])([^\[\](),]+,[^\[\](),]+)([\[\]])")  # brackets of an open end, as in French
 RELATION = re.compile(r"(\\(?:geq?|leq?|gt|lt)(?![a-zA-Z])|>=?|<=?)")
 REVERSED = {">": "<", ">=": "\\le ", "\\ge": "\\le ", "\\geq": "\\le ", "\\gt": "<"}
 LETTER = re.compile(r"\\(?:math[a-z]+|text[a-z]*|mbox|begin|end|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+|\\.|[a-zA-Z]")
@@ -37,6 +39,8 @@ def as_formula(text: str) -> str:
     text = with_fractions(as_power_of_ten(text))
     if "\\circ" in text or "degree" in text:
         text = ARGUMENT.sub(_in_radians, IN_WORDS.sub(r"^\\circ", text))
+    if text.startswith("]") or text.endswith("["):
+        text = OUTWARD.sub(lambda found: f"{'[('[found[1] == ']']}{found[2]}{'])'[found[3] == '[']}", text)
     return ascending(text)
 
 

@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 SEPARATOR = re.compile(r"\\(?:text|mbox|mathrm|textbf)\{\s*[,;]?\s*(?:and|or)\s*\}|\b(?:and|or)\b|[,;]")
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 BRACKETS = ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
+GOES_ON = re.compile(r"[,;]\s*(?:\\[a-z]?dots[a-z]?(?![a-zA-Z])|\.\.|…)")
 MAX_ELEMENTS = 6
+
+
+def goes_on(text: str) -> bool:
+    r"""Tells whether a list as it is typed leaves elements out: "1, 2, 3, \ldots" or "1, 2, ..., 10"."""
+    return GOES_ON.search(text) is not None
 
 
 def elements_of(text: str) -> tuple[str, list[str]]:

@@ -18,7 +18,7 @@ DASH = re.compile(r"--+|[–—‐‑]|(?<=\d)\s*to\s*(?=\d)", re.IGNORECASE)
 RUN = re.compile(r"\(?\d[\d.:]*\)?(?:-\d[\d.:]*)+")
 PADDED_RUN = re.compile(r"0\d+(?:-\d+)+|\d+(?:-\d+)*-0\d+(?:-\d+)*")
 MODULUS = re.compile(r"\(?\\?(?:[pb]?mod|operatorname\{mod\})\s*(?:\{(\d+)\}|(\d+))\)?")
-CONGRUENCE = re.compile(r"(?:([a-zA-Z])(?:\\equiv|≡|=))?(-?\d+(?:,-?\d+)*)\s*;(\d+)")
+CONGRUENCE = re.compile(r"(?:([a-zA-Z])(?:\\equiv|≡|=))?(-?\d+(?:,-?\d+)*)\s*\0(\d+)")  # 3;2 is a list
 RATIO = re.compile(r"\d+(?:\.\d+)?(?::\d+(?:\.\d+)?){2,9}")
 IN_A_SENTENCE = re.compile(r"\d+(?:[:/–-]\d+)+(?:\s*[ap]\.?m\b)?", re.IGNORECASE)
 CAPITALS = re.compile(r"[A-Z]{3,}")
@@ -94,7 +94,7 @@ def _letters(text: str, is_gold: bool) -> tuple | None:
 
 def _congruence(text: str, is_gold: bool) -> tuple | None:
     r"""The modulus and the residues of "x \equiv 5 \pmod{7}"."""
-    found = CONGRUENCE.fullmatch(MODULUS.sub(r";\1\2", text).replace(" ", "")) if is_gold else None
+    found = CONGRUENCE.fullmatch(MODULUS.sub("\0\\1\\2", text).replace(" ", "")) if is_gold else None
     if found is None or int(found[3]) == 0:
         return None
     return "congruence", int(found[3]), frozenset(int(residue) % int(found[3]) for residue in found[2].split(","))

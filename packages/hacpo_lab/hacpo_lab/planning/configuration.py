@@ -12,6 +12,7 @@ from pathlib import Path
 from hacpo_lab.planning.cluster_file import Cluster
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import batch_problems, named_models
+from hacpo_mega.config.checks.input_checks import code_problems
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.models.families.architecture import Architecture
 
@@ -25,10 +26,10 @@ class Planned:
 
 
 def load_planned(file: Path, overrides: Sequence[str], cluster: Cluster) -> Planned:
-    """The configuration for a cluster. ValueError with one line per problem: keys, batches, unknown models, layouts."""
+    """The configuration for a cluster. ValueError with one line per problem: keys, batches, unknown names, layouts."""
     config = load_unchecked(file, tuple(overrides))
     config = config.model_copy(update={"device_memory_gib": cluster.device.memory_gib})
-    problems = batch_problems(config)
+    problems = [*batch_problems(config), *code_problems(config, reads_files=False)]
     if config.placement == "shared":
         problems.append("placement: agents that take turns on devices are not planned for. Nearest: placement=split")
     if config.placement == "apart":
