@@ -77,7 +77,8 @@ def objective_loss(
 
     loss_B is differentiable in the tokens. `terms` has the ratio s of each answer (by token: the mean over tokens that
     have one), and the total weight of its tokens, w = - (sum of d loss / d log-prob) / A, which is the kernels' where a
-    loss depends on s. ValueError for a loss of another shape, or one that does not depend on the learner.
+    loss depends on s. ValueError for a loss of another shape, one that does not depend on the learner, or NaN where
+    another tokenizer leaves an answer without old log-probs.
     """
     if function is not None:
         name, loss_B = f"algorithm.method: {config.method}", function(answers, config)
@@ -92,6 +93,13 @@ def objective_loss(
         what = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
         shape = tuple(answers.log_ratio_B.shape)
         raise ValueError(f"{name} must return a loss per answer, a tensor {shape}, found {what}")
+    # Every update would be skipped for it, and nothing would say why. Looking waits for the device, so later updates do
+    # not.
+    if answers.update_index == 0 and _lacks_old(loss_B, answers).any():
+        raise ValueError(
+            f"{name} returned NaN for an answer without old_logprob_R, whose source has another tokenizer. Read "
+            "log_ratio_B there, or share none: algorithm.method = 'gspo'"
+        )
     with torch.no_grad():
         ratio_B = answers.log_ratio_B.exp().masked_fill(answers.num_tokens_B == 0, torch.nan)
         if config.is_token_level:
@@ -99,6 +107,12 @@ def objective_loss(
             ratio_B = torch.where(of_tokens_B.isnan() | ratio_B.isnan(), ratio_B, of_tokens_B)
         weight_B = _weights(loss_B, ratio_B, answers, name)
     return loss_B, SequenceTerms(loss_B.detach(), ratio_B, weight_B, answers.advantage_B, answers.is_self_B)
+
+
+def _lacks_old(loss_B: Tensor, answers: PackedAnswers) -> Tensor:
+    """True for answers whose loss is NaN for want of old log-probs alone, bool [B]."""
+    is_sound_B = answers.log_ratio_B.isfinite()
+    return loss_B.detach().isnan() & is_sound_B & answers.mean(answers.old_logprob_R).isnan()
 
 
 def _weights(loss_B: Tensor, ratio_B: Tensor, answers: PackedAnswers, name: str) -> Tensor:

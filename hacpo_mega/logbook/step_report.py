@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import capability_ratios
+from hacpo_mega.cluster.machine.device import actor_dtype
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.config import Config
 from hacpo_mega.logbook.console import Console, warn
@@ -80,18 +80,18 @@ class StepReport:
         console: Console,
         place: Place,
         config: Config,
-        dtype: torch.dtype,
         folder: RunFolder,
         trackers: Trackers,
     ) -> None:
-        """`dtype` is that of the actor's parameters, which sets the expected gap between engine and trainer."""
         self._metrics, self._console, self._place = metrics, console, place
         self._folder, self._trackers, self._engine_scores = folder, trackers, config.engine_scores
         self._algorithm, self._rollout = config.algorithm, config.rollout
         self._names = tuple(agent.name for agent in config.agents)
         self._omega_alarm, self._judge_alarm = OmegaAlarm(self._names), JudgeAlarm()
         self._unjudged_limit = UnjudgedLimit(config.reward.max_unjudged_share)
-        self._engine_alarm = EngineAlarm(self._names, dtype)
+        # Rank 0 watches all agents, whose dtypes may differ.
+        dtypes = [actor_dtype(place.device, agent.dtype) for agent in config.agents]
+        self._engine_alarm = EngineAlarm(self._names, dtypes)
         self._grad_norm_alarm, self._sharing_alarm = GradNormAlarm(self._names), SharingAlarm(self._names)
         is_weighed = config.rollout.engine_correction == "sequence"
         highest_weight = max(1.0, config.rollout.engine_correction_cap) if is_weighed else 1.0

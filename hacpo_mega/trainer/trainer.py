@@ -221,7 +221,7 @@ class Trainer:
         folder = stack.enter_context(RunFolder(config, place, job.lock, self.steps_done, goes_on=job.goes_on))
         is_first = place.coordinate.global_rank == 0
         trackers = stack.enter_context(Trackers(config, console.say, goes_on=job.goes_on, quiet=not is_first))
-        self.report = StepReport(metrics, console, place, config, rollout.dtype, folder, trackers)
+        self.report = StepReport(metrics, console, place, config, folder, trackers)
         stack.enter_context(RankFile(config.run_dir, place))
         place.keep_stack_in(config.run_dir / "logs")
         self.skips = SkippedUpdates(

@@ -157,7 +157,7 @@ def gap_of_step(sampled: list[np.ndarray], scored: list[np.ndarray]) -> dict[str
 @each_case
 def test_an_engine_that_missed_a_publish_is_told_from_one_that_did_not(saw, model, layout):
     """In the gap, in the KL and by the alarm: after steps in order, the trainer learns and nothing is published."""
-    seen, alarm = saw(model, layout)[0], EngineAlarm(("a",), torch.float32)
+    seen, alarm = saw(model, layout)[0], EngineAlarm(("a",), (torch.float32,))
     fresh = [gap_of_step(*step) for step in zip(seen["sampled"], seen["scored"], strict=True)]
     stale = [gap_of_step(*step) for step in zip(seen["sampled"], seen["stale"])]
     assert len(stale) == NUM_UPDATES

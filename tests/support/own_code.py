@@ -49,6 +49,11 @@ def clipped(log_ratio_B, advantage_B, is_self_B, update_index):
     return -(ratio_B * advantage_B).minimum(ratio_B.clamp(1 - 3e-4, 1 + 4e-4) * advantage_B)
 
 
+def by_token(answers):
+    """The mean ratio of an answer's tokens times A, which is NaN without old log-probs."""
+    return -answers.advantage_B * answers.mean(answers.ratio_R)
+
+
 def flat(log_ratio_B, advantage_B, is_self_B, update_index):
     """A loss that does not depend on the policy."""
     return advantage_B

@@ -134,7 +134,7 @@ def narrow_clip_note(config: Config) -> Iterator[str]:
         return
     if config.engine_scores:
         yield f"{subject}, to and from the engine: about a quarter lose their gradient by it. Set both to {BF16_GAP}"
-    elif min(agent.optimizer.lr for agent in config.agents) <= SMALL_LR:
+    elif any(agent.optimizer.lr <= SMALL_LR for agent in config.agents if agent.name in agents_in_bf16(config)):
         yield f"{subject} than updates at a learning rate of {SMALL_LR:g} or less: look at self/clipped"
 
 

@@ -163,25 +163,26 @@ class UnjudgedLimit:
 class EngineAlarm(SpikeAlarm):
     """Says that the engine has begun to answer with another policy than the one that is trained, once for every jump.
 
-    A mean gap of a step (metric engine_gap_mean) has jumped when it exceeds both a floor, which rounding in the models'
-    `dtype` does not reach, and 4 times its median over the agent's last 16 steps without a jump; before the first such
+    A mean gap of a step (metric engine_gap_mean) has jumped when it exceeds both a floor, which rounding in the agent's
+    dtype does not reach, and 4 times its median over the agent's last 16 steps without a jump; before the first such
     step the floor alone decides. It must come back down before the next jump is said. The known failure is an engine
     that wakes with old weights: from .015 to .201 in bf16 (TRL issue 5312).
     """
 
     FLAG = "jumped"
 
-    def __init__(self, names: Sequence[str], dtype: torch.dtype) -> None:
+    def __init__(self, names: Sequence[str], dtypes: Sequence[torch.dtype]) -> None:
+        """`dtypes` are those of the agents' parameters."""
         super().__init__(names)
-        self._floor = GAP_FLOOR_FP32 if dtype == torch.float32 else GAP_FLOOR
+        self._floors = [GAP_FLOOR_FP32 if dtype == torch.float32 else GAP_FLOOR for dtype in dtypes]
 
     def warnings(self, gap_N: Sequence[float | None]) -> Iterator[str]:
         """A line for every agent whose gap has jumped in this step; `gap_N` in nats per token, None where not known."""
         for n, gap in enumerate(gap_N):
             if gap is None:
                 continue
-            calm = self._calm[n]
-            limit = max(self._floor, GAP_FACTOR * median(calm)) if calm else self._floor
+            calm, floor = self._calm[n], self._floors[n]
+            limit = max(floor, GAP_FACTOR * median(calm)) if calm else floor
             if self._begins(n, gap, is_spike=not gap <= limit):  # NaN is a jump too
                 before = f"after {median(calm):.3g}, the median of {len(calm)} steps" if calm else "from the first step"
                 yield (

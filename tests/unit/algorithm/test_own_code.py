@@ -149,6 +149,15 @@ def test_an_objective_that_the_policy_does_not_enter_is_refused():
         packed(torch.zeros(10, dtype=torch.float64, requires_grad=True), "flat")
 
 
+def test_an_objective_that_needs_the_sources_tokens_is_refused():
+    """Its NaN would have every update skipped, by a gradient norm that says nothing of tokenizers."""
+    with pytest.raises(ValueError, match="by_token returned NaN for an answer without old_logprob_R"):
+        packed(torch.zeros(10, dtype=torch.float64, requires_grad=True), "by_token")
+    broken = torch.zeros(10, dtype=torch.float64).fill_(math.nan).requires_grad_()
+    _, _, (loss_B, _) = packed(broken, "by_token")
+    assert loss_B.isnan().all(), "a model that broke is skipped, and named by other means"
+
+
 def test_an_objective_gets_source_prompt_length_and_step_of_each_answer():
     """Two answers of 2 and 3 tokens, own and of agent 1, in update 2 of step 3 of 7; the loss by hand."""
     samples = tuple(

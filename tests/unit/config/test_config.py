@@ -511,6 +511,7 @@ def test_no_configuration_of_ours_has_a_setting_without_effect():
         (["rollout.one_step_off=true"], "about a quarter lose their gradient by it. Set both to 0.01"),
         (["agents.qwen.optimizer.lr=1e-6"], "updates at a learning rate of 1e-06 or less: look at self/clipped"),
         ([], None),  # updates at 4e-4 move ratios far more
+        (["agents.qwen.dtype=float32", "agents.qwen.optimizer.lr=1e-6"], None),  # whose ratios no bf16 moves
         (["rollout.one_step_off=true", "algorithm.eps_low=0.01", "algorithm.eps_high=0.01"], None),
         (["rollout.one_step_off=true", "algorithm.method=grpo"], None),
     ],

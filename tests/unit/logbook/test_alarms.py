@@ -2,14 +2,17 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from repository import ROOT
 
 from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import capability_ratios
 from hacpo_mega.cluster.watchdog import RunStopped
-from hacpo_mega.config import AlgorithmConfig
+from hacpo_mega.config import AlgorithmConfig, load_config
+from hacpo_mega.logbook.step_report import StepReport
 from hacpo_mega.logbook.steps.alarms import (
     MOST_ERRORS,
     AdvantageAlarm,
@@ -105,7 +108,7 @@ def test_alarms_go_on_where_they_were_when_the_run_was_put_on_disk():
     assert list(later.warnings(lost)) == list(sharing.warnings(lost)) != []
     later.load_state_dict(json.loads(json.dumps(sharing.state_dict())))
     assert list(later.warnings(lost)) == []
-    made = {OmegaAlarm: (names,), EngineAlarm: (names, torch.float32), GradNormAlarm: (names,)}
+    made = {OmegaAlarm: (names,), EngineAlarm: (names, [torch.float32] * 2), GradNormAlarm: (names,)}
     made[AdvantageAlarm] = (names, AlgorithmConfig(), 8)
     for kind, step in steps.items():
         before, after = kind(*made.get(kind, ())), kind(*made.get(kind, ()))
@@ -205,7 +208,7 @@ def said(alarm: EngineAlarm, *gaps: float | None) -> list[int]:
 
 def test_stale_weights_after_sleep_are_named_once_with_what_was_before():
     """TRL issue 5312: .015 becomes .201. The other agent is fine."""
-    alarm = EngineAlarm(("fine", "stale"), torch.bfloat16)
+    alarm = EngineAlarm(("fine", "stale"), [torch.bfloat16] * 2)
     for gap in (0.013, 0.016, 0.015):
         assert list(alarm.warnings([0.014, gap])) == []
     (line,) = alarm.warnings([0.014, 0.201])
@@ -215,15 +218,26 @@ def test_stale_weights_after_sleep_are_named_once_with_what_was_before():
 
 
 def test_a_jump_is_above_the_floor_and_above_four_medians():
-    assert said(EngineAlarm(("a",), torch.bfloat16), 0.01, 0.01, 0.01, 0.0499) == []  # rounding of bf16
-    assert said(EngineAlarm(("a",), torch.bfloat16), 0.02, 0.03, 0.04, 0.1199) == []  # 4 x .03 is above the floor
-    assert said(EngineAlarm(("a",), torch.bfloat16), 0.02, 0.03, 0.04, 0.1201) == [3]
-    assert said(EngineAlarm(("a",), torch.float32), 1e-6, 1e-6, 9.9e-4) == []
-    assert said(EngineAlarm(("a",), torch.float32), 1e-6, 1e-6, 1.1e-3) == [2]
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), 0.01, 0.01, 0.01, 0.0499) == []  # rounding of bf16
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), 0.02, 0.03, 0.04, 0.1199) == []  # 4 x .03 is above the floor
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), 0.02, 0.03, 0.04, 0.1201) == [3]
+    assert said(EngineAlarm(("a",), (torch.float32,)), 1e-6, 1e-6, 9.9e-4) == []
+    assert said(EngineAlarm(("a",), (torch.float32,)), 1e-6, 1e-6, 1.1e-3) == [2]
+
+
+def test_an_agent_is_held_to_the_rounding_of_its_own_dtype():
+    """Rank 0 watches all agents: that it trains one in float32 makes no alarm of what bf16 rounds for another."""
+    config = load_config(ROOT / "configs/quickstart.toml", ["agents.llama.dtype=bfloat16"])
+    place = SimpleNamespace(device=torch.device("cpu"))
+    alarm = StepReport(None, None, place, config, None, None)._engine_alarm
+    (line,) = alarm.warnings([0.02, 0.02])
+    assert "of qwen differ" in line and "allowed are 0.001" in line
+    (line,) = alarm.warnings([1e-6, 0.2])
+    assert "of llama differ" in line
 
 
 def test_a_gap_that_is_there_from_the_start_is_said_in_the_first_step():
-    alarm = EngineAlarm(("a",), torch.float32)
+    alarm = EngineAlarm(("a",), (torch.float32,))
     (line,) = alarm.warnings([0.4])
     assert "differ by 0.4 nats per token, from the first step; allowed are 0.001" in line
     assert list(alarm.warnings([0.4])) == []
@@ -232,14 +246,14 @@ def test_a_gap_that_is_there_from_the_start_is_said_in_the_first_step():
 @pytest.mark.parametrize("broken", [0.2, math.nan])
 def test_every_jump_is_said_once_and_does_not_become_what_is_usual(broken):
     long = [broken] * 40
-    assert said(EngineAlarm(("a",), torch.bfloat16), 0.01, *long, 0.01, *long) == [1, 42]
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), 0.01, *long, 0.01, *long) == [1, 42]
 
 
 def test_the_usual_gap_may_grow_slowly_and_steps_without_one_are_skipped():
     slowly = [0.01 * 1.05**step for step in range(60)]
     assert slowly[-1] > 0.15
-    assert said(EngineAlarm(("a",), torch.bfloat16), *slowly) == []
-    assert said(EngineAlarm(("a",), torch.bfloat16), None, 0.01, None, 0.3, None, 0.3) == [3]
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), *slowly) == []
+    assert said(EngineAlarm(("a",), (torch.bfloat16,)), None, 0.01, None, 0.3, None, 0.3) == [3]
 
 
 def spikes(*norms: float | None) -> list[int]:
