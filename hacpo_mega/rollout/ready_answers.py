@@ -46,7 +46,10 @@ class ReadyAnswers:
 def read_answers(
     files: Sequence[Path], prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], answers_per_prompt: int
 ) -> ReadyAnswers | None:
-    """Answers to `prompts` from the files of all cells; None unless all are there, for exactly these tokens."""
+    """Answers to `prompts` from the files of all cells; None unless all are there, for exactly these tokens.
+
+    An older version's file, in another layout or with digests of texts, has none of them.
+    """
     wanted = {
         (prompt.index, g, _digest(ids)): n * answers_per_prompt + g
         for n, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
@@ -54,7 +57,10 @@ def read_answers(
     }
     found: list[Completion | None] = [None] * len(wanted)
     for file in files:
-        table = wire.decode(file.read_bytes(), ROW, sender=str(file))
+        try:
+            table = wire.decode(file.read_bytes(), ROW, sender=str(file))
+        except wire.OtherLayout:
+            continue
         for row, completion in zip(table.rows, wire.completions_of(table), strict=True):
             place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
             if place is not None:

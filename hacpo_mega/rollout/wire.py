@@ -31,6 +31,10 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ROUTING_TYPES = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
+class OtherLayout(ValueError):
+    """A message of another version's layout."""
+
+
 class Table(NamedTuple):
     """Records as they travel: their numbers, token ids (int32) and texts, one of each per record.
 
@@ -64,7 +68,7 @@ def encode(table: Table) -> bytes:
 
 
 def decode(message: bytes, row_type: np.dtype, sender: str) -> Table:
-    """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
+    """Decodes a message. ValueError, which names `sender`, for anything but a whole one; OtherLayout is one."""
     has_logprobs, number, shape, num_rows, *totals = _header(message, row_type, sender)
     num_tokens, num_text_bytes, num_routed = totals
     num_counts = 3 if number else 2
@@ -111,7 +115,7 @@ def _header(message: bytes, row_type: np.dtype, sender: str) -> tuple:
     if magic != MAGIC:
         raise ValueError(f"message of {sender}: starts with {magic!r} instead of {MAGIC!r}")
     if (version, row_bytes) != (VERSION, row_type.itemsize):
-        raise ValueError(
+        raise OtherLayout(
             f"message of {sender}: layout {version} with rows of {row_bytes} bytes, this is {VERSION} with "
             f"{row_type.itemsize}: run one version of hacpo_mega"
         )

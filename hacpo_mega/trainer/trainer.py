@@ -94,14 +94,14 @@ class RolloutSchedule:
         """The step's prompts of this lane."""
         return self._sampler.at(step, self._place.lane, self._config.lanes)
 
-    def take_up(self, start: Checkpoint) -> None:
+    def take_up(self, start: Checkpoint) -> str | None:
         """Restores prefetched answers, unless something since then would change them. Collective over the job.
 
-        Another seed, [rollout] or conversation, and other tokens of a prompt do so. All agents take theirs or none:
-        agents of one conversation answer each other.
+        Another seed, [rollout] or conversation, other tokens of a prompt and files of an older version do so. All
+        agents take theirs or none: those of one conversation answer each other. Returns the line that says so, if any.
         """
         if not self._is_ahead:
-            return
+            return None
         now, tables = plain(self._config), ("seed", "rollout", "conversation", "roles")
         ready = None
         if all(start.config.get(name) == now.get(name) for name in tables):
@@ -111,6 +111,9 @@ class RolloutSchedule:
             ready = read_answers(files, prompts, self._encoded(prompts), self._config.answers_per_prompt)
         if all(self._place.gather_job(b"" if ready is None else b"ready")):
             self.ready = ready
+        elif any(path.endswith(SUFFIX) for path in start.files):
+            return f"answers prefetched for step {start.step + 1}, of other settings or an older version, are made anew"
+        return None
 
     def roll_out(self, step: int, on_answer: Callable[[Prompt, Rollout], None] | None) -> list[Rollout]:
         """This cell's answers, by prompt, then by rollout; `on_answer` is called for each as soon as it ends.
@@ -383,7 +386,8 @@ class Trainer:
         self.steps_done = start.step
         self.capability.load_state_dict(start.capability)
         self.skips.go_on(agent.num_skipped)
-        self.schedule.take_up(start)
+        if line := self.schedule.take_up(start):
+            self.console.say(line)
         self.report.load_state_dicts(agent.alarms)
 
     def _state(self, accuracy: float | None) -> RunState:

@@ -137,6 +137,15 @@ def test_answers_to_other_prompts_or_too_few_are_none(files):
     assert read_answers([], PROMPTS, ids, GROUP) is None
 
 
+def test_answers_in_the_layout_of_an_older_version_are_none(files):
+    """A checkpoint of version 0.2 has them in layout 3: its run goes on, and answers that step anew."""
+    message = bytearray(files[1].read_bytes())
+    message[8:12] = (3).to_bytes(4, "little")
+    files[1].write_bytes(message)
+    assert read_answers(files, PROMPTS, ids_of(PROMPTS), GROUP) is None
+    assert read_answers(files, PROMPTS[:2], ids_of(PROMPTS[:2]), GROUP) is not None
+
+
 @pytest.mark.parametrize(
     "template, changed, told, is_taken",
     [
@@ -162,5 +171,9 @@ def test_a_resumed_run_takes_answers_to_the_same_prompt_alone(files, tmp_path, t
     (tmp_path / "a").mkdir()
     for file in files:
         file.rename(tmp_path / "a" / file.name)
-    schedule.take_up(SimpleNamespace(config=plain(config) | changed, folder=tmp_path, files=stored, step=1))
+    start = SimpleNamespace(config=plain(config) | changed, folder=tmp_path, files=stored, step=1)
+    line = schedule.take_up(start)
     assert (schedule.ready is not None) == is_taken
+    assert line is None if is_taken else line.startswith("answers prefetched for step 2, of other settings")
+    start.files = {}  # rollout.one_step_off is new: nothing is lost
+    assert schedule.take_up(start) is None
