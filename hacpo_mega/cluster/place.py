@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hacpo_mega.cluster.groups.job_groups import JobGroups
 from hacpo_mega.cluster.groups.spans import ClockOffset, measure_offset
 from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable, is_on_one_machine
-from hacpo_mega.cluster.machine.device import rank_device
+from hacpo_mega.cluster.machine.device import rank_device, work_queue
 from hacpo_mega.cluster.machine.environment import one_queue, own_caches
 from hacpo_mega.cluster.patches import TORCH, apply_patches
 from hacpo_mega.cluster.rank_map import RankMap
@@ -106,6 +106,7 @@ class Place(JobGroups):
     def enter_phase(self, phase: str, when: str) -> None:
         """Sets the current phase ("learn", "of step 3"), which is reported with a death or error."""
         self._phase = phase
+        self._watchdog.progress.queue = work_queue(self.device)
         self._watchdog.enter_phase(phase, when)
 
     def leave_phase(self) -> None:

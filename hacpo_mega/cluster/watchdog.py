@@ -37,6 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from hacpo_mega.cluster.launcher_env import FAILED, REFUSED, SIGNALLED, STALLED, STOPPED, Unreachable
@@ -68,7 +69,8 @@ STACK_PATIENCE_S = 1.0  # for a process that was stopped to write its stack
 STACK_SIGNAL = signal.SIGUSR2
 # The others may be long (load, checkpoint, export) or have limits of their own (judge, and evaluate, which judges).
 MUST_PROGRESS = ("roll_out", "exchange", "score", "learn", "diagnose", "publish")
-# Factor on stall_s for a process inside a collective of its agent: one that has not entered it is named at 1.
+# Factor on stall_s for a process inside a collective of its agent, or whose device has work: that work may wait in a
+# collective which the host has long left. A process that has not entered it is named at 1.
 WAITING_GRACE = 1.3
 INNERMOST_CALLS = 4
 COLLECTIVE_FOLDERS = {"distributed", "tensor_parallel", "pipeline_parallel"}  # of torch, vLLM and Megatron
@@ -97,12 +99,14 @@ class RankActivity(NamedTuple):
 
 class Progress:
     """Activity of the main thread. `waits_for` names those it waits for in a collective of the job, None outside
-    one; `num_done` counts the small steps of the phase, `num_before` has those of the last one of each name."""
+    one; `num_done` counts the small steps of the phase, `num_before` has those of the last one of each name. `queue` is
+    its device's, None on the CPU."""
 
     def __init__(self) -> None:
         self.waits_for: str | None = None
         self.waits_since = 0.0
         self.num_done, self.num_before = 0, dict[str, int]()
+        self.queue: torch.Stream | None = None
         self._phase = ""
         self._must_progress = False
         self._num_idle_beats = 0
@@ -139,9 +143,14 @@ class Progress:
             return None
         collective = _collective_of_main_thread()
         idle_s = self._num_idle_beats * beat_s
-        if idle_s < stall_s * (1.0 if collective is None else WAITING_GRACE):
+        if idle_s < stall_s:
+            return None
+        is_device_busy = self.queue is not None and not self.queue.query()
+        if idle_s < stall_s * WAITING_GRACE and (is_device_busy or collective is not None):
             return None
         where = "is in no collective" if collective is None else f"is inside {collective}"
+        if is_device_busy:
+            where += ", and its device has work"
         return f"has made no progress for {idle_s:.0f} s and {where}"
 
 

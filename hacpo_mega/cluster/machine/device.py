@@ -37,6 +37,11 @@ def rank_device(local_rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def work_queue(device: torch.device) -> torch.Stream | None:
+    """Stream that takes this thread's work for a GPU: any thread may `query` whether it is done. None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def actor_dtype(device: torch.device, asked: str | None = None) -> torch.dtype:
     """Number format of an actor's weights, and of its engine's: as `asked`, else bf16 on CUDA, fp32 on the CPU."""
     return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))

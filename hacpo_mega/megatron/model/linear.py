@@ -54,6 +54,10 @@ class _Rows(Function):
     def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         weight_VH, ids = ctx.saved_tensors
         ids_T, rows_TH = ids.flatten(), gradient.flatten(end_dim=-2).float()
+        # Megatron reads tokens of other shards as id 0, and gives them no gradient. CUDA adds an id's rows one by
+        # one: those without gradient go to all ids in turn.
+        in_turn_T = torch.arange(len(ids_T), device=ids_T.device) % len(weight_VH)
+        ids_T = ids_T.where(rows_TH.ne(0).any(dim=1), in_turn_T.to(ids_T.dtype))
         if rows_TH.is_cuda:  # on its own device, each of the two adds an id's rows in order
             weight_VH.main_grad.index_put_((ids_T,), rows_TH, accumulate=True)
         else:

@@ -1,6 +1,7 @@
 """A process says that it is stuck neither early, nor while it waits for others."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,18 @@ def test_who_waits_for_others_is_not_stuck_however_long_they_need():
     with progress.waiting_for("all ranks"):
         assert progress.waits_for == "all ranks" and beats_until_stuck(progress) is None
     assert progress.waits_for is None
+    assert beats_until_stuck(progress)[0] == 10
+
+
+def test_who_waits_for_its_device_is_named_after_the_rank_that_the_device_waits_for():
+    """A process on a GPU waits in .item(), not in torch.distributed, for a peer that never entered the collective."""
+    progress, is_done = Progress(), False
+    progress.queue = SimpleNamespace(query=lambda: is_done)
+    progress.enter("learn")
+    busy = (13, "has made no progress for 13 s and is in no collective, and its device has work")
+    assert beats_until_stuck(progress) == busy
+    is_done = True
+    progress.tick()
     assert beats_until_stuck(progress)[0] == 10
 
 
