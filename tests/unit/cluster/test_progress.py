@@ -42,7 +42,7 @@ def test_who_waits_for_others_is_not_stuck_however_long_they_need():
     assert beats_until_stuck(progress)[0] == 10
 
 
-def test_who_waits_for_its_device_is_named_after_the_rank_that_the_device_waits_for():
+def test_who_waits_for_its_device_is_named_after_the_absent_rank():
     """A process on a GPU waits in .item(), not in torch.distributed, for a peer that never entered the collective."""
     progress, is_done = Progress(), False
     progress.queue = SimpleNamespace(query=lambda: is_done)

@@ -138,8 +138,9 @@ def test_prompts_stay_paired_when_other_cells_share_them(numbers):
             place = SimpleNamespace(
                 rank_map=RankMap(1, (AgentShape("a", cells_per_lane=num_cells),)),
                 coordinate=SimpleNamespace(agent=0, cell=cell),
+                device=torch.device("cpu"),
             )
-            report = StepReport(metrics, None, place, config, torch.float32, None, None)
+            report = StepReport(metrics, None, place, config, None, None)
             if states:
                 report.load_state_dicts(json.loads(json.dumps(states)))
             mine = prompts[cell::num_cells]
