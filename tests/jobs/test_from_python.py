@@ -108,7 +108,7 @@ def test_a_notebook_gets_results_and_an_interrupt_ends_the_ranks(config_file, tm
             print("interrupted")
     """
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in (first, second)]
-    client = NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600)
+    client = NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600, startup_timeout=600)
     # ipykernel shows what other processes write, such as ranks, but not under pytest
     marked = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     marked["STARTED_BY"] = str(tmp_path)
