@@ -216,7 +216,8 @@ def test_a_shipped_grid_is_sound_in_every_cell(monkeypatch, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_missing"), [("evidence", 0), ("evidence_gap", 0), ("evidence_equals", 0), ("evidence_unequals", 0)]
+    ("name", "num_missing"),
+    [("evidence", 0), ("evidence_gap", 0), ("evidence_equals", 0), ("evidence_unequals", 0), ("evidence_ways", 64)],
 )
 def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name, num_missing):
     """Beside the results of a grid lie its tables, as --table-only makes them of what is there."""
@@ -238,6 +239,7 @@ def test_the_tables_in_the_repository_are_those_of_its_results(monkeypatch, name
         ("evidence_gap", 6, ""),
         ("evidence_equals", 1, ""),
         ("evidence_unequals", 1, "strong_weak/seed-1"),
+        ("evidence_ways", 1, "two_ways/seed-1"),
     ],
 )
 def test_the_stored_warm_starts_are_those_that_a_seed_began_from(monkeypatch, name, seed, folder):

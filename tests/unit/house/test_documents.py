@@ -14,6 +14,7 @@ GENERATED = {
         "evidence_equals/README.md",
         "evidence_gap/README.md",
         "evidence_unequals/README.md",
+        "evidence_ways/README.md",
         "evidence_conversations/README.md",
     )
 }
