@@ -242,7 +242,8 @@ def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
     turns = {} if played is None else {"turns": [_described_turn(turn) for turn in played.turns]}
     if played is not None:
         turns |= {key: text for key, text in (("opening", played.opening), ("task", played.task)) if text}
-        turns |= {"counts": dict(played.counts)} if played.counts else {}
+        counts = {name: count for name, count in played.counts.items() if name != "environment_ms"}  # not the clock's
+        turns |= {"counts": counts} if counts else {}
     return {
         **turns,
         "agent": agent,

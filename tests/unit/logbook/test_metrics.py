@@ -422,7 +422,10 @@ def test_no_agent_may_have_the_name_of_a_part_of_metric_names() -> None:
 
 def small_pool() -> Pool:
     """One prompt, two agents, two answers each; the first is a conversation, the last one could not be judged."""
-    talk = Conversation((Turn("assistant", TEXTS[0], 3, Stop.EOS, opened="<think>"),), counts={"failed": 1, "play": 1})
+    talk = Conversation(
+        (Turn("assistant", TEXTS[0], 3, Stop.EOS, opened="<think>"),),
+        counts={"failed": 1, "play": 1, "environment_ms": 9},
+    )
     verdicts = ((Verdict.CORRECT, 1.0), (Verdict.WRONG, 0.0), (Verdict.CORRECT, 1.0), (Verdict.TIMEOUT, math.nan))
     ids = np.arange(3, dtype=np.int32)
     flat = [
