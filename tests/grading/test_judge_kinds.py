@@ -89,6 +89,8 @@ from hacpo_grading.judgement import Stop, Verdict
         ("12 \\approx5", 5.0),
         ("50 \\%", 50.0),
         ("0.5.", 0.5),
+        ("The answer is $1/2$.", 0.5),
+        ("It is 3 1/2.", 3.5),
         ("H2O", None),
         ("none", None),
         ("5/0", None),

@@ -25,7 +25,7 @@ FRACTION = re.compile(
     rf"(?:(?<![\w)\]}}])([+-])\s?)?(?:{WHOLE})?\\(?:[cdt]?frac|nicefrac|sfrac)(?![A-Za-z]){ARGUMENT}{ARGUMENT}(?!\.?\d)"
 )
 MAX_DIGITS = 30  # of a proper fraction: Python makes no int of thousands
-MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?![\w.])")
+MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?!\w|\.\d)")
 # "2**3" and "2 ** 3" are powers; in "**5**" and "**Answer:** 5" the stars are bold type.
 RAISES = r"(?:\s*\^\s*|\*\*(?=\S)| \*\* )"
 TEN_TO = re.compile(
@@ -37,7 +37,7 @@ RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|(?:(?<=[\w)\]}])\*\*|(?<=[\
 COMMAND = re.compile(r"\\[A-Za-z]+")
 NUMBER = re.compile(
     rf"(?:(?<![\w)\]}}])([+-])\s?)?(?<![\w.])({PLAIN})(?:(?:{TIMES}|[eE](?=[+-]?\d{{1,6}}(?!\w)))([+-]?\d{{1,6}}))?"
-    rf"(?:\s?/\s?((?:{PLAIN})(?:[eE][+-]?\d{{1,6}})?)(?![\w.])(?:{TIMES}([+-]?\d{{1,6}}))?)?"
+    rf"(?:\s?/\s?((?:{PLAIN})(?:[eE][+-]?\d{{1,6}})?)(?!\w|\.\d)(?:{TIMES}([+-]?\d{{1,6}}))?)?"
 )
 
 
