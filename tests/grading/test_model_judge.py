@@ -51,8 +51,10 @@ class _Handler(BaseHTTPRequestHandler):
         status = 503 if "busy at first" in text and is_first else 404 if "unknown" in text else 200
         if hostile := next((self.HOSTILE[word] for word in self.HOSTILE if word in text), None):
             return hostile(self)
+        ended = "length" if "at length" in text else "stop"
         words = "I cannot say." if "nonsense" in text else f"Good. Score: {0.0 if 'wrong' in text else 1.0}"
-        reply = {"choices": [{"message": {"content": words}}]} if "no chat" not in text else {"detail": "no"}
+        choice = {"message": {"content": words}, "finish_reason": ended}
+        reply = {"choices": [choice]} if "no chat" not in text else {"detail": "no"}
         body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -167,14 +169,20 @@ def test_a_server_that_does_not_mean_well_leaves_answers_unjudged_in_time(server
     assert len(server.seen) == 5, "nobody followed it elsewhere, where the key would have gone"
 
 
-def test_a_worker_waits_for_all_attempts_before_it_is_ended(server, monkeypatch):
-    """The gold was judged before: an answer whose worker is ended would have earned 0 for a slow server."""
+def test_slow_and_cut_replies_leave_answers_unjudged(server, monkeypatch):
+    """The gold was judged before: an answer whose worker is ended would have earned 0 for a slow server.
+
+    The last score of a reply that was cut may be one that the judge was about to reject.
+    """
     monkeypatch.setattr(guarded_workers, "WALL_FACTOR", 0.0)
     monkeypatch.setattr(guarded_workers, "WALL_GRACE_S", 0.5)
     with judge_of(server, request_s=0.4) as judge:
         sound, slow = judge.judge(questions(["p"] * 2, ["g"] * 2, ["g", "drop by drop"], [Stop.EOS] * 2))
         error = judge.take_report().first_error
+        (cut,) = judge.judge(questions(["p"], ["g"], ["at length"], [Stop.EOS]))
+        said = judge.take_report().first_error
     assert sound.reward == 1.0 and math.isnan(slow.reward) and "gave no reply (TimeoutError" in error
+    assert math.isnan(cut.reward) and "the reply was cut: raise option max_tokens" in said
 
 
 def test_a_server_that_is_not_there_leaves_all_unjudged():
@@ -193,6 +201,8 @@ def test_a_server_that_is_not_there_leaves_all_unjudged():
         ("**Score:** 0", 0.0),
         ("score 1, no: Score: .25", 0.25),
         ("SCORE = 1.0.", 1.0),
+        ("Score: 0.5/1.", 0.5),
+        ("<think>\nIf it were so, Score: 1.\n</think>\nIt is not. Score: 0", 0.0),
     ],
 )
 def test_the_last_score_of_a_reply_counts(reply, score):
@@ -200,7 +210,13 @@ def test_the_last_score_of_a_reply_counts(reply, score):
 
 
 @pytest.mark.parametrize(
-    "reply", ["", "1", "Score: 10", "Score: 1.5", "Score: 7", "Score: -1", "the score is high", "Score: 0.5.5"]
+    "reply",
+    [
+        *("", "1", "Score: 10", "Score: 1.5", "Score: 7", "Score: -1", "the score is high", "Score: 0.5.5"),
+        *("Score: 1/10", "Score: 1 out of 5", "Score: 1%", "Score: 0-1"),
+        "Score: 1 is for a right answer. Score: 8",
+        "<think>\nIf it were so, Score: 1. But",
+    ],
 )
 def test_what_is_no_score_is_not_taken_for_one(reply):
     with pytest.raises(Unjudged):

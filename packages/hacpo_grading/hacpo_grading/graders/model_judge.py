@@ -6,9 +6,10 @@
     options = {url = "http://judge:8000/v1", model = "Qwen/Qwen3-32B", cache = "runs/judge_cache"}
 
 The server is asked for a score between 0 and 1 at temperature 0, many answers at once; the last `Score: NUMBER` of its
-reply is the reward. A reply without one, and a server that is out of reach or overloaded after all attempts, leave the
-answer unjudged: the judge is at fault, and a 0 would bias the capability of the agent. So a server that is gone ends
-the run by reward.max_unjudged_share, and nothing is learnt from what it did not say.
+reply, behind its thinking, is the reward. A reply without one, a reply that was cut, which may quote a score that it
+would have rejected, and a server that is out of reach or overloaded after all attempts leave the answer unjudged: the
+judge is at fault, and a 0 would bias the capability of the agent. So a server that is gone ends the run by
+reward.max_unjudged_share, and nothing is learnt from what it did not say.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from typing import Any
 import httpx
 
 from hacpo_grading.options import ATTEMPTS, MODEL_OPTIONS, REQUEST_S, WAIT_S, wrong_value
+from hacpo_grading.texts.answer_text import after_thinking
 from hacpo_grading.workers.grader_calls import Unjudged
 
 TEMPLATE = """You grade an answer to a question. Compare it with the reference, not with your own opinion.
@@ -39,7 +41,9 @@ Answer to grade:
 
 Say in a sentence what is right or wrong. End with a line "Score: X", where X is 1 for a right answer, 0 for a wrong
 one, or a number between."""
-SCORE = re.compile(r"score[*_:=\s]{1,8}([01](?:\.\d+)?|\.\d+)(?![\d.]*\d)", re.IGNORECASE)
+# A score as it is said, and its scale unless that is 1: "1/10" is none.
+SCORE = re.compile(r"score[*_:=\s]{1,8}([-+.\d]*\d)(\s*(?:%|(?:/|out of)\s*(?!1(?:\.0*)?(?![.\d]))\d))?", re.IGNORECASE)
+NUMBER = re.compile(r"[01](?:\.\d+)?|\.\d+")
 FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes
@@ -163,11 +167,11 @@ class ModelJudge:
 
 
 def score_of(reply: str) -> float:
-    """The last "Score: NUMBER" of a reply. Unjudged for a reply without one, or above 1."""
-    found = SCORE.findall(reply)
-    if not found or not 0.0 <= float(found[-1]) <= 1.0:
+    """The last "Score: NUMBER" of a reply, behind its thinking. Unjudged where that is none from 0 to 1."""
+    number, scale = (SCORE.findall(after_thinking(reply)) or [("", "")])[-1]
+    if scale or not NUMBER.fullmatch(number) or float(number) > 1.0:
         raise Unjudged(f"the reply has no score from 0 to 1: {reply[-MOST_SHOWN:]!r}")
-    return float(found[-1])
+    return float(number)
 
 
 def _fields_of(extra_body: str) -> dict[str, Any]:
@@ -185,9 +189,12 @@ def _fields_of(extra_body: str) -> dict[str, Any]:
 
 def _content(text: str) -> str:
     try:
-        content = json.loads(text)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        content = None
+        choice = json.loads(text)["choices"][0]
+        content, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        content, is_cut = None, False
+    if is_cut:
+        raise Unjudged("the reply was cut: raise option max_tokens, or have the model think less by extra_body")
     if not isinstance(content, str):
         raise Unjudged(f"this is no reply of a chat completion: {text[:MOST_SHOWN]!r}")
     return content
