@@ -2,7 +2,7 @@ r"""The judge of multiple-choice questions: one letter from A to J, exactly.
 
 The letter of an answer is, in this order:
 1. in the last box or <answer>: the letter alone ("B", "(b)", "\text{B}"), or before its option ("B. 42", "(B) 42");
-2. in the last statement "answer is B", "answer: B", "I think it's B", "B is correct";
+2. in the last statement "answer is B", "answer: (b)", "I think it's B", "B is correct";
 3. the last line, when that is nothing but the letter.
 Two letters ("A or B") are no choice: wrong. Text without a letter at these places has no answer.
 """
@@ -20,6 +20,7 @@ ALONE = re.compile(
 )
 # A formula may begin with a letter in brackets: behind "(A)" an option begins with a word or a number, apart from it.
 OPTION = re.compile(r"(?:(?i:option|choice) )?\(?[A-Ja-j][).:]?(?:\s+(?:[\w.({\[\"']|-?\\?(?:\d|.?frac|sqrt|pi\b))|\Z)")
+IN_BRACKETS = re.compile(r"(?<![\w)])\([a-j]\)(?![\w(])")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
 SAID = re.compile(
@@ -68,7 +69,7 @@ def _letter(answer: str) -> tuple[str | None, str]:
     if content is not None:
         return _alone(content) or "", "the last box"
     tagged = TAGGED.findall(text)
-    text = _unmarked(tagged[-1] if tagged else text)
+    text = IN_BRACKETS.sub(lambda letter: letter[0].upper(), _unmarked(tagged[-1] if tagged else text))
     *_, said = None, *SAID.finditer(text)
     if said := said or _meant(text):
         return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
