@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -281,7 +281,8 @@ class Watchdog:
         if self._to_watcher is not None:
             self._tell(f"alive? {self._me.global_rank}")
             self._nobody_is_dead.wait(ERROR_PATIENCE_S)
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
         self._go_down(cause, FAILED)
 
     def _is_first_to_say(self, text: str) -> bool:
@@ -358,11 +359,18 @@ class Watchdog:
             self.signal_number, self._signalled_at = number, time.monotonic()
         return time.monotonic() - self._signalled_at < ECHO_S
 
-    def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> None:
+    def _go_down(self, cause: str, status: int, wakes_watched: bool = False) -> NoReturn:
         self._announcing.acquire()  # never released: only the first cause is reported, and ends the process
-        self._tell(f"down {status} {cause}")
+        try:
+            self._tell(f"down {status} {cause}")
+            self._say_last_words(cause, status, wakes_watched)
+        finally:
+            os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
+
+    def _say_last_words(self, cause: str, status: int, wakes_watched: bool) -> None:
         self.before_end()
-        sys.stdout.flush()
+        with suppress(OSError):  # nobody can read it, or the disk is full
+            sys.stdout.flush()
         if status == STALLED:
             if self._stack_file is not None:
                 faulthandler.dump_traceback(self._stacks, all_threads=True)
@@ -381,12 +389,12 @@ class Watchdog:
                 self.on_termination()
         # else the reason has been printed, and its finder does not matter
         self.at_end()
-        os._exit(status)  # not sys.exit: the main thread may be inside a collective that will never return
 
     def _forget_stack(self) -> None:
         if self._stack_file is not None:
             faulthandler.unregister(STACK_SIGNAL)
-            self._stack_file.unlink(missing_ok=True)
+            with suppress(OSError):  # its disk may be away or closed
+                self._stack_file.unlink(missing_ok=True)
 
     def _tell(self, line: str) -> None:
         # A watcher that is gone or stuck must not take this process with it: its own watcher reports it.
@@ -397,8 +405,9 @@ class Watchdog:
 
 def _write(text: str) -> None:
     # One write: the processes of a node share their standard error, and print's line end would be a second one.
-    sys.stderr.write(visible(text))
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody can read it
+        sys.stderr.write(visible(text))
+        sys.stderr.flush()
 
 
 def _signals() -> socket.socket:

@@ -142,13 +142,14 @@ class ForeignConversation:
         self._by_history: dict[bytes, AskedTurn] = {}
         self._num_calls = self._num_asked = self._num_under_way = 0
         self._is_closed = self.is_limited = False
-        self._since, self.busy_s = time.monotonic(), 0.0  # of the first call under way, or of the end of the last
+        self._began = self._waited = time.monotonic()  # the calls under way; end of the last one that asked for a turn
+        self.busy_s, self._has_asked = 0.0, False
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """One call, from its head to its answer."""
         if not self._num_under_way:
-            self._since = time.monotonic()
+            self._began = time.monotonic()
         self._num_under_way += 1
         try:
             yield
@@ -159,13 +160,16 @@ class ForeignConversation:
             self._num_under_way -= 1
             if not self._num_under_way:
                 ended = time.monotonic()
-                self.busy_s += ended - self._since
-                self._since = ended
+                self.busy_s += ended - self._began
+                self._waited, self._has_asked = ended if self._has_asked else self._waited, False
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last call; 0 while one is under way."""
-        return 0.0 if self._num_under_way else time.monotonic() - self._since
+        """Seconds since the last call that asked for a turn; 0 while any is under way.
+
+        Refused calls do not count: a program may repeat them for ever.
+        """
+        return 0.0 if self._num_under_way else time.monotonic() - self._waited
 
     def note_call(self) -> None:
         """Counts a call. Refusal once there are more than a program needs that asks for every turn again."""
@@ -211,6 +215,7 @@ class ForeignConversation:
         """The turn behind a prompt: the one that was asked before, or a new one."""
         turn = self._by_prompt.get(prompt.ids)
         if turn is not None and not turn.is_dropped:
+            self._has_asked = True
             return turn
         if self._is_closed:  # while the body of the call came
             raise Refusal(404, "address", "this conversation has ended")
@@ -236,7 +241,7 @@ class ForeignConversation:
             raise Refusal(400, "ids", str(error)) from error
         except RuntimeError as error:
             raise Refusal(503, "stopped", str(error)) from error
-        self._num_asked += 1
+        self._num_asked, self._has_asked = self._num_asked + 1, True
         turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future)
         return turn
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,16 +59,18 @@ class NodeGroup:
     memory_mib: int = 0
 
 
-def job_name(run_dir: Path) -> str:
-    """The name of all jobs of a run, and of no other: a part for people and a digest, both of the real path."""
+def job_name(run_dir: Path, *, held: bool = False) -> str:
+    """The name of all jobs of a run, and of no other: a part for people and a digest, both of the real path. Jobs that
+    hold nodes for it have another."""
     folder = os.path.realpath(run_dir)
     digest = hashlib.sha256(folder.encode()).hexdigest()[:8]
-    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', os.path.basename(folder))[:40]}-{digest}"
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', os.path.basename(folder))[:40]}-{digest}{'-held' * held}"
 
 
-def jobs_of(run_dir: Path, patience_s: float = 0.0) -> list[QueuedJob] | None:
-    """The running, then the waiting jobs of a run, of any user; None if squeue does not answer."""
-    options = ("--noheader", f"--name={job_name(run_dir)}", f"--format={'|'.join(JOB_FIELDS)}")
+def jobs_of(run_dir: Path, patience_s: float = 0.0, *, held: bool = False) -> list[QueuedJob] | None:
+    """The running, then the waiting jobs of a run, or those that hold nodes for it, of any user; None if squeue does
+    not answer."""
+    options = ("--noheader", f"--name={job_name(run_dir, held=held)}", f"--format={'|'.join(JOB_FIELDS)}")
     output = _ask("squeue", *options, patience_s=patience_s)
     if output is None:
         return None
@@ -96,16 +98,26 @@ def num_gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
-def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = "") -> subprocess.CompletedProcess:
-    """Runs a Slurm program and returns its end; retries for `patience_s` while the controller is away."""
+def ask(
+    command: Sequence[str],
+    patience_s: float = CONTROLLER_S,
+    script: str = "",
+    made: Callable[[], Sequence[str] | None] = tuple,
+) -> subprocess.CompletedProcess:
+    """Runs a Slurm program and returns its end; retries for `patience_s` while the controller is away.
+
+    `made` gives the numbers that a request has made whose answer was lost; None if nobody knows at present.
+    """
     end = time.monotonic() + patience_s
     is_said = False
+    found: Sequence[str] | None = ()
     while True:
-        try:
-            pipes = {"input": script, "capture_output": True, "text": True}
-            done = subprocess.run(command, env=outside_of_jobs(), timeout=QUEUE_S, **pipes)
-        except subprocess.TimeoutExpired:
-            done = subprocess.CompletedProcess(command, 1, "", f"timed out after {QUEUE_S:.0f} s")
+        if found is not None:
+            try:
+                pipes = {"input": script, "capture_output": True, "text": True}
+                done = subprocess.run(command, env=outside_of_jobs(), timeout=QUEUE_S, **pipes)
+            except subprocess.TimeoutExpired:
+                done = subprocess.CompletedProcess(command, 1, "", f"timed out after {QUEUE_S:.0f} s")
         if done.returncode == 0 or not AWAY.search(done.stderr) or time.monotonic() >= end:
             return done
         if not is_said:
@@ -113,6 +125,24 @@ def ask(command: Sequence[str], patience_s: float = CONTROLLER_S, script: str = 
             say(f"Slurm does not answer ({words}): asking again, for {patience_s:.0f} s at most", file=sys.stderr)
             is_said = True
         time.sleep(AGAIN_S)
+        if found := made():
+            return subprocess.CompletedProcess(command, 0, found[0], "")
+
+
+def submitted(
+    command: Sequence[str], run_dir: Path, script: str = "", *, held: bool = False
+) -> subprocess.CompletedProcess:
+    """`ask` for sbatch, which must not make a second job of a run where its answer was lost."""
+    known = jobs_of(run_dir, CONTROLLER_S, held=held)
+
+    def made() -> list[str] | None:
+        now = jobs_of(run_dir, held=held)
+        if known is None or now is None:
+            return None
+        new = {job.number for job in now} - {job.number for job in known}
+        return [number.partition("+")[0] for number in sorted(new)]
+
+    return ask(command, script=script, made=made)
 
 
 def _ask(program: str, *options: str, patience_s: float) -> str | None:

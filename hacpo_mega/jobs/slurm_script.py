@@ -25,7 +25,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config, SlurmConfig
 from hacpo_mega.jobs.installed_files import installed_files
 from hacpo_mega.jobs.slurm_plan import WHOLE_NODE, Plan, Request, request_of, seconds_of
-from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken
+from hacpo_mega.jobs.slurm_queue import CONTROLLER_S, QueuedJob, ask, job_name, jobs_of, partitions, spoken, submitted
 from hacpo_mega.logbook.run.older_runs import move_aside
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.hub import CACHE, HubModel
@@ -131,7 +131,7 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     require_no_job(job, others, fresh=fresh)
     _refuse_if_slurm_would(sbatch, job)
     script = write(job, fresh=fresh)
-    number = _accepted(ask([sbatch, "--parsable", str(script)]), str(script))
+    number = _accepted(submitted([sbatch, "--parsable", str(script)], job.run_dir), str(script))
     log = job.folder() / f"{number}.log"
     if others:
         yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
@@ -147,7 +147,7 @@ def hold(job: Job) -> Iterator[str]:
     sbatch, held = _sbatch(), replace(job, held=True)
     folder = _own_folder(job)
     text = HOLD.replace("@directives@", "\n".join(_directives(held)))
-    number = _accepted(ask([sbatch, "--parsable"], script=text), "the job")
+    number = _accepted(submitted([sbatch, "--parsable"], job.run_dir, text, held=True), "the job")
     yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'{number}.log'}"
     yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
     yield f"end:    scancel {number}"
@@ -240,7 +240,7 @@ def _seen_by_processes(config: Config) -> Iterator[Path]:
 def _directives(job: Job) -> Iterator[str]:
     """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
-    yield f'#SBATCH --job-name="{job_name(job.run_dir)}{"-held" * job.held}"'
+    yield f'#SBATCH --job-name="{job_name(job.run_dir, held=job.held)}"'
     yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'

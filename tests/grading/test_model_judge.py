@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 from judged import questions
 
+from hacpo_grading.graders import model_judge
 from hacpo_grading.graders.model_judge import ModelJudge, score_of
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop, Verdict
@@ -150,6 +151,15 @@ def test_many_are_asked_at_once_and_only_what_is_said_counts(server, tmp_path, m
             1.0
         ] * 58 + [0.0]
     assert len(server.seen) == asked
+
+
+def test_a_judge_remembers_a_bounded_number_of_scores(monkeypatch):
+    """A run of many steps asks for millions, and a grading process has 2 GiB."""
+    monkeypatch.setattr(model_judge, "MOST_KNOWN", 3)
+    judge = ModelJudge("http://127.0.0.1:1/v1", "judge")
+    for number in range(8):
+        judge._keep(str(number), 0.5, "")
+        assert judge._kept(str(number)) == 0.5 and len(judge._known) <= 3
 
 
 @pytest.mark.nightly

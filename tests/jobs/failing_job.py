@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import torch
@@ -49,6 +50,24 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
             place.gather_lane(b"answers")
         place.barrier()
     print("finished", flush=True)
+
+
+def unheard(ready: Path) -> None:
+    """One rank that waits to be told to end, of whose words nothing can be written and whose stack cannot be removed.
+
+    Creates `ready`, and the file `ended` beside it as it ends.
+    """
+    with Place.join(RankMap(1, (AgentShape("A"),)), 60.0) as place:
+        place.at_end(ready.with_name("ended").touch)
+        place.keep_stack_in(ready.parent)
+        stack = ready.with_name("rank_0.stack")
+        stack.unlink()
+        stack.mkdir()
+        with Path("/dev/full").open("w") as full, redirect_stdout(full), redirect_stderr(full):
+            with suppress(OSError):
+                print("what the buffer keeps", flush=True)
+            ready.touch()
+            time.sleep(600.0)
 
 
 if __name__ == "__main__":

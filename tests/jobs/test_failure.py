@@ -152,6 +152,19 @@ def test_a_second_signal_ends_a_job_that_has_deferred_the_first(tmp_path, number
     assert job.errors() == [line, "", "", ""]
 
 
+def test_a_rank_ends_though_nothing_of_its_last_words_can_be_written(tmp_path):
+    """Its output is on a full disk, as is that of a pipe whose reader has gone; its folder is closed."""
+    (rank,) = start_ranks(1, tmp_path, failing_job.unheard, tmp_path / "ready")
+    while not (tmp_path / "ready").exists():
+        assert rank.exitcode is None
+        time.sleep(0.05)
+    os.kill(rank.pid, signal.SIGINT)
+    rank.join(60.0)
+    status = rank.exitcode
+    rank.kill()
+    assert (status, (tmp_path / "ended").exists()) == (130, True)
+
+
 @pytest.mark.nightly
 def test_a_death_is_named_though_all_were_told_to_end_before(tmp_path):
     """And a launcher, which saw the death, tells them once more."""

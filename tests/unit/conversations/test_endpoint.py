@@ -9,6 +9,7 @@ import stat
 import threading
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
@@ -119,6 +120,27 @@ def test_a_conversation_has_three_calls_a_turn():
         talk.note_call()
     with pytest.raises(Refusal, match="has had its 12 calls"):
         talk.note_call()
+
+
+def test_only_calls_that_ask_for_a_turn_are_waits_for_the_model(monkeypatch):
+    """A program that repeats a refused call for ever does not go on for ever: its time counts."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("hacpo_mega.conversations.foreign_conversation.time", clock)
+    talk = ForeignConversation("talk", 3, Answering().queue, TERMS)
+    with talk.call():
+        ask(talk, 1, 2)
+        clock.now += 3.0
+        assert talk.idle_s == 0.0
+    for _ in range(5):
+        clock.now += 1.0
+        with pytest.raises(Refusal), talk.call():
+            raise Refusal(400, "turns", "this conversation has had its turns")
+        with talk.call():  # for the models
+            assert talk.idle_s == 0.0
+    assert (talk.idle_s, talk.busy_s, talk.is_limited) == (5.0, 3.0, True)
+    with talk.call():
+        ask(talk, 1, 2)
+    assert talk.idle_s == 0.0
 
 
 def test_a_dead_loop_ends_every_wait_and_a_finished_one_takes_no_more():

@@ -301,6 +301,28 @@ def test_who_submits_asks_again_while_the_controller_is_away(tmp_path, monkeypat
     assert job.number == "7" and capsys.readouterr().err.count("Slurm does not answer (slurm_load_jobs error: ") == 1
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_job_whose_number_was_lost_on_its_way_is_not_submitted_twice(tmp_path, monkeypatch, held):
+    """The controller takes the second request, and neither the answer nor the next question comes through."""
+    name = slurm_queue.job_name(tmp_path, held=held)
+    programs = {
+        "sbatch": """echo x >>asked; (($(wc -l <asked) > 1)) || lost; echo 8 >>queue; lost""",
+        "squeue": f"""[[ "$*" == *--name={name}' '* ]] || exit 0
+            echo x >>looked; (($(wc -l <looked) == 3)) && lost
+            for number in $(cat queue); do echo "$number|PENDING|None|0:00|2:00||job.1.sbatch"; done""",
+    }
+    for program, text in programs.items():
+        lost = "lost() { echo 'Socket timed out on send/recv operation' >&2; exit 1; }"
+        (tmp_path / program).write_text(f"#!/bin/bash\ncd {tmp_path}\n{lost}\n{text}\n")
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "queue").write_text("7\n")  # another submission of the run
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queue, "AGAIN_S", 0.01)
+    done = slurm_queue.submitted(["sbatch"], tmp_path, held=held)
+    assert (done.returncode, done.stdout) == (0, "8")
+    assert (tmp_path / "queue").read_text().split() == ["7", "8"]
+
+
 def test_a_job_that_is_submitted_from_a_job_has_nothing_of_it(tmp_path, monkeypatch):
     """srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."""
     sbatch = tmp_path / "sbatch"

@@ -48,6 +48,7 @@ FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
 MOST_SHOWN = 200  # characters of a reply that an error quotes
 MOST_REPLY_BYTES, MOST_AT_ONCE = 4 * 2**20, 2**16
+MOST_KNOWN = 2**17  # scores that a process remembers, 30 MB of them: a long run asks for millions
 DECIDED = {"model", "messages", "max_tokens", "stream", "n"}  # of a request, by the judge itself
 AGAIN = (408, 425, 429)  # and 500 and above: statuses after which another attempt may succeed
 
@@ -152,11 +153,16 @@ class ModelJudge:
             with suppress(OSError, ValueError, KeyError, TypeError):  # none, or half written by a disk that was full
                 score = json.loads((self._cache / f"{key}.json").read_text())["score"]
                 if isinstance(score, float) and 0.0 <= score <= 1.0:
-                    self._known[key] = score
+                    self._remember(key, score)
         return self._known.get(key)
 
-    def _keep(self, key: str, score: float, reply: str) -> None:
+    def _remember(self, key: str, score: float) -> None:
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
         self._known[key] = score
+
+    def _keep(self, key: str, score: float, reply: str) -> None:
+        self._remember(key, score)
         if self._cache is not None:
             with suppress(OSError):  # asked again another time
                 self._cache.mkdir(parents=True, exist_ok=True)
