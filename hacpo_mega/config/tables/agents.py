@@ -42,7 +42,7 @@ class OptimizerConfig(Section):
     eps: Small = 1e-8
     """Added to the root of Adam's second moment, the update's denominator."""
     weight_decay: Factor = 0.0
-    """Share of a weight that is subtracted from it in every update, times the learning rate."""
+    """Share of matrices, not norms and biases, subtracted in every update, times the learning rate."""
     clip_grad: Annotated[float, Field(strict=True, ge=1e-12, le=1e30)] = 1.0
     """Largest norm of the whole model's gradient; a longer gradient is scaled down to it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
