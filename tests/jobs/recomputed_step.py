@@ -119,7 +119,7 @@ class RecomputedStep:
         return own(answer["text"], add_special_tokens=False)["input_ids"] + ended
 
     def advantages(self, k: int) -> torch.Tensor:
-        """What learner k makes of all answers [P, N, G]: eq. 9 and 10, and omega of eq. 50 for others' answers."""
+        """Advantages of all answers for learner k [P, N, G]: eq. 9 and 10, and omega of eq. 50 for others' answers."""
         rewards_PNG = self._rewards(self.rows)
         num = rewards_PNG[0].numel()
         omega_NN = self.capability[:, None] / self.capability[None, :]
