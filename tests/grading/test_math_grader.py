@@ -178,6 +178,12 @@ WRITTEN = [
     (r"1, 2, 3, \ldots", ("1,2,3,...", r"1,2,3,\dots"), ("1, 2, 3", r"1, 2, 4, \ldots")),
     (r"\{1,2,\ldots,10\}", (), (r"\{1,2,10\}",)), (r"\{1,2,3\}", (), (r"\{1,2,3,\ldots\}",)),
     ("3;2", ("2, 3",), ("1;2", "1, 2")), ("1;2", ("1, 2",), ("3;2",)),
+    # words before the value and between values, none of which is lost
+    (r"\frac34", (r"P(\text{win}) = \frac{3}{4}", r"P_{\text{win}} = \frac{3}{4}"), (r"\frac34 \text{ or else } \frac{5}{11}",)),
+    (r"\lambda_{\text{red}} / \sqrt{2}", (r"\frac{\lambda_{\text{red}}}{\sqrt{2}}",),
+     (r"\lambda_{\text{red}} / \sqrt{3}", r"\lambda_{\text{blue}} / \sqrt{2}", r"\lambda_{\text{red}}")),
+    (r"7 \text{ apples}, 9 \text{ pears}", ("7, 9",), ("7", r"7 \text{ apples}, 8 \text{ pears}")),
+    ("7", (r"7 \text{ blobs}/\text{day}^2",), (r"7 \text{ apples}, 9 \text{ pears}", r"7 \text{ if } x>0, 9 \text{ otherwise}")),
     # no arithmetic
     ("12:30", (r"12\!:\!30",), ("2:5", "6:15", r"\frac25", "12:35")),
     (r"4:20\text{ p.m.}", (r"4:20 \text{ PM}", "16:20", "4:20"), (r"4:20\text{ a.m.}",)),
@@ -260,6 +266,7 @@ SENTENCES = [
     ("42", r"In total it costs \$42.00 per day.", 1.0), ("30", r"It costs \$30 and then \$42.", 0.0),
     ("1200", "3 * 400 = 1200\n#### 1,200", 1.0), ("3", "3 * 400 = 1200\n#### 1,200", 0.0),
     (r"\frac12", "so\n#### 1/2", 1.0),
+    (r"\frac34", r"So it is $P(\text{win}) = \frac{3}{4}$.", 1.0), (r"\frac34", r"It is $\frac34 \text{ or else } \frac{5}{11}$.", 0.0),
     ("B", "It's not A, therefore I think it's B", 1.0), ("B", "The answer is for sure D, it can't be B", 0.0),
     ("(D) Alina", "D", 1.0), ("(D) Alina", "B", 0.0),
 ]  # fmt: skip
