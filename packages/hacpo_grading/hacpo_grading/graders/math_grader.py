@@ -48,7 +48,8 @@ LAST_LINE = re.compile(r"####([^\n#]+)\Z")  # GSM8K's form, which golds have, to
 WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
 UNITS = "units of different things"
 LITERAL = "a time, a date, a range or letters"
-WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
+WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}|[\u0400-\u04ff\u3040-\u9fff\uac00-\ud7af]{2}")
+UNSPACED = re.compile("[\u3000-\u30ff\u3400-\u9fff，：；！？（）]+")  # 答案是42。
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
             return decision
     if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
         return Decision(True, LITERAL, gold, literal)
-    formulas = with_their_ends(as_formula(region(text)))
-    found = _extracted(formulas.replace("−", "-").replace("\\$", ""), rules.targets)
+    formulas = with_their_ends(as_formula(UNSPACED.sub("; ", region(text))))
+    found = _extracted(re.sub("[−‑]", "-", formulas).replace("\\$", ""), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
