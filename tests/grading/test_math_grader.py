@@ -178,6 +178,12 @@ WRITTEN = [
     (r"1, 2, 3, \ldots", ("1,2,3,...", r"1,2,3,\dots"), ("1, 2, 3", r"1, 2, 4, \ldots")),
     (r"\{1,2,\ldots,10\}", (), (r"\{1,2,10\}",)), (r"\{1,2,3\}", (), (r"\{1,2,3,\ldots\}",)),
     ("3;2", ("2, 3",), ("1;2", "1, 2")), ("1;2", ("1, 2",), ("3;2",)),
+    # words before the value and between values, none of which is lost
+    (r"\frac34", (r"P(\text{win}) = \frac{3}{4}", r"P_{\text{win}} = \frac{3}{4}"), (r"\frac34 \text{ or else } \frac{5}{11}",)),
+    (r"\lambda_{\text{red}} / \sqrt{2}", (r"\frac{\lambda_{\text{red}}}{\sqrt{2}}",),
+     (r"\lambda_{\text{red}} / \sqrt{3}", r"\lambda_{\text{blue}} / \sqrt{2}", r"\lambda_{\text{red}}")),
+    (r"7 \text{ apples}, 9 \text{ pears}", ("7, 9",), ("7", r"7 \text{ apples}, 8 \text{ pears}")),
+    ("7", (r"7 \text{ blobs}/\text{day}^2",), (r"7 \text{ apples}, 9 \text{ pears}", r"7 \text{ if } x>0, 9 \text{ otherwise}")),
     # no arithmetic
     ("12:30", (r"12\!:\!30",), ("2:5", "6:15", r"\frac25", "12:35")),
     (r"4:20\text{ p.m.}", (r"4:20 \text{ PM}", "16:20", "4:20"), (r"4:20\text{ a.m.}",)),
@@ -192,13 +198,14 @@ WRITTEN = [
     (r"(0,\infty)", ("x > 0", "0 < y"), (r"x \ge 0", "x < 0")),
     (r"(-\infty,-1)\cup(2,\infty)", (r"x<-1 \text{ or } x>2",), (r"x<-1 \text{ or } x \ge 2", "-1<x<2")),
     (r"(-\infty,-3)\cup(3,\infty)", ("|x|>3",), ("|x|<3", "x>3")), (r"x \ne 2", (r"\mathbb{R}\setminus\{2\}",), ("x=2",)),
+    (r"x \ge 3", (r"3 \le x",), ("x = 3",)), ("x = 3", ("3",), (r"x \ge 3",)), (r"\text{Yes}", (r"\text{Yes.}",), (r"\text{No.}",)),
     ("(0,1]", ("]0,1]", r"\left]0,1\right]"), ("]0,1[", "[0,1]")), ("]0,1[", ("(0,1)",), ("[0,1[",)),
     (r"(-\infty,1)\cup(2,\infty)", (r"]-\infty,1[\cup]2,\infty[",), (r"]-\infty,1]\cup]2,\infty[",)),
     ("1<x<3", ("3>x>1", "(1,3)", r"x>1 \text{ and } x<3"), ("1>x>3", r"1\le x<3")), ("a<b<c", ("c>b>a",), ("a>b>c",)),
     (r"\emptyset", (r"\varnothing", "∅", r"\{\}"), (r"\{0\}",)),
     (r"e^{i\pi/3}", (r"\frac12+\frac{\sqrt3}{2}i",), (r"\frac12-\frac{\sqrt3}{2}i",)), ("i", (r"\sqrt{-1}",), ("1", "-i")),
     (r"\frac{1}{2^{98}}", (), (r"\frac{1}{2^{98}} i",)), ("R^2-r^2", ("(R-r)(R+r)",), ("0", "r^2-R^2")),
-    ("-5", ("－５", "−5"), ("５",)), (r"\frac52", ("2½", "2.5"), ("½",)), ("0.001", ("10⁻³",), ("10³",)),
+    ("-5", ("－５", "−5", "‑5"), ("５",)), (r"\frac52", ("2½", "2.5"), ("½",)), ("0.001", ("10⁻³",), ("10³",)),
     (r"\sqrt[3]{2}", ("∛2",), ("√2",)), ("10^{100}", ("1" + "0" * 100,), ("1" + "0" * 99,)),
 ]  # fmt: skip
 
@@ -260,6 +267,9 @@ SENTENCES = [
     ("42", r"In total it costs \$42.00 per day.", 1.0), ("30", r"It costs \$30 and then \$42.", 0.0),
     ("1200", "3 * 400 = 1200\n#### 1,200", 1.0), ("3", "3 * 400 = 1200\n#### 1,200", 0.0),
     (r"\frac12", "so\n#### 1/2", 1.0),
+    (r"\frac34", r"So it is $P(\text{win}) = \frac{3}{4}$.", 1.0), (r"\frac34", r"It is $\frac34 \text{ or else } \frac{5}{11}$.", 0.0),
+    ("42", "答案是42。", 1.0), ("42", "所以共有 $6 \\times 7 = 42$ 个苹果。", 1.0), ("7", "所以共有 $6 \\times 7 = 42$ 个苹果。", 0.0),
+    ("-3", "The value is ‑3.", 1.0),
     ("B", "It's not A, therefore I think it's B", 1.0), ("B", "The answer is for sure D, it can't be B", 0.0),
     ("(D) Alina", "D", 1.0), ("(D) Alina", "B", 0.0),
 ]  # fmt: skip

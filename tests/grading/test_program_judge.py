@@ -56,6 +56,12 @@ def test_the_reward_is_in_the_cases(isolated, code, all_or_nothing, share):
     assert Program(graded=True, **LIMITS)("", written(code), GOLD) == pytest.approx(share)
 
 
+def test_a_program_in_a_list_is_as_far_in_as_its_fence(isolated):
+    indented = written(ADD).replace("\n", "\n   ")
+    assert isolated("", "1. So " + indented, GOLD) == 1.0
+    assert isolated("", indented.replace("\n   a, b", "\na, b").replace("\n   print", "\nprint"), GOLD) == 1.0
+
+
 def test_text_without_a_program_has_no_answer(isolated):
     assert isolated("", ADD, GOLD) is None
     assert isolated("", f"<think>{written(ADD)}</think>", GOLD) is None

@@ -13,7 +13,7 @@ from typing import Any
 from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, last_boxed, without_odd_signs
 
 WRAPPING = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textrm|textit|mbox)\s*\{([^{}]*)\}")
-SPACES, MARKS = re.compile(r"\\[,;!: ]|~"), re.compile(r"\\left|\\right|[$*`]")
+SPACES, MARKS = re.compile(r"\\[,;!: ]|~"), re.compile(r'\\left|\\right|\\[()\[\]]|[$*`"“”]')
 NO_OTHER = r"(?!(?:[\s,;/&]|or\b|and\b)*\(?[A-J](?:\)|\s*\Z))"
 ALONE = re.compile(
     rf"(?:(?i:option|choice) )?\(?([A-J])[).:]?|\(?([A-J])[).:]\s{NO_OTHER}.*|\(([A-J])\){NO_OTHER}.*", re.DOTALL
@@ -24,19 +24,23 @@ IN_BRACKETS = re.compile(r"(?<![\w)])\([a-j]\)(?![\w(])")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
 SAID = re.compile(
-    r"\b(?i:answer|(?:correct|right) (?:option|choice))(?i: is|:| =)(?::| :)?\s{0,3}"
+    r"\b(?i:answer|(?:correct|right) (?:option|choice))(?i: is| ?:| =)(?::| :)?\s{0,3}"
     r"(?i:(?:for sure|surely|clearly|definitely|probably|therefore|thus),? )?(?i:option |choice )?\(?([A-J])(?![\w'])"
-    r"(?:\)|(?<![AI])|(?= ?(?:[.,;:/&]|$|or\b|and\b)))",
+    r"(?:\)|(?<![AI])|(?= {0,3}(?:[.,;:/&!(}–—]|- |$|(?:or|and|because|since)\b)))",
     re.MULTILINE,
 )
 MEANT = re.compile(
-    r"\b(?:(?i:it'?s|it is|it must be|so) (?i:option |choice )?|(?i:option|choice|answer) (?=\(?[A-J]\)? is ))"
+    r"(?:\b(?i:it'?s|it is|it must be|so) (?i:option |choice )?"
+    r"|(?:\A|(?<=[.:\n]) ?|\b(?i:therefore|hence|thus|so),? |\b(?i:option|choice|answer) )(?=\(?[A-J]\)? is ))"
     r"\(?([A-J])\)?((?i: is (?:the )?(?:correct|right)(?: option| choice| answer| one)?))?[.!]?\s*\Z"
 )
 CLAUSE = re.compile(r"[.,;:!?\n]|\b(?i:so|but|hence|thus|therefore)\b")
 # "I don't think option A is correct", "either option A or option B is correct"
 DENIED = re.compile(r"(?i:n['’]t|\b(?:not?|never|n?either|nor|doubt|unlikely|if|both))\b|\b[A-J]\)? (?:or|and) \Z")
-ANOTHER = re.compile(r"\)? ?(?:,|/|&|or\b|and\b) ?(?:or |and )?\(?[A-J](?!\w)")
+ANOTHER = re.compile(  # but not "B, I think" and "B, and A is wrong"
+    r"\)? ?(?:[,;/&]|\(?(?:or|and)\b) ?(?:(?:or|and|possibly|maybe) )?"
+    r"\(?(?!I (?!or |and )[a-z])[A-J](?!\w| is (?:wrong|incorrect|not)\b)"
+)
 
 
 def choice(prompt: str, answer: str, gold: str) -> float | None:

@@ -7,6 +7,7 @@ order of lists does; 1 equals 1.0 and not true. A key that comes twice, NaN and 
 import json
 import re
 from decimal import Decimal, InvalidOperation
+from textwrap import dedent
 from typing import Any
 
 from hacpo_grading.texts.answer_text import after_thinking
@@ -44,7 +45,8 @@ def fenced(text: str) -> tuple[str, bool]:
     if len(fences) < 2:
         return text.strip(), False
     opening, closing = fences[len(fences) // 2 * 2 - 2], fences[len(fences) // 2 * 2 - 1]
-    return text[opening.end() + 1 : closing.start()], True
+    inside = text[opening.end() + 1 : closing.start()]
+    return dedent(inside) if opening[0][0].isspace() else inside, True  # a block in a list is as far in as its fence
 
 
 def _gold_value(gold: str) -> Any:

@@ -33,7 +33,7 @@ from hacpo_grading.graders.number_text import (
 )
 from hacpo_grading.texts.answer_sets import as_sets, with_imaginary_unit
 from hacpo_grading.texts.answer_text import after_thinking, gold_answer, last_box, last_boxed, plain, tidy
-from hacpo_grading.texts.formula_text import as_formula, with_distinct_letters
+from hacpo_grading.texts.formula_text import as_formula, with_distinct_letters, with_its_end, with_their_ends
 from hacpo_grading.texts.list_text import are_equal_lists, goes_on, repeat_differently
 from hacpo_grading.texts.literal_text import last_literal, literal_verdict
 from hacpo_grading.texts.units import LONGEST, PERCENT, Quantity, Ratio, read_quantities, read_total, scale
@@ -48,7 +48,8 @@ LAST_LINE = re.compile(r"####([^\n#]+)\Z")  # GSM8K's form, which golds have, to
 WITH_UNITS = re.compile(r"\\(?:text|mathrm|mbox|circ|%)|%|\d [a-z]")
 UNITS = "units of different things"
 LITERAL = "a time, a date, a range or letters"
-WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}")
+WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b|or\b)[A-Za-z]{2,}|[\u0400-\u04ff\u3040-\u9fff\uac00-\ud7af]{2}")
+UNSPACED = re.compile("[\u3000-\u30ff\u3400-\u9fff，：；！？（）]+")  # 答案是42。
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def decide_anywhere(gold: str, text: str, rules: MatchRules = RULES) -> Decision
             return decision
     if (literal := last_literal(region(text))) and literal_verdict(plain(gold), plain(literal)):
         return Decision(True, LITERAL, gold, literal)
-    found = _extracted(as_formula(region(text)).replace("−", "-").replace("\\$", ""), rules.targets)
+    formulas = with_their_ends(as_formula(UNSPACED.sub("; ", region(text))))
+    found = _extracted(re.sub("[−‑]", "-", formulas).replace("\\$", ""), rules.targets)
     read = _shown(found[-1]) if found else ""
     if reason := too_large(tidy(read), tidy(gold)):
         return Decision(False, f"refused: {reason}", gold, read)
@@ -282,7 +284,7 @@ def _parsed_gold(gold: str) -> tuple:
 
 
 def _parsed(answer: str) -> tuple:
-    return tuple(_extracted(f"\\boxed{{{as_formula(answer)}}}", (LATEX,), "first_match"))
+    return tuple(_extracted(f"\\boxed{{{with_its_end(as_formula(answer))}}}", (LATEX,), "first_match"))
 
 
 def _extracted(text: str, targets: tuple, mode: str = "any_match") -> list:

@@ -14,7 +14,8 @@ from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, without_odd_signs
 
 APART = re.compile(r"\\ |(?<=[^\\],)\\[,;:]")  # a space between words, or behind a comma: "5,\,600" is a list
-SPACING = re.compile(r"\\[,;!:]|\\left|\\right|\$")
+MINUS = re.compile(r"(?<![\w)\]}])–(?=\.?\d)")
+SPACING = re.compile(r"\\[,;!:]|\\left|\\right|\\?\$")
 # The lookbehinds let a match begin at the first digit of a run alone, or a long text would take quadratic time.
 THIN = "[ ~]"
 GROUPED = re.compile(rf"(?<![\w.,^])(?<!\d{THIN})[1-9]\d{{0,2}}(?:{THIN}\d{{3}}){{1,6}}(?! ?\d)")
@@ -30,7 +31,7 @@ MIXED = re.compile(rf"{WHOLE}(?<= )(\d{{1,15}})\s?/\s?(\d{{1,15}})(?!\w|\.\d)")
 RAISES = r"(?:\s*\^\s*|\*\*(?=\S)| \*\* )"
 TEN_TO = re.compile(
     rf"(?:(?<=[\d.])\s*(?:\\times|\\cdot|[*xX])\s*|(?<![\d.\w]))10{RAISES}"
-    r"(?:\{\s*([+-]?\d{1,6})\s*\}(?=(\w?))|([+-]?\d{1,6}))"
+    r"(?:[{(]\s*([+-]?\d{1,6})\s*[})](?=(\w?))|([+-]?\d{1,6}))"
 )
 TIMES = "\u23e8"  # times ten to the power of what follows: 1/2 x 10^3 is 500
 RAISED = re.compile(r"[\^_]\s*(?:\{[^{}]*\}|[+-]?\w)|(?:(?<=[\w)\]}])\*\*|(?<=[\w)\]}] )\*\* )[+-]?\d+")
@@ -83,7 +84,7 @@ class Number:
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None without any."""
-    text = APART.sub(" ", without_odd_signs(text))
+    text = MINUS.sub("-", APART.sub(" ", without_odd_signs(text)))
     text = GROUPED.sub(lambda grouped: re.sub(r"\D", "", grouped[0]), text)  # before "9 $200" loses its dollar
     text = SPACING.sub("", text).replace("{,}", ",")
     text = MIXED.sub(lambda mixed: _with_whole(*mixed.groups()) or mixed[0], FRACTION.sub(_as_quotient, text))

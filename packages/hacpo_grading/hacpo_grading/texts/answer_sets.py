@@ -67,7 +67,7 @@ def _set_of(read: Any) -> Set | None:
         )
     if isinstance(read, Set):
         return read
-    return _half_line(read) if isinstance(read, Relational) else None
+    return _half_line(read) if _is_inequality(read) else None  # x = 3 is none
 
 
 def _half_line(relation: Relational) -> Set | None:

@@ -39,7 +39,8 @@ SIGNS = str.maketrans({
         "rceil",
     ))},
     **dict.fromkeys("\u00a0\u2009\u202f", " "), **dict.fromkeys("\u200b\ufeff\u2060"),
-    **dict.fromkeys("°º", "^\\circ "), "−": "-", "ℝ": "\\mathbb{R}", "Å": "\\AA ", "⟨": "(", "⟩": ")",
+    **dict.fromkeys("°º", "^\\circ "), **dict.fromkeys("−‐‑", "-"), "⟨": "(", "⟩": ")",
+    "ℝ": "\\mathbb{R}", "Å": "\\AA ",
 })  # fmt: skip
 # one sign for several, full-width and mathematical letters and digits, and units: what they are compatible with
 COMPATIBLE = re.compile("[\uff01-\uff5e\u2103\u2109\u2126\u212b\u00b5\U0001d400-\U0001d7ff]")
@@ -233,4 +234,4 @@ def _without_typesetting(command: re.Match[str]) -> str:
 def plain(answer: str) -> str:
     """The form that two spellings of one answer share: tidy, without text commands and braces round single signs."""
     text = TEXT_COMMAND.sub(lambda found: found[1] or " ", tidy(answer))
-    return ONE_SIGN_POWER.sub(r"\1\2", COMMAND_SPACE.sub(r"\1", text))
+    return ONE_SIGN_POWER.sub(r"\1\2", COMMAND_SPACE.sub(r"\1", text)).rstrip(".")

@@ -31,6 +31,10 @@ IN_DEGREES = re.compile(rf"({BRACKETS}|{LEAF}){DEGREE}")
 OUTWARD = re.compile(r"([\[\]])([^\[\](),]+,[^\[\](),]+)([\[\]])")  # brackets of an open end, as in French
 RELATION = re.compile(r"(\\(?:geq?|leq?|gt|lt)(?![a-zA-Z])|>=?|<=?)")
 REVERSED = {">": "<", ">=": "\\le ", "\\ge": "\\le ", "\\geq": "\\le ", "\\gt": "<"}
+# math-verify drops all from the first words to a brace at the end, as a unit; \text{ and } is a comma to it
+WORDS = re.compile(r"\\(?:text[a-z]*|mbox|math(?:rm|it|bf))\s*\{(?!\s*(?:and|or)\s*\})[^{}]*\}(?:\^(?:\d|\{-?\d\}))?")
+MARKED = re.compile(r"(?:(?<!\\)\$|\\[\[(])[^$]*?\}(?=\s*(?:\$|\\[\])]))")
+VALUE = re.compile(r"\d|(?<![\\a-zA-Z])[a-zA-Z]")
 LETTER = re.compile(r"\\(?:math[a-z]+|text[a-z]*|mbox|begin|end|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+|\\.|[a-zA-Z]")
 
 
@@ -54,6 +58,17 @@ def with_fractions(text: str) -> str:
     if "." not in text:
         return text
     return DOTTED.sub(_dotted, REPEATING.sub(_repeating, text))
+
+
+def with_its_end(formula: str) -> str:
+    r"""x_{\text{max}}=\frac{1}{2}\, for x_{\text{max}}=\frac{1}{2}: the parser drops no value behind words."""
+    words = WORDS.search(formula) if formula.endswith("}") else None
+    return rf"{formula}\," if words and VALUE.search(WORDS.sub("", formula[words.start() :])) else formula
+
+
+def with_their_ends(text: str) -> str:
+    """A text in which `with_its_end` was asked about every formula between dollars or LaTeX's brackets."""
+    return MARKED.sub(lambda formula: with_its_end(formula[0]), text) if WORDS.search(text) else text
 
 
 def ascending(text: str) -> str:
