@@ -77,7 +77,7 @@ setup(
     },
     install_requires=RUNTIME,
     extras_require={
-        "cuda": ["vllm>=0.25.1"],
+        "cuda": ["vllm>=0.32,<0.34"],  # 0.31 lacks names that are imported; no later one was tried
         "te": ["transformer-engine[pytorch]>=2.14,<2.20"],  # what megatron-core 0.19.2 takes
         "datasets": ["datasets>=4"],  # data sets by their name on the Hub; 4 is the first that runs no loading script
         # in no lock file: some ask for older versions than the locks have

@@ -28,7 +28,7 @@ from hacpo_grading.texts.chat_messages import contents, lost_message, messages_o
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.tables.prompting import TRIALS
 from hacpo_mega.models.files.answer_ends import QUESTION, AnswerEnds, Chat, answer_ends, chats_with_answer, written_ends
-from hacpo_mega.models.files.chat_template import CLOCK, clock_at, reads_clock, same_draws
+from hacpo_mega.models.files.chat_template import environment, reads_clock, same_draws
 from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.folder import named_ends, read_config
 from hacpo_mega.models.files.tokenizer_files import CONTROL_SHAPE, is_complete, mapping_digest
@@ -363,9 +363,13 @@ class TextCodec:
         """
         template = self._template
         try:
-            if reads_clock(template) and self.prompting.time is not None:  # transformers' own clock runs
-                given = {CLOCK: clock_at(self.prompting.time), **given}
             with same_draws(template, chat):
+                if reads_clock(template) and self.prompting.time is not None:
+                    # transformers' own clock runs, and 5.24 lets a template have no function of the caller's
+                    own = self.tokenizer.get_chat_template(tools=given.get("tools"))
+                    given = {"tools": None, "documents": None, **self.tokenizer.special_tokens_map, **given}
+                    made = environment(self.prompting.time).from_string(own)
+                    return made.render(messages=chat, add_generation_prompt=opens_answer, **given)
                 return self.tokenizer.apply_chat_template(
                     chat, add_generation_prompt=opens_answer, tokenize=False, **given
                 )

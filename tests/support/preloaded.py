@@ -1,5 +1,7 @@
 """Imports of the server of job.py, so that a process forked from it starts in no time."""
 
+from contextlib import suppress
+
 from hacpo_mega.cli.start import objects_that_stay
 
 # Objects that every collection of a child would walk, and whose pages it would copy.
@@ -8,18 +10,20 @@ with objects_that_stay():
     import torch.distributed.checkpoint
     import torch.utils.serialization.config  # noqa: F401
     import vllm.distributed.elastic_ep.elastic_execute
-    import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen2
     import vllm.model_executor.models.qwen3
     import vllm.v1.core.sched.scheduler
     import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker
     from transformers import AutoModelForCausalLM  # noqa: F401
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
+
+    with suppress(ModuleNotFoundError):  # 0.33 has it elsewhere
+        import vllm.entrypoints.launchers.cli_args  # noqa: F401
 
     import hacpo_mega.cli.app
     import hacpo_mega.commands.doctor

@@ -3,8 +3,12 @@
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
+
+from hacpo_mega.cluster.groups.lone_groups import Gloo
 
 NUM_GROUPS = 12
 
@@ -46,3 +50,11 @@ def test_many_groups_of_one_rank_have_the_threads_of_one():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) <= 3  # of one group that waits as long as these
+
+
+def test_a_group_takes_what_newer_torch_asks_for():
+    """torch 2.14 makes every gloo group with `enable_reconfigure`, which 2.13 does not know."""
+    first, again = (
+        Gloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=6), enable_reconfigure=False) for _ in range(2)
+    )
+    assert first is again

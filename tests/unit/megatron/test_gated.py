@@ -53,5 +53,7 @@ def test_gpt_oss_has_limits_and_transformers_numbers():
     found = GatedActivation("swigluoai")(gate_up)
     (found_grad,) = torch.autograd.grad(found, gate_up, grad)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(found_grad, expected_grad, rtol=1e-13, atol=1e-13)
+    at = gate_up.abs() == 7  # where torch's clamp has none since 2.14
+    assert at.sum() == 2 and (found_grad[at] != 0).all()
+    torch.testing.assert_close(found_grad[~at], expected_grad[~at], rtol=1e-13, atol=1e-13)
     assert 0 < (found_grad == 0).sum() < gate_up.numel() // 5

@@ -59,6 +59,7 @@ def test_delta_nets_read_prompts_without_what_the_shell_has(tmp_path):
     for capability in (90, 100, 120):
         gpu = SimpleNamespace(
             is_rocm=lambda: False,
+            is_xpu=lambda: False,  # vLLM 0.33 asks
             is_cuda=lambda: True,
             is_device_capability=capability.__eq__,
             is_device_capability_family=capability.__eq__,

@@ -10,6 +10,7 @@ import torch
 from repository import ROOT
 from torch import nn
 
+from hacpo_mega.rollout import version_problem
 from hacpo_mega.rollout.weights.parts import LOCKED, Recording, fallback_summary, record
 
 SHAPES = {f"layers.{number}.{half}.weight": (4, 6) for number in (0, 1) for half in ("gate", "up")}
@@ -87,3 +88,18 @@ def test_an_untraceable_loader_costs_only_its_layer_and_is_reported(changed, rea
 def test_the_version_is_that_of_the_locks(lock, package):
     pinned = (ROOT / "launch" / "lock" / lock).read_text(encoding="utf-8")
     assert re.findall(rf"^{package}==(\S+)", pinned, re.MULTILINE) == [LOCKED]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("0.25.1", False), ("0.31.0+cu130", False), (LOCKED, True), ("0.33.0", True), ("0.1.dev1+g4ba787ec9", True)],
+)
+def test_a_vllm_without_what_is_imported_is_refused(version, is_taken):
+    problem = version_problem(version)
+    assert (problem is None) is is_taken
+    assert is_taken or problem.startswith(f"vLLM {version} is installed, and hacpo_mega needs 0.32 or 0.33")
+
+
+def test_the_extra_asks_for_what_is_taken():
+    (extra,) = re.findall(r'"cuda": \["vllm(.*?)"', (ROOT / "setup.py").read_text())
+    assert extra == ">=0.32,<0.34"

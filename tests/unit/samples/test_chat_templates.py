@@ -199,6 +199,20 @@ def test_a_templates_clock_stands_at_the_time_of_its_run(tmp_path, monkeypatch):
     assert TextCodec(tokenizer, Prompting(True)).shown_prompt("1+2") == expected, "once, where nobody says"
 
 
+def test_a_clock_is_no_argument_of_a_template(tmp_path, monkeypatch):
+    """transformers 5.24 makes text of arguments that are no plain values, also of functions."""
+    tokenizer = make_tokenizer(tmp_path, CHARACTERS)
+    shown = "{{ eos_token }}{{ tools is none }}{{ documents is none }}{{ sign }}"
+    apply, found = tokenizer.apply_chat_template, []
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *chat, **how: json.dumps(how) and apply(*chat, **how))
+    for year in ("2024", "{{ strftime_now('%Y') }}"):
+        tokenizer.chat_template = year + shown + BEHIND
+        found.append(TextCodec(tokenizer, Prompting(True, {"sign": "-"}, time=TIME)).rendered_chat(
+            [{"role": "user", "content": "1"}], {"sign": "-"}, opens_answer=True
+        ))  # fmt: skip
+    assert found == ["2024<eos>TrueTrue-+1="] * 2
+
+
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_a_template_draws_follows_from_the_messages(tmp_path, draw):
     tokenizer = make_tokenizer(tmp_path, CHARACTERS)
