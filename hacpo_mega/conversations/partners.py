@@ -25,6 +25,7 @@ from hacpo_mega.conversations.seat import AnySeat, Ending, Seat, Spoken
 from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.records import Stop
 
+MOST_HEARD = (MAX_FRAME_BYTES - 2**16) // 12  # characters, of 12 bytes at most in JSON
 SeatKey = tuple[int, int, int]  # call of Player.play, prompt index, rollout index
 
 
@@ -125,7 +126,9 @@ class OtherSeat:
         self._lines, self._partners, self._rank, self._key = lines, partners, rank, key
 
     async def speak(self, heard: Sequence[Message], opening: str) -> Spoken:
-        """The other agent's next turn."""
+        """The other agent's next turn; none where it would hear more than a frame holds, which no model reads."""
+        if len(opening) + sum(len(message["content"]) for message in heard) > MOST_HEARD:
+            return Spoken(trouble="full")
         found = await self._ask(do="speak", heard=list(heard), opening=opening)
         calls = tuple((str(name), dict(arguments)) for name, arguments in found["tool_calls"])
         return Spoken(found["text"], found["content"], calls, Stop(found["stop"]), found["trouble"], found["opened"])

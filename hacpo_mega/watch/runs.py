@@ -164,7 +164,7 @@ class Runs:
                     states[study.id] = looks
                     self._note_change(study)
             if time.monotonic() - found_s > FIND_S:
-                self._find()
+                self._find_again()
                 found_s = time.monotonic()
             if ends.wait(0.01 if works else LOOK_S):
                 return
@@ -182,6 +182,12 @@ class Runs:
     def _note_change(self, run: Watched | Study) -> None:
         self.number += 1
         self._changed[run.id] = self.number
+
+    def _find_again(self) -> None:
+        try:
+            self._find()
+        except (OSError, ValueError, sqlite3.Error) as error:
+            self._say(f"a new run cannot be watched yet: {error}")
 
     def _find(self) -> None:
         for given in self._folders:

@@ -223,7 +223,7 @@ def test_the_last_score_of_a_reply_counts(reply, score):
     "reply",
     [
         *("", "1", "Score: 10", "Score: 1.5", "Score: 7", "Score: -1", "the score is high", "Score: 0.5.5"),
-        *("Score: 1/10", "Score: 1 out of 5", "Score: 1%", "Score: 0-1"),
+        *("Score: 1/10", "Score: 1 out of 5", "Score: 1%", "Score: 0-1", "Score: 1 (of 10)", "Score: 0,5"),
         "Score: 1 is for a right answer. Score: 8",
         "<think>\nIf it were so, Score: 1. But",
     ],

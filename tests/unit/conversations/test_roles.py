@@ -1,5 +1,6 @@
 """Conversations of two agents, each with a player, an engine and a tokenizer of its own, over a real connection."""
 
+import asyncio
 import socket
 import threading
 from contextlib import suppress
@@ -12,9 +13,10 @@ from written_engine import SIGNS, Written
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
-from hacpo_mega.conversations.partners import Partners
+from hacpo_mega.conversations.environment_process import MAX_FRAME_BYTES, frame_of
+from hacpo_mega.conversations.partners import OtherSeat, Partners
 from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_by_roles
-from hacpo_mega.conversations.seat import turn_seed
+from hacpo_mega.conversations.seat import Spoken, turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
@@ -238,3 +240,9 @@ def test_a_conversation_of_roles_is_shown_before_a_run(codecs):
     assert [one.token_ids.tolist() for one in (left, right)] == [list(c.encode_answer("36", True)) for c in codecs]
     assert [len(one.token_ids) for one in (left, right)] == [3, 2] and right.conversation.opening == "36="
     assert [one.stop for one in (left, right)] == [EOS, EOS]
+
+
+def test_results_of_tools_beyond_a_frame_end_the_conversation_and_not_the_run():
+    heard = [{"role": "tool", "content": "\N{GRINNING FACE}" * 800_000}] * 2
+    assert len(frame_of({"heard": heard})) > MAX_FRAME_BYTES
+    assert asyncio.run(OtherSeat(None, None, 5, (1, 10, 0)).speak(heard, "")) == Spoken(trouble="full")

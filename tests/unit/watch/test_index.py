@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -455,3 +456,27 @@ def test_metrics_and_newest_answers_are_there_before_the_index_is_complete(tmp_p
     extend(found)
     (told,) = run_list([found])
     assert (told["last_step"], told["note"], total(found)) == (200, None, 200)
+
+
+def test_a_run_for_which_there_is_no_index_now_is_watched_later(
+    run: WatchedRun, said: list[str], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that follows goes on: its end would freeze the page of all runs."""
+    monkeypatch.setattr("hacpo_mega.watch.runs.FIND_S", 0.0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "runs" / "one" / "config.toml"))
+    runs, ends = Runs([tmp_path / "runs"], said.append), threading.Event()
+    cache.rename(tmp_path / "away")
+    cache.touch()  # no folder can be made there
+    follower = threading.Thread(target=runs.follow, args=(ends,), daemon=True)
+    follower.start()
+    WatchedRun(tmp_path / "runs" / "two")
+    while not any("cannot be watched yet" in line for line in said):
+        assert follower.is_alive()
+        time.sleep(0.01)
+    cache.unlink()
+    (tmp_path / "away").rename(cache)
+    while len(list(runs)) < 2:
+        assert follower.is_alive()
+        time.sleep(0.01)
+    ends.set()
+    follower.join()

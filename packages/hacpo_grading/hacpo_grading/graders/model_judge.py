@@ -42,7 +42,8 @@ Answer to grade:
 Say in a sentence what is right or wrong. End with a line "Score: X", where X is 1 for a right answer, 0 for a wrong
 one, or a number between."""
 # A score as it is said, and its scale unless that is 1: "1/10" is none.
-SCORE = re.compile(r"score[*_:=\s]{1,8}([-+.\d]*\d)(\s*(?:%|(?:/|out of)\s*(?!1(?:\.0*)?(?![.\d]))\d))?", re.IGNORECASE)
+SCALE = r"\s*(?:%|\(?(?:/|(?:out )?of)\s*(?!1(?:\.0*)?(?![.\d]))\d)|,\d"
+SCORE = re.compile(rf"score[*_:=\s]{{1,8}}([-+.\d]*\d)({SCALE})?", re.IGNORECASE)
 NUMBER = re.compile(r"[01](?:\.\d+)?|\.\d+")
 FIELDS = re.compile(r"\{(prompt|answer|gold)\}")
 FIRST_WAIT_S = 0.5
