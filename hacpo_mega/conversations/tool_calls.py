@@ -9,6 +9,7 @@ from hacpo_grading.texts.answer_text import CLOSES
 from hacpo_mega.models.files.answer_ends import ANSWER
 
 Message = dict[str, Any]
+PYTHON_TAG = "<|python_tag|>"  # with which Llama's models may begin a call; their templates do not write it
 CALLED = "look_up"  # tool of the conversations with which a template is tried
 
 
@@ -71,25 +72,44 @@ class CallSyntax:
 
     def read(self, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
         """Words before the first call, and the calls. ValueError for a call that cannot be read."""
-        if not self.marker and not text.lstrip().startswith(("{", "[")):
-            return text, []
-        content, *parts = text.split(self.marker) if self.marker else ("", text)
-        if not parts:
-            return text, []
-        calls = [call for part in parts for call in self._calls_of(part.strip())]
-        return content.rstrip(), calls
+        content, found, rest = text.partition(self.marker) if self.marker else _after_tag(text)
+        calls: list[tuple[str, dict[str, Any]]] = []
+        while found:
+            new, behind = self._first(rest.strip())
+            calls += new
+            found, rest = _begins(behind), behind
+            if self.marker and (self.end or not found):
+                _, found, rest = behind.partition(self.marker)
+        return (content.rstrip(), calls) if calls else (text, [])
 
-    def _calls_of(self, text: str) -> list[tuple[str, dict[str, Any]]]:
+    def _first(self, text: str) -> tuple[list[tuple[str, dict[str, Any]]], str]:
+        """The calls of the JSON at the start of a text, and what stands behind their end."""
         try:
             found, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"tool call: no JSON: {text[:80]!r}") from error
-        if not text[end:].strip().startswith(self.end):
+        behind = text[end:].strip()
+        if not behind.startswith(self.end):
             raise ValueError(f"tool call: no {self.end!r} behind it: {text[:80]!r}")
         calls = []
         for one in found if isinstance(found, list) else [found]:
-            name, given = (one.get(self.name), one.get(self.arguments)) if isinstance(one, dict) else (None, None)
+            name = one.get(self.name) if isinstance(one, dict) else None
+            if not self.marker and name is None:
+                return [], ""  # an answer that is JSON
+            given = one.get(self.arguments, one.get("arguments")) if name is not None else None
             if not isinstance(name, str) or not isinstance(given, dict):
                 raise ValueError(f"tool call: needs {self.name!r} and an object {self.arguments!r}: {text[:80]!r}")
             calls.append((name, given))
-        return calls
+        return calls, behind.removeprefix(self.end).lstrip("; ,\n")
+
+
+def _after_tag(text: str) -> tuple[str, str, str]:
+    """As `partition`, for calls without a marker: one must stand behind Llama's tag, and may begin another text."""
+    rest = text.lstrip().removeprefix(PYTHON_TAG)
+    return "", _begins(rest) or (PYTHON_TAG if text.lstrip() != rest else ""), rest
+
+
+def _begins(text: str) -> str:
+    """The first sign of a text that begins with JSON; empty for another one."""
+    first = text.lstrip()[:1]
+    return first if first in ("{", "[") else ""

@@ -31,7 +31,13 @@ from renderers import Renderer, RendererConfig, create_renderer
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
 from hacpo_grading.texts.chat_messages import tools_of
 from hacpo_mega.conversations.environment import of_one_user
-from hacpo_mega.conversations.tool_calls import CALLED, CallSyntax, Message, ParsedTurn, call_message
+from hacpo_mega.conversations.tool_calls import (
+    CALLED,
+    CallSyntax,
+    Message,
+    ParsedTurn,
+    call_message,
+)
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
 from hacpo_mega.samples.tokenizers import TextCodec, opened
@@ -207,7 +213,7 @@ class TemplateFormat(TurnFormat):
         self._ends = codec.tokenizer.convert_ids_to_tokens(list(self.stop_ids))
         self._opener, self._blanks = self._find_opener()
         self._check_tools()
-        self._calls = CallSyntax.of(self._own_call_text(), self._name) if tools and self._renderer is None else None
+        self._calls = self._call_syntax()
         self._check(plays_user)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -226,7 +232,7 @@ class TemplateFormat(TurnFormat):
         return ids[1:] if is_closed else ids
 
     def parse(self, token_ids: Sequence[int], head: Sequence[int] = ()) -> ParsedTurn:
-        if self._renderer is not None:
+        if self._renderer is not None and self._calls is None:
             return self._parsed_by_renderer(self._renderer, list(token_ids), list(head))
         end = len(token_ids) - (len(token_ids) > 0 and token_ids[-1] in self.stop_ids)
         before = list(head[-16:]) or self._opener  # a text by itself may lose its first blank
@@ -238,11 +244,15 @@ class TemplateFormat(TurnFormat):
             return ParsedTurn("", reasoning.strip())
         said = said.lstrip("\n") if closes else said
         reasoning = reasoning.replace(OPENS, "").strip()
+        # Words to a template without thinking, but a call that is weighed there is not made.
+        thought = not thinks and text.lstrip().startswith(OPENS) and CLOSES in text
+        kept = text[: text.index(CLOSES) + len(CLOSES)] if thought else ""
         try:
-            content, calls = (said, ()) if self._calls is None else self._calls.read(said)
+            behind = said.removeprefix(kept)
+            content, calls = (behind, ()) if self._calls is None else self._calls.read(behind)
         except ValueError as error:
             return ParsedTurn(said, reasoning, error=str(error))
-        return ParsedTurn(self._ordinary.without_control(content), reasoning, tuple(calls))
+        return ParsedTurn(self._ordinary.without_control(kept + content), reasoning, tuple(calls))
 
     def rewritten(
         self, head: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -311,6 +321,20 @@ class TemplateFormat(TurnFormat):
             calls = [{**call_message(n, m["name"], given), "id": m["tool_call_id"]} for n, m in enumerate(answers)]
             forms.append({"role": "assistant", "content": "", "tool_calls": calls})
         return [*forms, {"role": "assistant", "content": ANSWER}]
+
+    def _call_syntax(self) -> CallSyntax | None:
+        """The form of calls; None without tools, and where a renderer reads them. Calls without a marker (Llama) are
+        read here: the renderer takes two of them, or one behind <|python_tag|>, for words.
+        """
+        if not self._tools:
+            return None
+        try:
+            found = CallSyntax.of(self._own_call_text(), self._name)
+        except ValueError:
+            if self._renderer is None:
+                raise
+            return None
+        return found if self._renderer is None or not found.marker else None
 
     def _own_call_text(self) -> str:
         """An own turn that calls a tool, as the template writes it, up to its end."""
@@ -452,7 +476,7 @@ class TemplateFormat(TurnFormat):
         bridged = self._bridged([*head, *own], others)
         if bridged is not None and bridged != ids[1:]:
             self._renderer, self.kind = None, "template"
-            self._calls = CallSyntax.of(self._own_call_text(), self._name) if self._tools else None
+            self._calls = self._call_syntax()
         full = [*head, *own, *ids[1:]]
         again = self.rewritten(full, [*self._before, self.parse(own, head).message, *others])
         if again is not None and self.rewrites is None:

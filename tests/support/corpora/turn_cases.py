@@ -87,12 +87,25 @@ GLM_TOOLS = """[gMASK]<sop>{{ tools | tojson if tools }}{% for m in messages %}{
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 
+LLAMA3 = LLAMA.replace(
+    "{{ bos_token }}",
+    """{%- if messages[0].role != 'system' %}{{- '<|begin_of_text|><|start_header_id|>system<|end_header_id|>\\n\\n' }}{%- if tools %}{{- 'Environment: ipython\\n' }}{%- endif %}{{- 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n<|eot_id|>' }}{%- endif %}""",
+).replace(
+    "{% if loop.first %}{% for tool in tools or [] %}{{ tool | tojson }}\n\n",
+    """{% if loop.first and tools %}Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the given prompt.
+
+Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.Do not use variables.
+
+{% for tool in tools %}{{ tool | tojson(indent=4) }}
+
+""",
+)
 WORDS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 CONTROL = [
     *("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "[gMASK]", "<sop>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
-    *("[/TOOL_RESULTS]", "<|observation|>"),
+    *("[/TOOL_RESULTS]", "<|observation|>", "<|begin_of_text|>", "<|end_of_text|>", "<|python_tag|>"),
 ]
 CORPUS = [
     "What is six times seven?\n\nIt is forty-two.\n",

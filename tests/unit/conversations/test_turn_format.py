@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from repository import SHARED
 from run_cases import CHARACTERS
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
-from turn_cases import CALL, CASES, CHATML, CONTROL, TOOLS, WORDS, ByHand, TurnCase, said
+from turn_cases import CALL, CASES, CHATML, CONTROL, LLAMA3, TOOLS, WORDS, ByHand, TurnCase, said
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Terms
@@ -97,6 +98,46 @@ def test_calls_that_cannot_be_read_are_errors(by_hand):
     )
     assert broken.tool_calls == () and "invalid_json" in broken.error
     assert format_of(by_hand, CASES["llama"]).parse(by_hand.ids("{1} is a set")).error.startswith("tool call: no JSON")
+
+
+def test_a_call_that_is_weighed_in_a_thinking_block_is_not_made(by_hand):
+    """Also under a template that knows no thinking, and a draft that is no JSON spoils no call behind it."""
+    turns = format_of(by_hand, CASES["chatml"])
+    call = CASES["chatml"].call
+    thought = f"⟦<think>⟧Maybe {call}? No.⟦</think>⟧"
+    found = turns.parse(by_hand.ids(f"{thought}It is 42."))
+    assert found.tool_calls == () and found.error is None and found.content.endswith("No.</think>It is 42.")
+    draft = "⟦<think>⟧Between ⟦<tool_call>⟧ signs.⟦</think>⟧"
+    found = turns.parse(by_hand.ids(f"{draft}\n\n{call}"))
+    assert found.tool_calls == (("calculate", {"term": "6*7"}),)
+    assert found.content == "<think>Between <tool_call> signs.</think>"
+    quoted = '⟦<tool_call>⟧{"name": "a", "arguments": {"term": "⟦<tool_call>⟧"}}⟦</tool_call>⟧'
+    assert turns.parse(by_hand.ids(quoted)).tool_calls == (("a", {"term": "<tool_call>"}),)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3", "re-orders tools"])
+def test_every_call_is_read_where_nothing_stands_behind_one(by_hand, name):
+    """Also where the library's own parser takes Llama's calls for words; an answer that is JSON is no call."""
+    case = TurnCase(LLAMA3, "<|eot_id|>", said("", "", "", ""), CASES["llama"].call, named=["<|eom_id|>"])
+    case = CASES.get(name, case)
+    codec = by_hand.codec(case)
+    if name == "llama 3":  # as Llama's own tokenizer, in which two ends of lines are one word
+        codec.tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Split("\n\n", "isolated"), ByteLevel(add_prefix_space=False)]
+        )
+    turns = TurnFormat.of(codec, TOOLS, plays_user=True)
+    assert turns.kind == ("renderer llama-3" if name == "llama 3" else "template")
+    call = ("calculate", {"term": "6*7"})
+    for between in ("; ", "\n"):
+        again = case.call.removeprefix("⟦[TOOL_CALLS]⟧ ")
+        assert turns.parse(by_hand.ids(f"{case.call}{between}{again}")).tool_calls == (call, call)
+        assert "no JSON" in turns.parse(by_hand.ids(f"{case.call}{between}{again[:-2]}")).error
+    if "llama" in name:
+        assert turns.parse(by_hand.ids(f"⟦<|python_tag|>⟧{case.call}")).tool_calls == (call,)
+        assert turns.parse(by_hand.ids(case.call.replace("parameters", "arguments"))).tool_calls == (call,)
+        assert "no JSON" in turns.parse(by_hand.ids("⟦<|python_tag|>⟧print(6*7)")).error
+        for answer in ('{"x": 42}', "[6, 7]", "[]"):
+            assert turns.parse(by_hand.ids(answer)) == ParsedTurn(answer)
 
 
 def test_history_that_a_template_rewrites_begins_a_segment(by_hand):
