@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +11,12 @@ from hacpo_mega.models.files.answer_ends import ANSWER
 
 Message = dict[str, Any]
 PYTHON_TAG = "<|python_tag|>"  # with which Llama's models may begin a call; their templates do not write it
+WORDS = {"True": ("boolean", True), "False": ("boolean", False), "None": ("null", None)}
+# A bare argument of Qwen3.5, MiniMax and GLM.
+BARE = (
+    r"(?:<parameter={key}>\n?|<parameter name=\"{key}\">|<arg_key>\s*{key}\s*</arg_key>\s*<arg_value>)"
+    r"(.*?)(?:\n?</parameter>|</arg_value>)"
+)
 CALLED = "look_up"  # tool of the conversations with which a template is tried
 
 
@@ -113,3 +120,62 @@ def _begins(text: str) -> str:
     """The first sign of a text that begins with JSON; empty for another one."""
     first = text.lstrip()[:1]
     return first if first in ("{", "[") else ""
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """Types that a parameter may have; none for one of any type."""
+    branches = [schema, *(b for key in ("anyOf", "oneOf") for b in schema.get(key) or () if isinstance(b, dict))]
+    named = [branch.get("type") or [] for branch in branches]
+    nullable = {"null"} if schema.get("nullable") else set()
+    return {kind for one in named for kind in ([one] if isinstance(one, str) else one)} | nullable
+
+
+def _parameters(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Schemas of a tool's parameters."""
+    found = (spec.get("parameters") or {}).get("properties")
+    return found if isinstance(found, dict) else {}
+
+
+def readable(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tools for a renderer's parser. Where arguments are written bare, it takes a word for broken JSON at every union
+    but anyOf and at a parameter of any type, and a text of digits for a number at one that may only be a text or null.
+    """
+    made = []
+    for tool in tools:
+        spec = tool.get("function", tool)
+        found = {key: _simple(schema) for key, schema in _parameters(spec).items()}
+        made.append({**spec, "parameters": {**(spec.get("parameters") or {}), "properties": found}})
+    return made
+
+
+def _simple(schema: Any) -> Any:
+    kinds = _kinds(schema) if isinstance(schema, dict) else {"other"}
+    if kinds in ({"string"}, {"string", "null"}):
+        return {"type": "string"}
+    return {"anyOf": [{"type": "string"}]} if not kinds or "string" in kinds else schema
+
+
+def as_meant(
+    name: str, arguments: Mapping[str, Any], raw: str, tools: Sequence[Mapping[str, Any]], *, is_whole: bool
+) -> dict[str, Any] | None:
+    """Arguments as a renderer's parser gives them from `raw`; where they are written bare, texts with the blanks around
+    them, which it cuts off, and values for the words that stand for them (WORDS, as Qwen3.5's template writes them).
+
+    None, unless `is_whole`, where another text is no value.
+    """
+    schemas = next((_parameters(spec) for tool in tools if (spec := tool.get("function", tool))["name"] == name), {})
+    made = dict(arguments)
+    for key, value in arguments.items():
+        if not isinstance(value, str):
+            continue
+        kinds = _kinds(schemas.get(key) or {})
+        if kinds == {"string", "null"} and value == "null":
+            made[key] = None
+        elif kinds and "string" not in kinds and not is_whole:
+            kind, made[key] = WORDS.get(value, ("", None))
+            if kind not in kinds:
+                return None
+        else:
+            bare = (found[1] for found in re.finditer(BARE.format(key=re.escape(key)), raw, re.DOTALL))
+            made[key] = next((text for text in bare if text.strip() == value), value)
+    return made

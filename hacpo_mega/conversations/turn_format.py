@@ -36,7 +36,9 @@ from hacpo_mega.conversations.tool_calls import (
     CallSyntax,
     Message,
     ParsedTurn,
+    as_meant,
     call_message,
+    readable,
 )
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
@@ -423,14 +425,18 @@ class TemplateFormat(TurnFormat):
 
     def _parsed_by_renderer(self, renderer: Renderer, ids: list[int], head: list[int]) -> ParsedTurn:
         try:
-            found = renderer.parse_response(ids, tools=self._tools or None, prompt_ids=head or None)
+            found = renderer.parse_response(ids, tools=readable(self._tools) or None, prompt_ids=head or None)
         except Exception as error:  # of a library that is given what a model has sampled
             return ParsedTurn(self._codec.decode_answer(ids), error=f"unreadable: {type(error).__name__}")
         calls, reasoning = [], found.reasoning_content or ""
         for call in found.tool_calls:
-            if call.status != "ok" or not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+            given, is_whole = None, call.status == "ok"
+            is_named = isinstance(call.name, str) and isinstance(call.arguments, dict)
+            if is_named and (is_whole or call.status == "invalid_json"):
+                given = as_meant(call.name, call.arguments, call.raw, self._tools, is_whole=is_whole)
+            if given is None:
                 return ParsedTurn(found.content, reasoning, error=f"tool call: {call.status}: {call.raw[:80]!r}")
-            calls.append((call.name, call.arguments))
+            calls.append((call.name, given))
         return ParsedTurn(found.content, reasoning, tuple(calls))
 
     def _check_tools(self) -> None:

@@ -50,6 +50,13 @@ QWEN3 = """{%- if tools %}{{- '<|im_start|>system\\n' }}{{- "# Tools\\n\\nYou ma
 {{- '<|im_start|>assistant\\n' + body }}{%- for c in m.tool_calls or [] %}{%- if not loop.first or content %}{{- '\\n' }}{%- endif %}
 {{- '<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}
 {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# The tokens of Qwen3.5's own template: arguments are written bare, True and None as Python does.
+QWEN35 = QWEN3[: QWEN3.index("{%- set ns")].partition("{{- '\\n' + (tool")[0].partition("You may call")[0] + (
+    """You have access to the following functions:\\n\\n<tools>" }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- "\\n</tools>\\n\\nIf you choose to call a function ONLY reply in the following format with NO suffix:\\n\\n<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>\\nvalue_1\\n</parameter>\\n<parameter=example_parameter_2>\\nThis is the value for the second parameter\\nthat can span\\nmultiple lines\\n</parameter>\\n</function>\\n</tool_call>\\n\\n<IMPORTANT>\\nReminder:\\n- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within <tool_call></tool_call> XML tags\\n- Required parameters MUST be specified\\n- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after\\n- If there is no function call available, answer the question like normal with your current knowledge and do not tell the user about function calls\\n</IMPORTANT><|im_end|>\\n" }}{%- endif %}"""
+    + QWEN3[QWEN3.index("{%- set ns") - 1 : QWEN3.index("{{- '<tool_call>")].replace("m.content + '\\n</tool_r", "m.content | trim + '\\n</tool_r").replace(" and (loop.last or thought)", "").replace("not loop.first or content %}{{- '\\n' }}", "not loop.first %}{{- '\\n' }}{%- elif content %}{{- '\\n\\n' }}")
+    + """{{- '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{%- for key, value in c.function.arguments.items() %}{{- '<parameter=' + key + '>\\n' + (value | tojson if value is mapping or (value is sequence and value is not string) else value | string) + '\\n</parameter>\\n' }}{%- endfor %}{{- '</function>\\n</tool_call>' }}{%- endfor %}"""
+    + QWEN3[QWEN3.index("{{- '<|im_end|>\\n' }}\n{%- else"):].replace("assistant\\n' }}{%- endif %}", "assistant\\n<think>\\n' }}{%- endif %}")
+)  # fmt: skip
 # Another head than Qwen3's, so no renderer has its tokens.
 DROPS_THINKING = (
     QWEN3.replace("# Tools", "# Functions")
@@ -106,6 +113,7 @@ CONTROL = [
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>"),
     *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "<|observation|>", "<|begin_of_text|>", "<|end_of_text|>", "<|python_tag|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 ]
 CORPUS = [
     "What is six times seven?\n\nIt is forty-two.\n",

@@ -9,7 +9,7 @@ from repository import SHARED
 from run_cases import CHARACTERS
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
-from turn_cases import CALL, CASES, CHATML, CONTROL, LLAMA3, TOOLS, WORDS, ByHand, TurnCase, said
+from turn_cases import CALL, CASES, CHATML, CONTROL, LLAMA3, QWEN35, TOOLS, WORDS, ByHand, TurnCase, said
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Terms
@@ -138,6 +138,33 @@ def test_every_call_is_read_where_nothing_stands_behind_one(by_hand, name):
         assert "no JSON" in turns.parse(by_hand.ids("⟦<|python_tag|>⟧print(6*7)")).error
         for answer in ('{"x": 42}', "[6, 7]", "[]"):
             assert turns.parse(by_hand.ids(answer)) == ParsedTurn(answer)
+
+
+@pytest.mark.parametrize(("name", "schema", "written", "meant"), [
+    ("flag", {"type": "boolean"}, "True", True), ("flag", {"type": "boolean"}, "false", False),
+    ("flag", {"type": "boolean"}, "maybe", None),
+    ("number", {"type": "integer", "nullable": True}, "None", (None,)), ("number", {"type": "integer"}, "7", 7),
+    ("either", {"type": ["integer", "string"]}, "north", "north"), ("either", {"type": ["integer", "string"]}, "7", 7),
+    ("any", {}, "north", "north"), ("zip", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "90210", "90210"),
+    ("zip", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", (None,)),
+    ("code", {"type": "string"}, "    return 7\n", "    return 7\n"), ("code", {"type": "string"}, "7", "7"),
+])  # fmt: skip
+def test_bare_arguments_have_the_types_of_the_schema(by_hand, name, schema, written, meant):
+    """As Qwen3.5 writes them: Python's True and None, unions, and the blanks around a text."""
+    tool = {"name": "calculate", "parameters": {"type": "object", "properties": {name: schema}}}
+    case = TurnCase(QWEN35, "<|im_end|>", said("", "", "", ""))
+    turns = TurnFormat.of(by_hand.codec(case), [{"type": "function", "function": tool}], plays_user=True)
+    assert turns.kind == "renderer qwen3.5"
+    call = f"<function=calculate>\n<parameter={name}>\n{written}\n</parameter>\n</function>"
+    found = turns.parse(
+        by_hand.ids(f"So.\n⟦</think>⟧\n\n⟦<tool_call>⟧\n{call}\n⟦</tool_call>⟧"), turns.opening([QUESTION])
+    )
+    if meant is None:
+        assert found.tool_calls == () and "invalid_json" in found.error
+    else:
+        meant = None if meant == (None,) else meant
+        assert found == ParsedTurn("", "So.", (("calculate", {name: meant}),))
+        assert type(found.tool_calls[0][1][name]) is type(meant)
 
 
 def test_history_that_a_template_rewrites_begins_a_segment(by_hand):
