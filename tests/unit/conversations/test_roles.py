@@ -242,7 +242,7 @@ def test_a_conversation_of_roles_is_shown_before_a_run(codecs):
     assert [one.stop for one in (left, right)] == [EOS, EOS]
 
 
-def test_results_of_tools_beyond_a_frame_end_the_conversation_and_not_the_run():
+def test_results_beyond_a_frame_end_the_conversation_not_the_run():
     heard = [{"role": "tool", "content": "\N{GRINNING FACE}" * 800_000}] * 2
     assert len(frame_of({"heard": heard})) > MAX_FRAME_BYTES
     assert asyncio.run(OtherSeat(None, None, 5, (1, 10, 0)).speak(heard, "")) == Spoken(trouble="full")
