@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.rank_map import RankMap
@@ -27,7 +27,6 @@ from hacpo_mega.cluster.security.secret import Secret
 from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.models.files.visible import columns, say
 from hacpo_mega.preflight.meeting import (
-    PROBE_S,
     Door,
     GroupTest,
     Meeting,
@@ -220,7 +219,7 @@ class Preflight:
 
     def run(self) -> int:
         """The exit code, equal on all ranks that came to the meeting. Ends within a few times `patience_s`."""
-        self._before = _changed(self._logs)
+        before = _changed(self._logs)
         try:
             self._meeting = Meeting(self._env, self._patience_s)
             self._came_s = time.time()  # of rank 0: from here on the others reach it
@@ -228,7 +227,7 @@ class Preflight:
             with Door(self._env.node, self._meeting.secret) as door:
                 code = self._arrive(door.port) or self._look() or self._groups()
         except Unreachable as error:
-            return self._alone(error)
+            return self._alone(error, before)
         if self._logs is not None and self._env.is_first_of_node:
             with suppress(OSError):
                 (self._logs / f"preflight.{self._token}").unlink(missing_ok=True)
@@ -315,25 +314,11 @@ class Preflight:
 
     def _give_up(self, test: GroupTest) -> None:
         self._ending.acquire()
-        # A store that stands still answers nothing, and torch has no limit for a request.
-        limit_s = 5 * self._patience_s + 2 * PROBE_S
-        limit = threading.Timer(limit_s, self._leave_alone, (f"no answer from rank 0 within {limit_s:.0f} s",))
-        limit.daemon = True
-        limit.start()
-        try:
-            meeting = self._meeting.second()
-            code = self._end_groups(meeting, test.word(f"no end within {self._patience_s:.0f} s"))
-            meeting.leave(len(self._outcome.words))
-        except (Unreachable, RuntimeError) as error:
-            self._leave_alone(str(error).partition("\n")[0])
+        meeting = self._meeting.second()
+        code = self._end_groups(meeting, test.word(f"no end within {self._patience_s:.0f} s"))
+        meeting.leave(len(self._outcome.words))
         sys.stdout.flush()
         os._exit(code)  # the main thread is inside a collective that will not return
-
-    def _leave_alone(self, why: str) -> NoReturn:
-        try:
-            self._alone(Unreachable(why))
-        finally:
-            os._exit(NODE_BAD)
 
     def _end_groups(self, meeting: Meeting, word: Word) -> int:
         meeting.tell("groups", word)
@@ -394,7 +379,7 @@ class Preflight:
         except OSError as error:
             say(f"{logs / FILE} cannot be written: {error.strerror}", file=sys.stderr)
 
-    def _alone(self, error: Unreachable) -> int:
+    def _alone(self, error: Unreachable, before: int | None) -> int:
         """Without the meeting. If rank 0 is alive it names this node; else this node names rank 0's."""
         env = self._env
         if env.is_first_of_node:
@@ -404,7 +389,7 @@ class Preflight:
                 with suppress(OSError), note.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([env.node, time.time(), time.monotonic() - self._started_s]) + "\n")
         time.sleep(self._patience_s)
-        if self._logs is not None and env.is_first_of_node and env.rank != 0 and _changed(self._logs) == self._before:
+        if self._logs is not None and env.is_first_of_node and env.rank != 0 and _changed(self._logs) == before:
             finding = Finding(env.address, f"rank 0's node; {env.node} does not reach its port {env.port}")
             with suppress(OSError):
                 _write(self._logs, record(Outcome(findings=[finding]), time.monotonic() - self._started_s))

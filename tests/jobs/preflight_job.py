@@ -1,7 +1,6 @@
 """One rank of a preflight: every process plays a node of its own, told so by a launcher's variables, with a fault."""
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -75,10 +74,6 @@ def _hangs(folder: Path) -> None:
     hacpo_mega.preflight.meeting.GroupTest.run = lambda *_: time.sleep(3600.0)
 
 
-def _stands_still(folder: Path) -> None:
-    hacpo_mega.preflight.meeting.GroupTest.run = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-
-
 FAULTS = {
     "other version": _other_version,
     "full disk": _full_disk,
@@ -86,5 +81,4 @@ FAULTS = {
     "closed port": _closed_port,
     "wrong clock": _wrong_clock,
     "hangs": _hangs,
-    "stands still": _stands_still,
 }

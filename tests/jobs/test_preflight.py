@@ -63,7 +63,6 @@ def waiting(tmp_path_factory, models) -> dict[str, Visit]:
     faults = {
         "never comes": ({2: "never comes"}, 20.0),
         "first never comes": ({0: "never comes"}, 4.0),
-        "first stands still": ({0: "stands still"}, 4.0),
         "hangs": ({2: "hangs"}, 30.0),
     }
     return {name: Visit(tmp_path_factory.mktemp("waiting"), models, *how) for name, how in faults.items()}
@@ -139,18 +138,6 @@ def test_a_first_node_that_never_comes_is_named(waiting):
     for rank in (1, 2, 3):
         line, _, rest = visit.errors[rank].partition("\n")
         assert line.startswith(f"node n{rank} does not reach rank 0 at 127.0.0.1 port ") and rest == ""
-
-
-@pytest.mark.nightly
-def test_a_first_node_that_stands_still_ends_the_others(waiting):
-    """Its kernel answers for it: they wait for its store, each as long as it may, and no collective ends."""
-    visit = waiting["first stands still"]
-    for rank in visit.ranks[1:]:
-        rank.join()
-    visit.ranks[0].kill()
-    visit.over()
-    assert visit.statuses[1:] == [NODE_BAD] * 3, (visit.outputs, visit.errors)
-    assert all(f"node n{rank} does not reach rank 0 at " in visit.errors[rank] for rank in (1, 2, 3)), visit.errors
 
 
 @pytest.mark.nightly
