@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hacpo_mega.cluster.launcher_env import LauncherEnv, Unreachable
 from hacpo_mega.cluster.rank_map import RankMap
@@ -27,6 +27,7 @@ from hacpo_mega.cluster.security.secret import Secret
 from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.models.files.visible import columns, say
 from hacpo_mega.preflight.meeting import (
+    LOST,
     Door,
     GroupTest,
     Meeting,
@@ -52,7 +53,10 @@ from hacpo_mega.preflight.node_report import (
 
 FILE = "preflight.json"  # in RUN/logs
 # In which a rank goes through the groups.
-ORDER = ("job, making groups", "cell, all-reduce", "lane, all-gather", "agent, all-reduce", "job, barrier")
+ORDER = (
+    "job, making groups", "cell, all-reduce", "lane, all-gather", "weights, all-gather", "agent, all-reduce",
+    "job, barrier",
+)  # fmt: skip
 FAILED, REFUSED, NODE_BAD = 1, 2, 5  # exit statuses
 MOST_ROWS = 32  # of the table: beyond them, nodes without a finding are only counted
 
@@ -213,21 +217,27 @@ class Preflight:
         """`rank_map` and `run_dir` are None if the configuration could not be read; `report` then says why."""
         self._env, self._rank_map, self._report, self._patience_s = env, rank_map, report, patience_s
         self._logs = None if run_dir is None else run_dir.absolute() / "logs"
-        self._outcome = Outcome()
+        self._outcome, self._before = Outcome(), _changed(self._logs)
         self._ending = threading.Lock()
         self._started_s, self._came_s = time.monotonic(), time.time()
 
     def run(self) -> int:
-        """The exit code, equal on all ranks that came to the meeting. Ends within a few times `patience_s`."""
-        before = _changed(self._logs)
+        """The exit code, equal on all ranks that came to the meeting. Ends within some fourteen times `patience_s`."""
+        # More than all waits below together: the store has no limit for a request to a rank 0 that stands still.
+        limit_s = 13 * self._patience_s + 20
+        limit = threading.Timer(limit_s, self._end_alone, (Unreachable(f"no end within {limit_s:.0f} s"),))
+        limit.daemon = True
+        limit.start()
         try:
             self._meeting = Meeting(self._env, self._patience_s)
             self._came_s = time.time()  # of rank 0: from here on the others reach it
             self._token = self._meeting.token()
             with Door(self._env.node, self._meeting.secret) as door:
                 code = self._arrive(door.port) or self._look() or self._groups()
-        except Unreachable as error:
-            return self._alone(error, before)
+        except LOST as error:
+            return self._alone(error)
+        finally:
+            limit.cancel()
         if self._logs is not None and self._env.is_first_of_node:
             with suppress(OSError):
                 (self._logs / f"preflight.{self._token}").unlink(missing_ok=True)
@@ -307,16 +317,19 @@ class Preflight:
             # longer than the timer, which speaks first
             test.run(self._rank_map, self._meeting.store, 2 * self._patience_s)
         except (RuntimeError, OSError) as problem:
-            error = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+            error = f"{type(problem).__name__}: {str(problem).strip()}".splitlines()[0]
         self._ending.acquire()  # never released: one thread ends this process
         timer.cancel()
         return self._end_groups(self._meeting, test.word(error))
 
     def _give_up(self, test: GroupTest) -> None:
         self._ending.acquire()
-        meeting = self._meeting.second()
-        code = self._end_groups(meeting, test.word(f"no end within {self._patience_s:.0f} s"))
-        meeting.leave(len(self._outcome.words))
+        try:
+            meeting = self._meeting.second()
+            code = self._end_groups(meeting, test.word(f"no end within {self._patience_s:.0f} s"))
+            meeting.leave(len(self._outcome.words))
+        except LOST as error:
+            self._end_alone(error)
         sys.stdout.flush()
         os._exit(code)  # the main thread is inside a collective that will not return
 
@@ -379,17 +392,23 @@ class Preflight:
         except OSError as error:
             say(f"{logs / FILE} cannot be written: {error.strerror}", file=sys.stderr)
 
-    def _alone(self, error: Unreachable, before: int | None) -> int:
+    def _end_alone(self, error: Exception) -> NoReturn:
+        """`_alone` in a thread of its own, while the main thread waits for what does not come."""
+        code = self._alone(error)
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _alone(self, error: Exception) -> int:
         """Without the meeting. If rank 0 is alive it names this node; else this node names rank 0's."""
         env = self._env
         if env.is_first_of_node:
             where = f"rank 0 at {env.address} port {env.port}"
-            say(f"node {env.node} does not reach {where}: {error}", file=sys.stderr)
+            say(f"node {env.node} does not reach {where}: {str(error).splitlines()[0]}", file=sys.stderr)
             if (note := self._note()) is not None:
                 with suppress(OSError), note.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([env.node, time.time(), time.monotonic() - self._started_s]) + "\n")
         time.sleep(self._patience_s)
-        if self._logs is not None and env.is_first_of_node and env.rank != 0 and _changed(self._logs) == before:
+        if self._logs is not None and env.is_first_of_node and env.rank != 0 and _changed(self._logs) == self._before:
             finding = Finding(env.address, f"rank 0's node; {env.node} does not reach its port {env.port}")
             with suppress(OSError):
                 _write(self._logs, record(Outcome(findings=[finding]), time.monotonic() - self._started_s))

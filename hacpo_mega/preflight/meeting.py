@@ -39,6 +39,7 @@ PROBE_S = 5.0  # for one connection between two nodes
 KEYS_AT_ONCE = 512
 NUM_TIMED = 3
 CPU_BYTES, CUDA_BYTES = 4 << 20, 64 << 20  # of a measured collective
+LOST = (Unreachable, dist.DistError)  # raised where rank 0, or its store, does not answer
 
 Word = dict[str, Any]
 

@@ -1,6 +1,7 @@
 """One rank of a preflight: every process plays a node of its own, told so by a launcher's variables, with a fault."""
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -74,6 +75,22 @@ def _hangs(folder: Path) -> None:
     hacpo_mega.preflight.meeting.GroupTest.run = lambda *_: time.sleep(3600.0)
 
 
+def _hangs_over_weights(folder: Path) -> None:
+    real = hacpo_mega.preflight.meeting.GroupTest._time
+
+    def hang(test, link, *rest):
+        if link.kind == "weights, all-gather":
+            test.stage = (link.kind, link.group)
+            time.sleep(3600.0)
+        real(test, link, *rest)
+
+    hacpo_mega.preflight.meeting.GroupTest._time = hang
+
+
+def _stands_still(folder: Path) -> None:
+    hacpo_mega.preflight.meeting.GroupTest.run = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+
+
 FAULTS = {
     "other version": _other_version,
     "full disk": _full_disk,
@@ -81,4 +98,6 @@ FAULTS = {
     "closed port": _closed_port,
     "wrong clock": _wrong_clock,
     "hangs": _hangs,
+    "hangs over weights": _hangs_over_weights,
+    "stands still": _stands_still,
 }

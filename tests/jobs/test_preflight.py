@@ -30,17 +30,19 @@ class Visit:
     """A preflight of some nodes; once it is over exit statuses, what they wrote, and the record for programs."""
 
     def __init__(
-        self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S, num: int = 4
+        self, folder: Path, models: list[dict], faults: dict[int, str], wait_s: float = PATIENCE_S, num: int = 4, **keys
     ) -> None:
-        config = write_config(folder, models, run_dir="run")
+        config = write_config(folder, models, run_dir="run", **keys)
         (folder / "run/logs").mkdir(parents=True, exist_ok=True)
         self.folder, self.ranks = folder, start_ranks(num, folder, preflight_job.visit, config, faults, wait_s)
 
-    def over(self) -> "Visit":
-        """Itself, when all ranks have ended."""
+    def over(self, *, is_first_still: bool = False) -> "Visit":
+        """Itself, when all ranks have ended, but for a first one that stands still."""
         folder = self.folder
-        for rank in self.ranks:
+        for rank in self.ranks[is_first_still:]:
             rank.join()
+        self.ranks[0].kill()  # a process that has ended keeps its exit status
+        self.ranks[0].join()
         self.statuses = [rank.exitcode for rank in self.ranks]
         self.outputs = [(folder / f"{rank}.out").read_text() for rank in range(len(self.ranks))]
         self.errors = [(folder / f"{rank}.err").read_text() for rank in range(len(self.ranks))]
@@ -65,7 +67,13 @@ def waiting(tmp_path_factory, models) -> dict[str, Visit]:
         "first never comes": ({0: "never comes"}, 4.0),
         "hangs": ({2: "hangs"}, 30.0),
     }
-    return {name: Visit(tmp_path_factory.mktemp("waiting"), models, *how) for name, how in faults.items()}
+    visits = {name: Visit(tmp_path_factory.mktemp("waiting"), models, *how) for name, how in faults.items()}
+    pairs = [{**model, "tp": 1, "cells_per_lane": 1, "rollout_gpus": 1} for model in models]
+    how = {1: "hangs over weights"}, 30.0
+    visits["hangs over weights"] = Visit(tmp_path_factory.mktemp("waiting"), pairs, *how, placement="apart")
+    how = {0: "stands still"}, 6.0, 2
+    visits["first stands still"] = Visit(tmp_path_factory.mktemp("waiting"), models[:1], *how)
+    return visits
 
 
 def test_a_sound_job_passes_and_is_measured(tmp_path, models):
@@ -155,6 +163,22 @@ def test_a_node_that_hangs_while_groups_are_made_is_named(waiting):
     visit = waiting["hangs"].over()
     assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
     assert list(visit.texts()) == ["n2"], visit.texts()
+
+
+@pytest.mark.nightly
+def test_nodes_that_hang_over_weights_are_named(waiting):
+    """The trainer and the engine of an agent, neither of which can be told from the other."""
+    visit = waiting["hangs over weights"].over()
+    assert visit.statuses == [NODE_BAD] * 4, (visit.outputs, visit.errors)
+    assert list(visit.texts()) == ["n0", "n1"] and "weights, all-gather" in visit.texts()["n1"][0], visit.texts()
+
+
+@pytest.mark.nightly
+def test_a_first_node_that_stands_still_while_groups_are_made_is_named(waiting):
+    """Although the store, which it keeps, has no limit for a request."""
+    visit = waiting["first stands still"].over(is_first_still=True)
+    assert visit.statuses[1:] == [NODE_BAD], (visit.outputs, visit.errors)
+    assert visit.record["bad_nodes"] == ["127.0.0.1"]
 
 
 @pytest.mark.nightly
