@@ -10,6 +10,7 @@ from experiment_cases import COMMIT, grid_file, make_grid, make_result
 from job import run_here
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_lab.experiments import trust
 from hacpo_lab.experiments.grid import Cell, load_grid
 from hacpo_lab.experiments.identity import folder_digest, identity_of
 from hacpo_lab.experiments.order import Part
@@ -58,6 +59,22 @@ def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_p
     *_, problem = read_packed(tmp_path)
     assert str(problem).startswith(f"{packed}:4: not the result of a run (")
     assert not list(read_packed(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("when", ["between two files", "after the packed ones"])
+def test_a_folder_that_another_machine_packs_meanwhile_is_read_whole(tmp_path, monkeypatch, when):
+    grid = make_grid(tmp_path)
+    results = {cell: make_result(cell, (0.5,)) for cell in (CELL, OTHER)}
+    for result in results.values():
+        write_result(grid.results, result)
+
+    def read_then_pack(*where):
+        found = read_result(*where) if when == "between two files" else list(read_packed(*where))
+        pack_results(grid.results, results.values())
+        return found
+
+    monkeypatch.setattr(trust, "read_result" if when == "between two files" else "read_packed", read_then_pack)
+    assert read_results(grid) == (results, [])
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path):
