@@ -20,7 +20,7 @@ from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 from hacpo_mega.models.files.replacing import replace_file
 
 SETTINGS = "settings.json"
-CORRECT = "correct"  # the verdict on a success
+CORRECT, NO_ANSWER = "correct", "no_answer"  # the verdicts on a success, and where there is nothing to judge
 FIELDS = {
     **dict.fromkeys(("id", "prompt_seen", "gold", "text", "verdict", "stop"), TEXT),
     **dict.fromkeys(("rollout", "num_tokens"), COUNT),

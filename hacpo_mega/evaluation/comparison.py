@@ -22,6 +22,7 @@ NUM_RESAMPLES = 10_000
 NUM_CROSSED = 2_000  # resamples of seeds and prompts
 CONFIDENCE = 0.95
 BOOTSTRAP_SEED = 0
+SAME = 2e-6  # between scores that rounding alone may tell apart: a result keeps six digits of an agent's accuracy
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Summary:
 class Difference:
     """A method minus the reference, over the n seeds that both have.
 
-    `interval` is None below MIN_PAIRS seeds; `num_positive` counts the seeds in which the method was better.
+    `interval` is None below MIN_PAIRS seeds; `num_positive` counts the seeds in which the method was better by more
+    than rounding.
     """
 
     mean: float
@@ -88,7 +90,7 @@ def paired_difference(ends: Ends, reference: Ends, confidence: float = CONFIDENC
         interval = crossed_interval([[one - other for one, other in pair] for pair in pairs], confidence)
     elif len(seeds) >= MIN_PAIRS:
         interval = bootstrap_interval(differences)
-    return Difference(fmean(differences), interval, sum(value > 0 for value in differences), len(seeds))
+    return Difference(fmean(differences), interval, sum(value > SAME for value in differences), len(seeds))
 
 
 def crossed_interval(differences: Sequence[Sequence[np.ndarray]], confidence: float) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 
-from hacpo_mega.evaluation.answers import Answer, read_answers
+from hacpo_mega.evaluation.answers import NO_ANSWER, Answer, read_answers
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.logbook.steps.held_out import is_graded, score_name
 from hacpo_mega.models.files.replacing import replace_file
@@ -205,7 +205,7 @@ def summarize(
                 num_unscored=len(groups) - len(problems),
                 num_answers=len(answers),
                 num_unjudged=sum(not answer.is_judged for answer in answers),
-                no_answer=_mean(answer.verdict == "no_answer" for answer in answers),
+                no_answer=_mean(answer.verdict == NO_ANSWER for answer in answers),
                 cut=_mean(answer.stop == "length" for answer in answers),
                 tokens_mean=_mean(answer.num_tokens for answer in answers),
                 num_repeated=benchmark.num_repeated,
@@ -218,7 +218,9 @@ def summarize(
 def judged(answers: Sequence[Answer]) -> Answers | None:
     """The judged answers to one problem, by rollout; None without any."""
     kept = sorted((answer for answer in answers if answer.is_judged), key=lambda answer: answer.rollout)
-    columns = ((a.reward for a in kept), (a.is_success for a in kept), (a.vote for a in kept))
+    # One that had to end by itself and was cut has no answer, whatever stands in its text.
+    votes = (None if a.verdict == NO_ANSWER else a.vote for a in kept)
+    columns = ((a.reward for a in kept), (a.is_success for a in kept), votes)
     return Answers(*map(tuple, columns)) if kept else None
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -147,8 +148,8 @@ def trouble_of(run_dir: Path) -> tuple[str, bool]:
     Other logs count only where no job has one. Before the line the reason, by the log of the rank that ended first in
     that attempt.
     """
-    logs = sorted(run_dir.glob("slurm/[0-9]*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for log in logs[:1] or sorted(run_dir.glob("logs/attempt_*/rank_0.log"))[-1:]:
+    by_age = partial(sorted, key=lambda path: path.stat().st_mtime)
+    for log in (by_age(run_dir.glob("slurm/[0-9]*.log")) or by_age(run_dir.glob("logs/attempt_*/rank_0.log")))[-1:]:
         lines = _last_lines(log)
         for number in reversed(range(len(lines))):
             if TROUBLE.search(lines[number]):

@@ -117,12 +117,12 @@ def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) ->
 
 
 def source_commit() -> str | None:
-    """The git commit of this package's source; None outside a checkout.
+    """The git commit of this package's source; None outside a checkout, as in an environment that lies in one.
 
     `+` and a digest follow where Python files of the packages differ from it, or it does not know them.
     """
     here = Path(__file__).parent
-    commit = _git(here, "rev-parse", "HEAD")
+    commit = _git(here, "rev-parse", "HEAD") if _git(here, "ls-files", "--", Path(__file__).name) else None
     others = (_git(here, "ls-files", "--others", "--exclude-standard", "--", *OWN_CODE) or "").splitlines()
     contents = _git(here, "hash-object", "--", *others) if others else None
     changed = [_git(here, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *OWN_CODE) or "", *others, contents or ""]

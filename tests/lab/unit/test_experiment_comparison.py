@@ -43,6 +43,12 @@ def test_differences_are_paired_by_seed():
     assert found.interval == pytest.approx((-0.2, 0.4))
 
 
+def test_a_seed_of_as_many_right_answers_is_not_positive():
+    """Means of (.1, .2) and (.15, .15), and of 16 and 16 or 8 and 24 of 48 right answers, kept to six digits."""
+    ends, reference = Ends({1: (0.1 + 0.2) / 2, 2: (0.166667 + 0.5) / 2}), Ends({1: 0.15, 2: (0.333333 + 0.333333) / 2})
+    assert paired_difference(ends, reference).num_positive == paired_difference(reference, ends).num_positive == 0
+
+
 def test_fewer_than_three_pairs_have_no_interval_and_none_no_difference():
     assert paired_difference(Ends({1: 0.6, 2: 0.3}), Ends({1: 0.5, 2: 0.5})).interval is None
     assert paired_difference(Ends({1: 0.6}), Ends({2: 0.5})) is None

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from experiment_cases import grid_file, make_grid
+from experiment_cases import grid_file, make_grid, make_result
 from repository import ROOT
 
 from hacpo_lab.experiments.evidence import evidence_of
@@ -73,6 +73,16 @@ def test_the_best_mean_wins_a_tie_goes_to_the_smaller_and_an_edge_is_named(tmp_p
     highest = tuned(grid, "skills", "alone", {cell: cell.learning_rate for cell in cells})
     assert (highest.learning_rate, highest.edge) == (8e-4, "highest")
     assert tuned(grid, "skills", "alone", dict.fromkeys(cells[:-1], 0.5)) is None, "one run is missing"
+
+
+def test_rates_with_as_many_right_answers_are_tied_however_they_are_spread(tmp_path):
+    """Two agents have 32 right of 48 prompts, 16 and 16 or 8 and 24: six digits of each make a difference of 5e-7."""
+    grid = make_grid(tmp_path)
+    ends = {2e-4: (0.333333, 0.333333), 4e-4: (0.166667, 0.5)}
+    cells = tuning_cells(grid, "skills", "alone")
+    scores = {cell: make_result(cell, ends[cell.learning_rate]).score for cell in cells}
+    found = tuned(grid, "skills", "alone", scores)
+    assert (found.learning_rate, found.edge) == (2e-4, "lowest")
 
 
 def test_a_best_rate_at_an_end_is_followed_until_it_lies_inside(tmp_path):

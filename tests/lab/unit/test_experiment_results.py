@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from experiment_cases import COMMIT, grid_file, make_grid, make_result
 from job import run_here
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_lab.experiments import campaign, trust
 from hacpo_lab.experiments.grid import Cell, load_grid
 from hacpo_lab.experiments.identity import folder_digest, identity_of
 from hacpo_lab.experiments.order import Part
@@ -58,6 +60,22 @@ def test_a_packed_folder_reads_as_its_files_did_and_a_broken_line_is_named(tmp_p
     *_, problem = read_packed(tmp_path)
     assert str(problem).startswith(f"{packed}:4: not the result of a run (")
     assert not list(read_packed(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("when", ["between two files", "after the packed ones"])
+def test_a_folder_that_another_machine_packs_meanwhile_is_read_whole(tmp_path, monkeypatch, when):
+    grid = make_grid(tmp_path)
+    results = {cell: make_result(cell, (0.5,)) for cell in (CELL, OTHER)}
+    for result in results.values():
+        write_result(grid.results, result)
+
+    def read_then_pack(*where):
+        found = read_result(*where) if when == "between two files" else list(read_packed(*where))
+        pack_results(grid.results, results.values())
+        return found
+
+    monkeypatch.setattr(trust, "read_result" if when == "between two files" else "read_packed", read_then_pack)
+    assert read_results(grid) == (results, [])
 
 
 def test_a_result_is_read_back_as_it_was_written(tmp_path):
@@ -114,6 +132,20 @@ def test_results_that_this_source_would_not_make_are_refused(tmp_path):
     }
     with pytest.raises(ValueError, match=r"^[^\n]*--table-only \(1 more like it\)$"):
         require_same(grid, both, expected, COMMIT)
+
+
+def test_without_a_checkout_the_installed_version_is_the_source(tmp_path, run_config, monkeypatch):
+    regimes = {"skills": {"config": str(run_config)}}
+    grid = load_grid(grid_file(tmp_path, methods={"fine": {}}, regimes=regimes, learning_rates=[2e-4], tuning_seeds=[]))
+    identity = check_identities(check_cells(grid))["skills", "fine"].model_dump()
+    for commit, refusal in ((None, "commit None, expected v7"), ("v7", "")):
+        write_result(
+            grid.results, make_result(Cell("skills", "fine", 2e-4, 1, "reported"), (0.5,), commit=commit, **identity)
+        )
+        monkeypatch.setattr(campaign, "source_commit", lambda: None)
+        monkeypatch.setattr(campaign, "installed_versions", lambda: {"hacpo_mega": "7"})
+        with pytest.raises(ValueError, match=refusal) if refusal else nullcontext():
+            campaign.run_campaign(grid, print, print, limit=0)
 
 
 def test_results_of_two_sources_never_stand_in_one_table(tmp_path):

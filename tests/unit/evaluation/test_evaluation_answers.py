@@ -82,6 +82,16 @@ def test_answers_are_ordered_by_rollout_whoever_wrote_them():
     assert found == Answers((1.0, 0.0), (True, False), ("a", "b"))
 
 
+def test_a_cut_answer_that_must_end_by_itself_does_not_vote(tmp_path):
+    """reward.require_stop: its text has the right number, its verdict says that it has no answer."""
+    benchmark = Benchmark("b", (PromptRow("x", "1", "4"),), 3, 1.0)
+    file = AnswerFile(tmp_path, "b", 0)
+    file.append([answer("x", 0, vote="4"), *(answer("x", i, "no_answer", vote="4", stop="length") for i in (1, 2))])
+    file.close()
+    (result,) = summarize({"model": "m"}, [benchmark], {"b": 0}, tmp_path, seed=0).benchmarks
+    assert (result.scores["maj@3"].value, result.no_answer) == (1.0, pytest.approx(2 / 3))
+
+
 def test_a_half_written_line_is_dropped(tmp_path):
     file = AnswerFile(tmp_path, "b", 0)
     file.append([answer("x", 0), answer("x", 1, text="a\ud800b\n")])

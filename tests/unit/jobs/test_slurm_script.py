@@ -159,6 +159,13 @@ def test_a_line_of_the_user_that_fails_ends_the_job_and_is_named(tmp_path, line)
     assert attempt.notes == [] and not (ROOT / "never").exists()
 
 
+def test_a_shell_option_that_a_line_of_the_user_leaves_behind_ends_no_job(tmp_path):
+    """As a site's file that is sourced may: a rank dies, and the job queues again all the same."""
+    attempt = Attempt(tmp_path, ended(1, 75), setup=["set -euC -o pipefail"])
+    assert attempt.status == 0 and "requeue 7" in attempt.asked, attempt.said
+    assert "rank 0 on node1 ended first, with status 1" in attempt.said
+
+
 @pytest.mark.parametrize(("away", "status"), [(3, 0), (99, 2)])
 def test_a_disk_that_is_away_for_a_moment_ends_no_job(tmp_path, away, status):
     (tmp_path / "mkdir").write_text(

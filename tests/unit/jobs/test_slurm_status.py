@@ -208,6 +208,18 @@ def test_an_attempt_is_shown_with_the_job_that_it_is_of(run, monkeypatch):
     assert shown(run)[1]["attempt"].startswith("1 of slurm 14, began 20"), "the user's own script makes no folders"
 
 
+def test_trouble_without_a_log_of_the_job_is_that_of_the_newest_attempt(run):
+    """As after starts by --job on nodes of salloc; the tenth attempt comes before the ninth by name."""
+    (run / "slurm/12.log").unlink()
+    for number, age_s in ((9, 60), (10, 0)):
+        (run / f"logs/attempt_{number}").mkdir()
+        log = run / f"logs/attempt_{number}/rank_0.log"
+        log.write_text(f"ValueError: of attempt {number}\n")
+        os.utime(log, (time.time() - age_s,) * 2)
+    os.utime(run / "logs/attempt_2/rank_0.log", (time.time() - 120,) * 2)
+    assert shown(run)[1]["trouble"] == "ValueError: of attempt 10"
+
+
 NOISE = "nanobind: leaked 3 types!\n - leaked type vllm.Thing\n[W1126 10:00 socket.cpp] x\n\n"
 VERDICT = "[slurm 2026] ends with status 2; starting again would change nothing (docs)\n"
 

@@ -53,6 +53,7 @@ def test_two_changed_sources_have_two_marks(tmp_path, monkeypatch):
     monkeypatch.setattr("hacpo_mega.logbook.run.provenance.__file__", str(package / "provenance.py"))
     file, new = package / "known.py", package / "new.py"
     file.write_text("x = 1\n")
+    (package / "provenance.py").write_text("")
     (tmp_path / "page.md").write_text("one")
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
         subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *command], cwd=tmp_path, check=True)
@@ -68,6 +69,17 @@ def test_two_changed_sources_have_two_marks(tmp_path, monkeypatch):
     assert source_commit() == marks[1]
     file.write_text("x = 1\n")
     assert source_commit() == clean and len(clean) == 40
+
+
+def test_the_commit_of_a_project_around_the_package_is_not_its_own(tmp_path, monkeypatch):
+    package = tmp_path / ".venv" / "hacpo_mega"
+    package.mkdir(parents=True)
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    (package / "provenance.py").write_text("")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "mine"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr("hacpo_mega.logbook.run.provenance.__file__", str(package / "provenance.py"))
+    assert source_commit() is None
 
 
 FOREIGN = {

@@ -67,11 +67,11 @@ def run_campaign(
     be used; and when the source changes while the queue runs, since results are of one source.
     """
     identities = check_identities(check_cells(grid))
-    commit = source_commit()
+    commit = _source()
     with RunLock(grid.work_dir, "work_dir"):
         for leftover in (grid.work_dir / "running").glob("*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        if commit and "+" in commit:
+        if "+" in commit:
             say("warning: files differ from the commit; every result will say so")
         results, others = read_results(grid)
         if seeds := seeds_begun_elsewhere(grid, results, identities):
@@ -87,7 +87,7 @@ class Queue:
 
     grid: Grid
     identities: Mapping[Setting, Identity]
-    commit: str | None
+    commit: str
     server: JobServer
     train_rank: TrainRank
     warm_start_rank: WarmStartRank
@@ -151,7 +151,7 @@ class Queue:
 
     def result_of(self, cell: Cell, config: Config, found: Measured) -> Result:
         """A finished run's result. ValueError when the source is no longer the one that the queue began with."""
-        if (now := source_commit()) != self.commit:
+        if (now := _source()) != self.commit:
             raise ValueError(
                 f"the source was changed while the queue ran (commit {self.commit}, now {now}): {cell.name} is not "
                 "kept; go back to that commit and start again, or give another results folder"
@@ -185,6 +185,11 @@ class Queue:
         said = [line for rank in last.values() for line in rank["last_lines"] if line.strip()]
         say(f"{cell.name} FAILED, exit statuses {statuses}: {said[-1] if said else 'it said nothing'}")
         say(f"  kept in {kept}; the queue goes on, and the next start tries it again")
+
+
+def _source() -> str:
+    """The commit, or the version that is installed, which outside a checkout says what a result is of."""
+    return source_commit() or f"v{installed_versions().get('hacpo_mega')}"
 
 
 def _replace(source: Path, target: Path) -> None:

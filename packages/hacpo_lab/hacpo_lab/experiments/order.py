@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Self
 
 from hacpo_lab.experiments.grid import Cell, Grid, next_rate
+from hacpo_mega.evaluation.comparison import SAME
 
 Scores = Mapping[Cell, float]
 NO_SCORES: Scores = MappingProxyType({})
@@ -108,7 +109,8 @@ def _mean_scores(
 
 
 def _best(means: Mapping[float, float]) -> float:
-    return max(means, key=lambda rate: (means[rate], -rate))
+    most = max(means.values())
+    return min(rate for rate, mean in means.items() if mean >= most - SAME)
 
 
 def tuned(grid: Grid, regime: str, method: str, scores: Scores) -> Tuned | None:

@@ -5,6 +5,7 @@ may have others, as another machine makes them, and the tables name them. A begu
 Every complaint is one line that names the file, what was found, what was expected, and what to do.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 
 from hacpo_lab.experiments.grid import Cell, Grid, config_of_cell, warm_starts_of
@@ -25,23 +26,25 @@ def read_results(grid: Grid) -> tuple[dict[Cell, Result], list[str]]:
     """
     require_inside(grid.results, grid.results)
     known, others, complaints = {}, [], []
+
+    def add(result: Result, name: str) -> None:
+        if _is_of(grid, result.cell):
+            known.setdefault(result.cell, result)
+        else:
+            others.append(name)
+
+    # Files first: a machine that packs them now removes them when they are in runs.jsonl.
+    for path in sorted(grid.results.glob("[!.]*.json")):
+        try:
+            add(read_result(path), path.name)
+        except ValueError as problem:
+            if os.path.lexists(path):
+                complaints.append(str(problem))
     for result in read_packed(grid.results):
         if isinstance(result, ValueError):
             complaints.append(str(result))
-        elif _is_of(grid, result.cell):
-            known[result.cell] = result
         else:
-            others.append(result.cell.name)
-    for path in sorted(grid.results.glob("[!.]*.json")):
-        try:
-            result = read_result(path)
-        except ValueError as problem:
-            complaints.append(str(problem))
-            continue
-        if _is_of(grid, result.cell):
-            known[result.cell] = result
-        else:
-            others.append(path.name)
+            add(result, result.cell.name)
     if complaints:
         raise ValueError("\n".join(complaints))
     return known, others
