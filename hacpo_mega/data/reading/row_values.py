@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hacpo_grading.texts.chat_messages import messages_of, messages_problem, messages_text, tools_problem
+from hacpo_grading.texts.chat_messages import messages_problem, messages_text, tools_problem
 from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
@@ -19,6 +19,8 @@ WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
 CHOICES = ("choices", "options")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+# Messages as JSON or Python writes them: tables of an older writer, and columns of JSON, have a list as its text.
+CHAT_IN_A_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(?:role|content|from)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 
 
 def quoted(value: object) -> str:
@@ -58,8 +60,8 @@ def prompt_problem(value: object) -> str | None:
     """The reason why a value is not a prompt, a text or chat messages; None if it is."""
     if isinstance(value, list):
         return messages_problem(value) or value_problem(messages_text(value), (str,))
-    is_read_as_other = isinstance(value, str) and messages_of(value) is not None
-    return "is chat messages as JSON text; write them as a list" if is_read_as_other else value_problem(value, (str,))
+    is_chat = isinstance(value, str) and CHAT_IN_A_TEXT.fullmatch(value) is not None
+    return "is chat messages in a text; write them as a list" if is_chat else value_problem(value, (str,))
 
 
 def media_problems(row: Mapping[str, Any]) -> list[tuple[str, str]]:
