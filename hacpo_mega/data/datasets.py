@@ -10,6 +10,7 @@ its line; the good rows still come. Elsewhere: repeated and overlapping problems
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -59,7 +60,7 @@ NO_LAYOUT = "fits no known layout"
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Entries of an archive that say something of the next one: a long name, a size, times.
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # commas of 1,234,567, not of 3,4
 
 # The fields of a row that verl's reward functions are called with.
 VERL_FIELDS = ("data_source", "reward_model", "extra_info")
@@ -195,7 +196,7 @@ LAYOUTS: Mapping[str, Layout] = {
         "question",
         "answer",
         matches=lambda row: isinstance(row.get("answer"), str) and "####" in row["answer"] and "question" in row,
-        gold=lambda row: gold_answer(row["answer"]).replace(",", ""),
+        gold=lambda row: THOUSANDS.sub("", gold_answer(row["answer"])),
         solution=lambda row: row["answer"],
     ),
     "answered": _plain("problem", "answer"),
