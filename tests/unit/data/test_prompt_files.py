@@ -41,8 +41,9 @@ def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
     file = tmp_path / "n.jsonl"
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 27.0}\n\n{"prompt": "b", "answer": -3}\n{"prompt": "c", "answer": 0.5}'
+        b'\n{"prompt": "d", "answer": 6.022e23}\n{"prompt": "e", "answer": 12345678901234567890}'
     )
-    assert [r.gold for r in load_prompts([file])] == ["27", "-3", "0.5"]
+    assert [r.gold for r in load_prompts([file])] == ["27", "-3", "0.5", "6.022e+23", "12345678901234567890"]
 
 
 def test_every_problem_of_every_file_at_once(tmp_path):
