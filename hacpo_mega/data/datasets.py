@@ -40,13 +40,13 @@ from hacpo_mega.data.reading.files import (
 )
 from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
-    choices_problems,
     gold_problem,
     gold_text,
     media_problems,
     prompt_problem,
     prompt_text,
     row_tools_problem,
+    unread_problems,
 )
 from hacpo_mega.data.reading.tables import MAX_TIMES_UNPACKED, is_saved, most_unpacked
 from hacpo_mega.models.files.documents import MAX_JSON_BYTES, parse_json
@@ -359,7 +359,7 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
         return DataProblem(row.file, row.line, None, what)
     checked = (layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))
-    unread = media_problems(record) + (choices_problems(record, prompt) if layout in LAYOUTS.values() else [])
+    unread = media_problems(record) + (unread_problems(record, prompt) if layout in LAYOUTS.values() else [])
     for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field)), *unread):
         if what:
             return DataProblem(row.file, row.line, field, what)
