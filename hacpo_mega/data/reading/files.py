@@ -34,7 +34,16 @@ from hacpo_mega.data.reading.row_values import (
     quoted,
     row_tools_problem,
 )
-from hacpo_mega.data.reading.tables import HUB, TOO_LARGE, HubSplit, data_files, is_saved, most_unpacked, stored_batches
+from hacpo_mega.data.reading.tables import (
+    HUB,
+    TOO_LARGE,
+    HubSplit,
+    data_files,
+    is_saved,
+    most_unpacked,
+    num_bytes,
+    stored_batches,
+)
 from hacpo_mega.models.files.documents import parse_json
 from hacpo_mega.models.files.replacing import replacing as replacing_bytes
 
@@ -376,10 +385,10 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
-    is_small = batch.nbytes <= MAX_LINE_BYTES
+    is_small = num_bytes(batch) <= MAX_LINE_BYTES
     # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
     for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
-        if rows.nbytes > MAX_LINE_BYTES:
+        if num_bytes(rows) > MAX_LINE_BYTES:
             line += 1
             yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
             continue

@@ -145,6 +145,14 @@ def test_a_damaged_parquet_file_is_a_problem_not_a_crash(tmp_path, keep):
     assert "unreadable Parquet" in check_data([table])[0].what
 
 
+def test_a_column_of_categories_is_read_whole(tmp_path):
+    """A dictionary that all batches of a file share is no part of each."""
+    texts = [f"{number} " + "word " * 1_600 for number in range(600)]
+    columns = {"prompt": pyarrow.array(texts).dictionary_encode(), "answer": ["1"] * 600}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert [row.text for row in load_prompts([tmp_path / "a.parquet"])] == texts
+
+
 def save(folder, *shards, **state):
     """As `datasets.save_to_disk` writes a split: https://huggingface.co/docs/datasets/process#save."""
     folder.mkdir(parents=True)
