@@ -374,7 +374,7 @@ def _read_batches(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable {kind}: {first}")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the latter for a date beyond Python's
         place = line + 1 if kind == "Parquet" else line
         yield place, DataProblem(file, place or None, None, str(error))
 

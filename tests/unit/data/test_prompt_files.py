@@ -153,6 +153,15 @@ def test_a_column_of_categories_is_read_whole(tmp_path):
     assert [row.text for row in load_prompts([tmp_path / "a.parquet"])] == texts
 
 
+def test_a_date_beyond_those_of_python_is_a_problem_not_a_crash(tmp_path):
+    dates = pyarrow.array([10**12, 0], pyarrow.timestamp("s"))
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "date": dates})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert [str(problem) for problem in check_data([tmp_path / "a.parquet"])] == [
+        f"{tmp_path / 'a.parquet'}:1: date value out of range"
+    ]
+
+
 def save(folder, *shards, **state):
     """As `datasets.save_to_disk` writes a split: https://huggingface.co/docs/datasets/process#save."""
     folder.mkdir(parents=True)
