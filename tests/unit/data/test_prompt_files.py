@@ -4,13 +4,17 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from dataset_rows import VERL, check_data, write_lines
 
+from hacpo_mega.config import RolloutConfig
+from hacpo_mega.config.tables.schema import DataConfig, EvaluationConfig
 from hacpo_mega.data.datasets import layouts_of, read_dataset
+from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line
 from hacpo_mega.data.reading.files import PromptsMet, load_prompts, read_prompts
 
 
@@ -105,6 +109,16 @@ def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
     kept = read_prompts([one, other], "q", "a", keep_first=True)
     assert (kept.problems, kept.num_repeated) == ([], 993)
     assert [(row.text, row.gold) for row in kept.rows] == [(str(i), f"gold {i}") for i in range(10)]
+
+
+def test_rows_that_an_evaluation_leaves_out_are_counted(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", *({"prompt": "1" * length, "answer": 1} for length in range(1, 8)))
+    config = SimpleNamespace(data=DataConfig(generator="arithmetic"), rollout=RolloutConfig(max_prompt_tokens=6))
+    for most, num_left_out in ((3, 4), (600, 1)):
+        config.evaluation = EvaluationConfig(files=[file], num_prompts=most)
+        prompts, num = held_out_prompts(config, lambda texts, _most: list(map(len, texts)))
+        assert [len(prompt.text) for prompt in prompts] == [*range(1, 1 + min(most, 6))] and num == num_left_out
+    assert left_out_line(num).startswith("1 left out (evaluation.num_prompts, ")
 
 
 def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
