@@ -57,6 +57,8 @@ Record = dict[str, Any]
 LINES = (".jsonl", ".jsonl.gz")
 DOCUMENTS = (".json", ".json.gz")
 NO_LAYOUT = "fits no known layout"
+# A file of a split by its name or folder: train.jsonl, data/test-00000-of-00001.parquet, MATH/test/algebra/1.json.
+SPLIT = re.compile(r"/(train|test|validation|valid|val|dev)(?:[./]|-\d+-of-)")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Entries of an archive that say something of the next one: a long name, a size, times.
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
@@ -260,9 +262,14 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
-        for file in sorted(path.rglob("*")):
-            if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
-                yield from _rows_of_file(file, str(file.relative_to(path)))
+        files = [file for file in sorted(path.rglob("*")) if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
+        splits = sorted({found[1] for file in files if (found := SPLIT.search(f"/{file.relative_to(path)}"))})
+        if len(splits) > 1:
+            what = f"holds the splits {', '.join(splits)}; give the files or the folder of one"
+            yield Row(path, 0, path.name, DataProblem(path, None, None, what))
+            return
+        for file in filter(Path.is_file, files):
+            yield from _rows_of_file(file, str(file.relative_to(path)))
     elif path.name.endswith(ARCHIVES) and path.is_file():
         yield from _rows_of_archive(path)
     else:

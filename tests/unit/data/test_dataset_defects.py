@@ -84,6 +84,24 @@ def test_what_a_row_shows_beside_its_text_may_be_in_it(tmp_path):
     assert defect.field == "image"
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("main/train-00000-of-00001.jsonl", "main/test-00000-of-00001.jsonl"),
+        ("MATH/train/algebra/1.json", "MATH/test/algebra/1.json"),
+    ],
+)
+def test_a_folder_of_several_splits_is_not_read_as_one(tmp_path, names):
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / name, {"question": f"Q{number}", "answer": "1"})
+    (defect,) = read_dataset(tmp_path).defects
+    assert str(defect) == f"{tmp_path}: holds the splits test, train; give the files or the folder of one"
+    (tmp_path / names[1]).unlink()
+    assert [found.prompt for found in read_dataset(tmp_path).problems] == ["Q0"]
+
+
 def test_damaged_containers(tmp_path):
     with tarfile.open(tmp_path / "whole.tar.gz", "w:gz") as archive:
         raw = json.dumps({"problem": "P" * 5000, "solution": "\\boxed{1}"}).encode()
