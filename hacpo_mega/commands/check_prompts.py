@@ -30,7 +30,7 @@ from hacpo_mega.conversations.player import (
 )
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.data.prompt_files import require_good_files
-from hacpo_mega.data.prompt_sets import held_out_prompts, training_rows, training_sampler
+from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
@@ -63,10 +63,11 @@ def check_prompts(config: Config) -> str:
     codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
     sampler, num_dropped = training_sampler(config, num_tokens)
-    held_out = held_out_prompts(config, num_tokens)
+    held_out, num_left_out = held_out_prompts(config, num_tokens)
     found = (
         f"{files}; {sum(map(len, sampler.groups))} prompts to train on, {num_dropped} longer than "
         f"rollout.max_prompt_tokens left out; {len(held_out)} to evaluate on"
+        f"{f', {left_out_line(num_left_out)}' if num_left_out else ''}"
     )
     rows = sampler.groups[0]
     talk = () if environment is None else _conversation(config, environment, codecs, rows[0])

@@ -8,7 +8,8 @@ A problem is compared with another in three ways, the stricter first:
                       in the other, and so are the words of the gold answers
 
 The last finds copies whose LaTeX or wording was edited. Numbers and golds are asked for because a book varies its
-problems: the same sentence with other numbers, or another question about the same figure, is another problem.
+problems: the same sentence with other numbers, or another question about the same figure, is another problem. A chat
+is the text of its messages; a system message, which many problems share, is no part of what is copied.
 Elsewhere: reading files (datasets.py).
 """
 
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hacpo_grading.texts.chat_messages import contents, messages_of
 from hacpo_mega.data.datasets import Problem
 from hacpo_mega.data.reading.row_values import quoted
 
@@ -63,6 +65,7 @@ class _Wording:
     """A problem for the containment check: its 8-grams (hashed), its numbers, and the words of its gold."""
 
     problem: Problem
+    text: str
     normalised: str
     grams: frozenset[int]
     numbers: Counter[str]
@@ -70,12 +73,15 @@ class _Wording:
 
     @classmethod
     def of(cls, problem: Problem) -> "_Wording":
-        words = _words(problem.prompt)
+        chat = messages_of(problem.prompt) or [{"role": "user", "content": problem.prompt}]
+        text = "\n".join(message["content"] for message in chat if message["role"] != "system")
+        words = _words(text)
         # a text of fewer words is one gram of another length: it meets only texts of exactly its words
         num_grams = max(1, len(words) - GRAM_WORDS + 1) if words else 0
         return cls(
             problem,
-            normalised(problem.prompt),
+            text,
+            normalised(text),
             frozenset(hash(tuple(words[i : i + GRAM_WORDS])) for i in range(num_grams)),
             Counter(word for word in words if word.isdigit()),
             Counter(word for word in _words(_unpadded(problem.gold)) if word not in NOTATION),
@@ -83,7 +89,7 @@ class _Wording:
 
     def kind_of_copy(self, other: "_Wording", num_common: int) -> Kind | None:
         """The kind of copy that this problem is of the other, given `num_common` common grams; None if it is none."""
-        if self.problem.prompt == other.problem.prompt:
+        if self.text == other.text:
             return "same text"
         if self.normalised == other.normalised:
             return "same normalised"
@@ -136,7 +142,7 @@ def repetitions(problems: Sequence[Problem]) -> list[Repetition]:
     first_of: dict[str, Problem] = {}
     found = []
     for problem in problems:
-        first = first_of.setdefault(normalised(problem.prompt), problem)
+        first = first_of.setdefault(normalised("\n".join(contents(problem.prompt))), problem)
         if first is not problem:
             kind = "same text" if first.prompt == problem.prompt else "same normalised"
             found.append(Repetition(first, problem, kind, _same_gold(first, problem)))

@@ -10,6 +10,7 @@ its line; the good rows still come. Elsewhere: repeated and overlapping problems
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,13 +40,13 @@ from hacpo_mega.data.reading.files import (
 )
 from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
-    choices_problems,
     gold_problem,
     gold_text,
     media_problems,
     prompt_problem,
     prompt_text,
     row_tools_problem,
+    unread_problems,
 )
 from hacpo_mega.data.reading.tables import MAX_TIMES_UNPACKED, is_saved, most_unpacked
 from hacpo_mega.models.files.documents import MAX_JSON_BYTES, parse_json
@@ -56,10 +57,12 @@ Record = dict[str, Any]
 LINES = (".jsonl", ".jsonl.gz")
 DOCUMENTS = (".json", ".json.gz")
 NO_LAYOUT = "fits no known layout"
+# A file of a split by its name or folder: train.jsonl, data/test-00000-of-00001.parquet, MATH/test/algebra/1.json.
+SPLIT = re.compile(r"/(train|test|validation|valid|val|dev)(?:[./]|-\d+-of-)")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
 # Entries of an archive that say something of the next one: a long name, a size, times.
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # commas of 1,234,567, not of 3,4
 
 # The fields of a row that verl's reward functions are called with.
 VERL_FIELDS = ("data_source", "reward_model", "extra_info")
@@ -195,7 +198,7 @@ LAYOUTS: Mapping[str, Layout] = {
         "question",
         "answer",
         matches=lambda row: isinstance(row.get("answer"), str) and "####" in row["answer"] and "question" in row,
-        gold=lambda row: gold_answer(row["answer"]).replace(",", ""),
+        gold=lambda row: THOUSANDS.sub("", gold_answer(row["answer"])),
         solution=lambda row: row["answer"],
     ),
     "answered": _plain("problem", "answer"),
@@ -259,9 +262,14 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
-        for file in sorted(path.rglob("*")):
-            if file.is_file() and file.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
-                yield from _rows_of_file(file, str(file.relative_to(path)))
+        files = [file for file in sorted(path.rglob("*")) if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
+        splits = sorted({found[1] for file in files if (found := SPLIT.search(f"/{file.relative_to(path)}"))})
+        if len(splits) > 1:
+            what = f"holds the splits {', '.join(splits)}; give the files or the folder of one"
+            yield Row(path, 0, path.name, DataProblem(path, None, None, what))
+            return
+        for file in filter(Path.is_file, files):
+            yield from _rows_of_file(file, str(file.relative_to(path)))
     elif path.name.endswith(ARCHIVES) and path.is_file():
         yield from _rows_of_archive(path)
     else:
@@ -358,7 +366,7 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
         what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
         return DataProblem(row.file, row.line, None, what)
     checked = (layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))
-    unread = media_problems(record) + (choices_problems(record, prompt) if layout in LAYOUTS.values() else [])
+    unread = media_problems(record) + (unread_problems(record, prompt) if layout in LAYOUTS.values() else [])
     for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field)), *unread):
         if what:
             return DataProblem(row.file, row.line, field, what)

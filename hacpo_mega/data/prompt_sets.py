@@ -42,8 +42,9 @@ def training_rows(config: Config) -> tuple[PromptRow, ...]:
     return rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
 
 
-def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...]:
-    """The fixed evaluation set: `evaluation.files`, or the held-out arithmetic, the same number of each skill.
+def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[tuple[Prompt, ...], int]:
+    """The fixed evaluation set, and the number of rows that it leaves out, as too long or beyond its size:
+    `evaluation.files`, or the held-out arithmetic, the same number of each skill.
 
     ValueError when there are prompts, but not one that every agent can read.
     """
@@ -53,10 +54,16 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[Prompt, ...
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
     else:
-        return ()
+        return (), 0
     kept = _short_enough(rows, config.evaluation.files, config, num_tokens)
     _require_enough(rows, kept, 1, None, config.rollout.max_prompt_tokens, num_tokens)
-    return to_prompts(kept[: config.evaluation.num_prompts])
+    prompts = to_prompts(kept[: config.evaluation.num_prompts])
+    return prompts, len(rows) - len(prompts)
+
+
+def left_out_line(num_left_out: int) -> str:
+    """Words for the rows that `held_out_prompts` leaves out."""
+    return f"{num_left_out} left out (evaluation.num_prompts, rollout.max_prompt_tokens)"
 
 
 def _short_enough(

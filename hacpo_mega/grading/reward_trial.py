@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from hacpo_grading.judgement import Asked, Judgement, Stop
 from hacpo_grading.registry import find_grader
+from hacpo_grading.texts.chat_messages import contents
 from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_grading.workers.grader_calls import RETURNED
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.data.reading.files import PromptRow
-from hacpo_mega.data.reading.row_values import quoted
+from hacpo_mega.data.reading.row_values import quoted, unread_problems
 
 # Ways in which people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
@@ -39,6 +40,7 @@ class RewardTrial:
     errors   what graders failed with, by how many of the tried answers
     lacks_source   whether a grader of verl's asks for the data source that the row does not name
     asked    the gold in the forms that the prompt itself asks for, with their judgements
+    unread   fields of the row with choices or a passage that the prompt lacks, and what is said of each
     """
 
     answers: tuple[str, ...]
@@ -47,6 +49,7 @@ class RewardTrial:
     errors: Mapping[str, int]
     lacks_source: bool = False
     asked: tuple[tuple[str, Judgement], ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
     @property
     def refusal(self) -> str | None:
@@ -71,6 +74,7 @@ class RewardTrial:
         failed = [f"warning: the reward fails on {number} of {num_tried} answers tried: {error}"
                   for error, number in self.errors.items()]  # fmt: skip
         failed += [NO_SOURCE] if self.lacks_source else []
+        failed += [f"warning: field {quoted(field)} of the first prompt's row {what}" for field, what in self.unread]
         if self.asked and all(found.is_judged and found.reward <= self.empty.reward for _, found in self.asked):
             failed += [
                 f"warning: the first prompt asks for the form {quoted(text)}, which earns {_shown(found)}, no more "
@@ -114,9 +118,11 @@ def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -
     )
     of_gold, empty = judged[: len(answers)], judged[-1]
     best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
-    lacks_source = judge.asks_for_source and "data_source" not in json.loads(row.row or "{}")
+    fields = json.loads(row.row or "{}")
+    lacks_source = judge.asks_for_source and "data_source" not in fields
     asked = tuple(zip(forms, judged[len(answers) : -1], strict=True))
-    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source, asked)
+    unread = tuple(unread_problems(fields, "\n".join(contents(row.text))))
+    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source, asked, unread)
 
 
 def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from hacpo_mega.config.checks.notes import default_success_note, narrow_clip_not
 from hacpo_mega.config.checks.tokenizer_checks import lacks_time, steadiness_notes, with_times, with_times_of
 from hacpo_mega.config.user_code import require_named_functions, unfinished_import
 from hacpo_mega.conversations.player import environment_of
-from hacpo_mega.data.prompt_sets import held_out_prompts, training_sampler
+from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line, training_sampler
 from hacpo_mega.data.prompts import PromptSampler
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import environment_judgement, judge_of
@@ -115,11 +115,12 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
 
 @dataclass(frozen=True)
 class RunData:
-    """Training prompts, how many others are too long for an agent, held-out prompts, and the agents' codecs."""
+    """Training prompts, how many others are too long for an agent, held-out prompts likewise, and agents' codecs."""
 
     prompts: PromptSampler
     num_dropped: int
     held_out: tuple[Prompt, ...]
+    num_not_held_out: int
     codecs: Sequence[TextCodec]
 
 
@@ -128,7 +129,7 @@ def read_data(config: Config) -> RunData:
     environment = environment_of(config.conversation, has_roles=bool(config.roles))
     codecs = agent_codecs(config.agents, () if environment is None else environment.tools)
     num_tokens = longest_encodings(config.agents, codecs)
-    return RunData(*training_sampler(config, num_tokens), held_out_prompts(config, num_tokens), codecs)
+    return RunData(*training_sampler(config, num_tokens), *held_out_prompts(config, num_tokens), codecs)
 
 
 def load_agent(job: JoinedJob, sampler: Callable[..., Sampler]) -> tuple[Agent | None, RolloutClient]:
@@ -142,7 +143,7 @@ def load_agent(job: JoinedJob, sampler: Callable[..., Sampler]) -> tuple[Agent |
     return None, RolloutClient(spec, place, config, None, **fit, sampler=sampler)
 
 
-def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, num_dropped: int) -> None:
+def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, data: RunData) -> None:
     """Prints what the ranks have loaded. Collective over the job."""
     place, console = job.place, job.console
     layers = [line.decode() for line in place.gather_to_first(b"" if agent is None else agent.backend_summary.encode())]
@@ -150,8 +151,10 @@ def say_agents(job: JoinedJob, agent: Agent | None, rollout: RolloutClient, num_
     for mine in rollout.summaries:
         for line in filter(None, dict.fromkeys(place.gather_to_first(mine.encode()))):
             console.say(line.decode())
-    if num_dropped:
-        console.say(f"{num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+    if data.num_dropped:
+        console.say(f"{data.num_dropped} prompts dropped: longer than rollout.max_prompt_tokens for some agent")
+    if data.num_not_held_out:
+        console.say(f"{len(data.held_out)} prompts to evaluate on, {left_out_line(data.num_not_held_out)}")
 
 
 def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is_first: bool, on_cpu: bool) -> None:

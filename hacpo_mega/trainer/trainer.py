@@ -206,7 +206,7 @@ class Trainer:
                     self.judge = load_judge(job, judge, data, stack)
                 self.agent, self.rollout = load_agent(job, sampler)
             self.schedule = RolloutSchedule(data.prompts, self.rollout, self.config, metrics)
-            say_agents(job, self.agent, self.rollout, data.num_dropped)
+            say_agents(job, self.agent, self.rollout, data)
             self._open_run(job, metrics, data, observers, stack)
             self.console.say(parts.finish(self.place.spans, metrics))
             if job.start is not None:

@@ -32,6 +32,8 @@ OTHER_KINDS = {
     codecs.BOM_UTF16_LE: "UTF-16 text; save it as UTF-8",
     codecs.BOM_UTF16_BE: "UTF-16 text; save it as UTF-8",
     b"PK\x03\x04": "a zip archive; unpack it",
+    **dict.fromkeys((b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"), "packed; unpack it, or pack it with gzip"),
+    **dict.fromkeys((b"ARROW1", b"\xff\xff\xff\xff"), "an Arrow file; give the folder that save_to_disk has written"),
 }
 TABLES = (".csv", ".tsv", ".xlsx")
 

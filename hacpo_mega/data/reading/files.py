@@ -34,7 +34,16 @@ from hacpo_mega.data.reading.row_values import (
     quoted,
     row_tools_problem,
 )
-from hacpo_mega.data.reading.tables import HUB, TOO_LARGE, HubSplit, data_files, is_saved, most_unpacked, stored_batches
+from hacpo_mega.data.reading.tables import (
+    HUB,
+    TOO_LARGE,
+    HubSplit,
+    data_files,
+    is_saved,
+    most_unpacked,
+    num_bytes,
+    stored_batches,
+)
 from hacpo_mega.models.files.documents import parse_json
 from hacpo_mega.models.files.replacing import replacing as replacing_bytes
 
@@ -365,7 +374,7 @@ def _read_batches(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable {kind}: {first}")
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the latter for a date beyond Python's
         place = line + 1 if kind == "Parquet" else line
         yield place, DataProblem(file, place or None, None, str(error))
 
@@ -376,10 +385,10 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
-    is_small = batch.nbytes <= MAX_LINE_BYTES
+    is_small = num_bytes(batch) <= MAX_LINE_BYTES
     # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
     for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
-        if rows.nbytes > MAX_LINE_BYTES:
+        if num_bytes(rows) > MAX_LINE_BYTES:
             line += 1
             yield line, DataProblem(file, line, None, f"has more than {MAX_LINE_BYTES:,} bytes")
             continue

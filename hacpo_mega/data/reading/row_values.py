@@ -9,16 +9,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hacpo_grading.texts.chat_messages import messages_of, messages_problem, messages_text, tools_problem
+from hacpo_grading.texts.chat_messages import messages_problem, messages_text, tools_problem
 from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
+EXACT_FLOATS = 2.0**53  # below which each whole number is one
 # Words for a value of a row, by its type.
 WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
-CHOICES = ("choices", "options")
+CHOICES, PASSAGES = ("choices", "options"), ("context", "passage", "article")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+# Messages as JSON or Python writes them: tables of an older writer, and columns of JSON, have a list as its text.
+CHAT_IN_A_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(?:role|content|from)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 
 
 def quoted(value: object) -> str:
@@ -31,8 +34,12 @@ def quoted(value: object) -> str:
 
 
 def gold_text(answer: str | int | float) -> str:
-    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap."""
-    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
+    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap.
+
+    A larger one has no digits of units: written out, 6.022e23 would be 602200000000000027262976.
+    """
+    is_whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < EXACT_FLOATS
+    return str(int(answer)) if is_whole else str(answer)
 
 
 def value_problem(value: object, types: tuple[type, ...]) -> str | None:
@@ -58,23 +65,43 @@ def prompt_problem(value: object) -> str | None:
     """The reason why a value is not a prompt, a text or chat messages; None if it is."""
     if isinstance(value, list):
         return messages_problem(value) or value_problem(messages_text(value), (str,))
-    is_read_as_other = isinstance(value, str) and messages_of(value) is not None
-    return "is chat messages as JSON text; write them as a list" if is_read_as_other else value_problem(value, (str,))
+    is_chat = isinstance(value, str) and CHAT_IN_A_TEXT.fullmatch(value) is not None
+    return "is chat messages in a text; write them as a list" if is_chat else value_problem(value, (str,))
 
 
 def media_problems(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The fields of a row that hold images and the like, each with the reason why it cannot be used."""
     what = "is not read, for agents see text alone: leave such rows out, or the field if the text says all"
-    return [(field, what) for field in MEDIA if row.get(field) and isinstance(row[field], list | dict | bytes)]
+    return [(field, what) for field, value in row.items() if _is_media(field, value, row)]
 
 
-def choices_problems(row: Mapping[str, Any], prompt: object) -> list[tuple[str, str]]:
-    """The fields of a row that hold choices which its prompt, a text, lacks, each with the reason not to use it."""
-    found = [(field, row[field]) for field in CHOICES if isinstance(row.get(field), list | dict)]
-    texts = [(field, list(value.values()) if isinstance(value, dict) else value) for field, value in found]
-    what = "has choices that are not in the prompt: write them into it, or leave the field out"
-    is_text = isinstance(prompt, str)
-    return [(field, what) for field, given in texts if is_text and any(str(text) not in prompt for text in given)]
+def _is_media(field: str, value: Any, row: Mapping[str, Any]) -> bool:
+    """True for a field of MEDIA, also a path to which a text points, and for what `datasets` writes for an image."""
+    if field in MEDIA and value:
+        return isinstance(value, list | dict | bytes) or (isinstance(value, str) and "<image" in str(row))
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and first.keys() == {"bytes", "path"} and any(first.values())
+
+
+def unread_problems(row: Mapping[str, Any], prompt: object) -> list[tuple[str, str]]:
+    """The fields of a row with choices or a passage that its prompt, a text, lacks, each with the reason not to use
+    it."""
+    if not isinstance(prompt, str):
+        return []
+    given = [(field, row[field]) for field in CHOICES if isinstance(row.get(field), list | dict)]
+    given += [(field, row[field]) for field in PASSAGES if isinstance(row.get(field), str)]
+    what = "is not in the prompt: write it there, or leave the field out"
+    return [(field, what) for field, value in given if any(text not in _spaced(prompt) for text in _texts(value))]
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a value of a row, however deep."""
+    inside = value.values() if isinstance(value, dict) else value
+    return [text for one in inside for text in _texts(one)] if isinstance(value, dict | list) else [_spaced(str(value))]
+
+
+def _spaced(text: str) -> str:
+    return " ".join(text.split())
 
 
 def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:

@@ -155,10 +155,19 @@ def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Itera
     """
     left = most_unpacked(packed_bytes)
     for batch in batches:
-        left -= batch.nbytes + ROW_BYTES * len(batch)
+        left -= num_bytes(batch) + ROW_BYTES * len(batch)
         if left < 0:
             raise ValueError(TOO_LARGE)
         yield batch
+
+
+def num_bytes(batch: pyarrow.RecordBatch) -> int:
+    """Bytes of a batch; of a dictionary, which all batches of a group share, those of the values that it has."""
+    columns = (
+        column.dictionary.take(column.indices.unique()) if pyarrow.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    )
+    return sum(column.nbytes for column in columns)
 
 
 def _require_small_groups(table: pyarrow.parquet.ParquetFile, packed_bytes: int) -> None:

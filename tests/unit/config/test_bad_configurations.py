@@ -88,6 +88,8 @@ def write_prompt_files(folder: Path) -> None:
     write("array.json", ROWS)
     write("table.csv", "prompt,answer", "1+1=,2")
     (folder / "wide.jsonl").write_bytes(json.dumps(ROWS[0]).encode("utf-16"))
+    (folder / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x20")
+    (folder / "a.arrow").write_bytes(b"\xff\xff\xff\xff\x10")
     write("text.parquet", *ROWS)
     (folder / "link.jsonl").symlink_to(folder / "good.jsonl")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / "one.parquet")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from dataset_rows import problem, write_lines
 
+from hacpo_grading.texts.chat_messages import messages_text
 from hacpo_mega.commands.inspect_data import inspect_dataset, inspect_overlap
 from hacpo_mega.data.dataset_checks import deduplicated, normalised, overlap, repetitions, without_overlap
 from hacpo_mega.data.datasets import Dataset, read_dataset
@@ -104,6 +105,17 @@ def test_every_copy_is_left_out_and_the_strictest_is_named():
         (2, 3, "same normalised"),
     ]
     assert [p.line for p in without_overlap(training, evaluation)] == [3]
+
+
+def test_a_chat_is_compared_by_what_is_said_in_it():
+    short = "Find $\\frac12$ of\n8. Please reason step by step, and put your final answer within \\boxed{}."
+    says = [{"role": "system", "content": "Solve the 2 problems."}, {"role": "user", "content": short}]
+    chats = [problem(messages_text(says[start:]), "4", 1 + start) for start in (0, 1)]
+    for kind, text in (("same text", short), ("same normalised", "Find 1/2 of 8".replace("1/2", "$\\dfrac12$"))):
+        assert [found.kind for found in overlap(chats, [problem(text, "4")])] == [kind]
+        assert [found.kind for found in overlap([problem(text, "4")], chats)] == [kind, kind]
+        assert without_overlap(chats, [problem(text, "4")]) == ()
+    assert deduplicated([problem(short, "4", 3), *chats]) == (problem(short, "4", 3), chats[0])
 
 
 def test_lengths_by_hand():

@@ -62,14 +62,44 @@ def test_layout_specific_defects(tmp_path):
     "field, value, said",
     [
         ("images", ["a.png"], "is not read, for agents see text alone"),
-        ("options", ["2", "3"], "has choices that are not in the prompt"),
-        ("choices", {"A": "2", "B": "4"}, "has choices that are not in the prompt"),
+        ("options", ["2", "3"], "is not in the prompt: write it there"),
+        ("choices", {"A": "2", "B": "4"}, "is not in the prompt"),
+        ("choices", {"text": ["2", "4"], "label": ["A", "B"]}, "is not in the prompt"),
+        ("passage", "Two ones make a two.", "is not in the prompt"),
+        ("image_1", {"bytes": "x", "path": None}, "is not read, for agents see text alone"),
+        ("picture", [{"bytes": None, "path": "a.png"}], "is not read, for agents see text alone"),
     ],
 )
 def test_what_a_row_shows_beside_its_text_is_not_left_out(tmp_path, field, value, said):
     for row in ({"problem": "What is 1+1? A) 2", "answer": "2"}, {"prompt": "1+1? A) 2", "answer": "2"}):
         (defect,) = read_dataset(write_lines(tmp_path / "a.jsonl", {**row, field: value})).defects
         assert defect.field == field and said in defect.what
+
+
+def test_what_a_row_shows_beside_its_text_may_be_in_it(tmp_path):
+    shown = {"choices": {"text": ["2", "3"], "label": ["A", "B"]}, "context": "Two  ones.", "image": "a container's"}
+    row = {"question": "Two\nones. What is 1+1? A) 2 B) 3", "answer": "A", "image_1": None, **shown}
+    assert len(read_dataset(write_lines(tmp_path / "a.jsonl", row, {**row, "context": ""})).problems) == 2
+    (defect,) = read_dataset(write_lines(tmp_path / "b.jsonl", row | {"question": "<image>" + row["question"]})).defects
+    assert defect.field == "image"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("main/train-00000-of-00001.jsonl", "main/test-00000-of-00001.jsonl"),
+        ("MATH/train/algebra/1.json", "MATH/test/algebra/1.json"),
+    ],
+)
+def test_a_folder_of_several_splits_is_not_read_as_one(tmp_path, names):
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / name, {"question": f"Q{number}", "answer": "1"})
+    (defect,) = read_dataset(tmp_path).defects
+    assert str(defect) == f"{tmp_path}: holds the splits test, train; give the files or the folder of one"
+    (tmp_path / names[1]).unlink()
+    assert [found.prompt for found in read_dataset(tmp_path).problems] == ["Q0"]
 
 
 def test_damaged_containers(tmp_path):

@@ -37,6 +37,7 @@ CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
             "\\left( 3, 0 \\right)",
         ),
         ("gsm8k", {"question": "Q", "answer": "<<1+1=2>>2\n#### 1,002"}, "Q", "1002"),
+        ("gsm8k", {"question": "Q", "answer": "both\n#### -1,234,567, 3,4"}, "Q", "-1234567, 3,4"),
         ("nemo", {"problem": "P", "expected_answer": "73", "reference_solution": "r"}, "P", "73"),
         ("olympiadbench", {"question": "Q", "final_answer": ["$1$"], "context": None}, "Q", "$1$"),
         ("olympiadbench", {"question": "Q", "final_answer": ["2"], "context": "C"}, "C\n\nQ", "2"),

@@ -4,13 +4,17 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from dataset_rows import VERL, check_data, write_lines
 
+from hacpo_mega.config import RolloutConfig
+from hacpo_mega.config.tables.schema import DataConfig, EvaluationConfig
 from hacpo_mega.data.datasets import layouts_of, read_dataset
+from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line
 from hacpo_mega.data.reading.files import PromptsMet, load_prompts, read_prompts
 
 
@@ -41,8 +45,9 @@ def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
     file = tmp_path / "n.jsonl"
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a", "answer": 27.0}\n\n{"prompt": "b", "answer": -3}\n{"prompt": "c", "answer": 0.5}'
+        b'\n{"prompt": "d", "answer": 6.022e23}\n{"prompt": "e", "answer": 12345678901234567890}'
     )
-    assert [r.gold for r in load_prompts([file])] == ["27", "-3", "0.5"]
+    assert [r.gold for r in load_prompts([file])] == ["27", "-3", "0.5", "6.022e+23", "12345678901234567890"]
 
 
 def test_every_problem_of_every_file_at_once(tmp_path):
@@ -106,6 +111,16 @@ def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
     assert [(row.text, row.gold) for row in kept.rows] == [(str(i), f"gold {i}") for i in range(10)]
 
 
+def test_rows_that_an_evaluation_leaves_out_are_counted(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", *({"prompt": "1" * length, "answer": 1} for length in range(1, 8)))
+    config = SimpleNamespace(data=DataConfig(generator="arithmetic"), rollout=RolloutConfig(max_prompt_tokens=6))
+    for most, num_left_out in ((3, 4), (600, 1)):
+        config.evaluation = EvaluationConfig(files=[file], num_prompts=most)
+        prompts, num = held_out_prompts(config, lambda texts, _most: list(map(len, texts)))
+        assert [len(prompt.text) for prompt in prompts] == [*range(1, 1 + min(most, 6))] and num == num_left_out
+    assert left_out_line(num).startswith("1 left out (evaluation.num_prompts, ")
+
+
 def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
     train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
     held_out = write_lines(tmp_path / "test.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
@@ -142,6 +157,23 @@ def test_a_damaged_parquet_file_is_a_problem_not_a_crash(tmp_path, keep):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 50, "answer": ["b"] * 50}), table)
     table.write_bytes(table.read_bytes()[:keep])
     assert "unreadable Parquet" in check_data([table])[0].what
+
+
+def test_a_column_of_categories_is_read_whole(tmp_path):
+    """A dictionary that all batches of a file share is no part of each."""
+    texts = [f"{number} " + "word " * 1_600 for number in range(600)]
+    columns = {"prompt": pyarrow.array(texts).dictionary_encode(), "answer": ["1"] * 600}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert [row.text for row in load_prompts([tmp_path / "a.parquet"])] == texts
+
+
+def test_a_date_beyond_those_of_python_is_a_problem_not_a_crash(tmp_path):
+    dates = pyarrow.array([10**12, 0], pyarrow.timestamp("s"))
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "date": dates})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert [str(problem) for problem in check_data([tmp_path / "a.parquet"])] == [
+        f"{tmp_path / 'a.parquet'}:1: date value out of range"
+    ]
 
 
 def save(folder, *shards, **state):

@@ -46,7 +46,10 @@ def test_messages_are_one_text_in_every_file(tmp_path):
         (said(("user", None)), "has a message 1 whose content is no text, or empty"),
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "with 'tool_calls': only role and content are"),
         (said(("user", [{"type": "image_url"}, {"type": "text"}])), "in parts (image_url, text): images and the like"),
-        ('[{"role":"user","content":"x"}]', "is chat messages as JSON text; write them as a list"),
+        ('[{"role":"user","content":"x"}]', "is chat messages in a text; write them as a list"),
+        (json.dumps(said(("user", "x"))), "is chat messages in a text"),
+        (json.dumps([{"content": "x", "role": "user"}], indent=1), "is chat messages in a text"),
+        (str(said(("system", "x"), ("user", "it's"))), "is chat messages in a text"),
         (said(("user", "\ud800")), "holds half a surrogate pair"),
     ],
 )

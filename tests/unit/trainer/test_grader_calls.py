@@ -308,6 +308,18 @@ def test_a_reward_that_does_not_read_what_the_prompt_asks_for_is_warned_of(kind,
     assert len(trial.warnings) == len(says) and all(map(str.__contains__, trial.warnings, says)), trial.warnings
 
 
+def test_choices_that_the_first_prompt_lacks_are_warned_of():
+    row, config = json.dumps({"answer": "B", "options": ["4", "\\frac12"]}), RewardConfig(kind="choice")
+    asked = "Half of one? A) 4"
+    for prompt in (asked, messages_text([{"role": "user", "content": asked}])):
+        with judge_of(config) as judge:
+            (warning,) = try_reward(config, judge, [PromptRow("id", prompt, "B", row=row)], "qwen").warnings
+        assert warning.startswith("warning: field 'options' of the first prompt's row is not in the prompt")
+    shown = PromptRow("id", messages_text([{"role": "user", "content": f"{asked} B) \\frac12"}]), "B", row=row)
+    with judge_of(config) as judge:
+        assert try_reward(config, judge, [shown], "qwen").warnings == ()
+
+
 def test_a_grader_that_fails_on_one_row_alone_is_tried_on_others(tmp_path):
     source = "def own(answer, number): return 1 / number"
     assert "ZeroDivisionError" in trial_of(tmp_path, source).refusal

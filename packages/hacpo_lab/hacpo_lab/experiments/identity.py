@@ -63,7 +63,7 @@ def _what_a_method_is(config: Config) -> dict[str, Any]:
 
 def _how_it_is_measured(config: Config) -> dict[str, Any]:
     # Unlimited: which prompts are too long for an agent follows from its tokenizer, a part of its model folder.
-    prompts = held_out_prompts(config, lambda texts, _most: [0] * len(texts))
+    prompts, _ = held_out_prompts(config, lambda texts, _most: [0] * len(texts))
     return {
         "prompts": [(prompt.text, prompt.gold, prompt.skill) for prompt in prompts],
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
