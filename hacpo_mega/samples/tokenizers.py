@@ -153,7 +153,10 @@ class TextCodec:
         self._control_texts = tokenizer.convert_ids_to_tokens(sorted(self.control_ids))
         self._has_token_V = np.bincount(list(tokenizer.get_vocab().values())) > 0
         self._anchors = self._find_anchors() if self._marks_the_start() else ()
-        self._prompt_ids = functools.lru_cache(maxsize=8192)(self._encode_prompt)
+        kept: dict[int, int] = {}  # one object for each id: long prompts would hold 35 bytes a token
+        self._prompt_ids = functools.lru_cache(maxsize=8192)(
+            lambda text, opening: tuple(kept.setdefault(i, i) for i in self._encode_prompt(text, opening))
+        )
         self._opened = functools.lru_cache(maxsize=8192)(
             lambda text: prompting.opened_thinking(self._as_read(text), text)
         )

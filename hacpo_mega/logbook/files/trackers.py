@@ -99,9 +99,9 @@ class _Mlflow:
         self._api.log_metrics(dict(numbers), step=step)
 
     def show(self, step: int, columns: Sequence[str], rows: Sequence[list], spread: Mapping[str, list[float]]) -> None:
-        if rows:
-            table = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
-            self._api.log_table(table | {"step": [step] * len(rows)}, "answers.json")
+        if rows:  # a file for each step, in the form of log_table, which would read and write those of all steps before
+            data = [[None if value != value else value for value in row] for row in rows]
+            self._api.log_dict({"columns": list(columns), "data": data}, f"answers/step_{step:06d}.json")
 
     def finish(self) -> None:
         self._api.end_run()

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from repository import ROOT, SOURCES
@@ -18,7 +19,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.cli import app as cli
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.files.metrics import StepMetrics
-from hacpo_mega.logbook.files.trackers import Trackers, identifier
+from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _begun, identifier
 
 STEPS = {1: StepMetrics({"agent/a/reward_mean": 0.25}, {"agent/a/phase/learn_s": 1.5}), 2: StepMetrics({"x": 2.0}, {})}
 
@@ -91,6 +92,23 @@ def test_a_run_folder_of_any_name_has_an_id_that_trackers_take(config: Config, m
     assert all(re.fullmatch(r"[A-Za-z0-9._-]{9,128}", id_) for id_ in ids) and len(set(ids)) == len(ids)
     assert ids[-1] == tracker.begun[-1]["name"], "what trackers take stays as it was"
     assert identifier(f"{'x' * 200}-12ab", signs="")[-50:].endswith("x12ab") and identifier("é1-_", signs="") == "1"
+
+
+def test_a_step_costs_mlflow_the_answers_of_that_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log_table downloads the table of all steps before, adds the rows and uploads the whole."""
+    mlflow, written = MagicMock(), {}
+    mlflow.log_table.side_effect = lambda table, file: pytest.fail(f"{file} is read and written in every step")
+    mlflow.log_dict.side_effect = lambda table, file: written.update({file: table})
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    tracker = _begun("mlflow", TrackedRun("pairs", "run-abcd1234", False, tmp_path, {}))
+    assert written.pop("config.json") == {}
+    for step, reward in ((1, 1.0), (2, math.nan)):
+        tracker.show(step, ("answer", "reward"), [[f"of {step}", reward]], {})
+    columns = ["answer", "reward"]
+    assert written == {
+        "answers/step_000001.json": {"columns": columns, "data": [["of 1", 1.0]]},
+        "answers/step_000002.json": {"columns": columns, "data": [["of 2", None]]},
+    }
 
 
 def test_other_ranks_begin_nothing(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

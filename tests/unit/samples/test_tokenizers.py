@@ -53,6 +53,13 @@ def real_codecs():
     return {name: TextCodec(load_tokenizer(REAL / name)) for name in ("gpt-2", "phi-3", "deepseek-llm")}
 
 
+@real
+def test_kept_prompts_share_their_ids(real_codecs):
+    """Thousands of prompts are kept, on every rank for every agent: with objects of their own they hold gigabytes."""
+    kept = [i for n in range(300, 320) for i in real_codecs["gpt-2"].encode_prompt(f"Is {n} a prime number?")]
+    assert max(kept) > 256 and len({id(i) for i in kept}) == len(set(kept))
+
+
 def longest_match(text, vocabulary):
     tokens = []
     while text:

@@ -458,6 +458,20 @@ def test_metrics_and_newest_answers_are_there_before_the_index_is_complete(tmp_p
     assert (told["last_step"], told["note"], total(found)) == (200, None, 200)
 
 
+def test_a_folder_that_takes_longer_to_list_than_a_look_is_read(run: WatchedRun, monkeypatch) -> None:
+    """A folder of 20,000 steps of 8 lanes does: the index would get on by one file in every look."""
+    now, scandir = [0.0], os.scandir
+
+    def slow(folder: Path) -> Any:
+        now[0] += 10.0
+        return scandir(folder)
+
+    found = Watched(run.folder, None, print)
+    monkeypatch.setattr("hacpo_mega.watch.index.time", Mock(monotonic=lambda: now[0]))
+    monkeypatch.setattr("os.scandir", slow)
+    assert found.index.extend() and total(found) == 4 * len(TEXTS)
+
+
 def test_a_run_for_which_there_is_no_index_now_is_watched_later(
     run: WatchedRun, said: list[str], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
