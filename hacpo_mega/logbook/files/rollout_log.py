@@ -40,12 +40,11 @@ from hacpo_mega.logbook.files.json_lines import (
     TEXT,
     Kind,
     as_line,
-    bad_line,
+    checked,
     is_number,
     json_lines,
     list_of,
     table_of,
-    wrong_field,
 )
 from hacpo_mega.logbook.files.metrics import json_number
 
@@ -327,18 +326,11 @@ def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 def read_part(path: Path, run_dir: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Number, text and content of the lines of one lane's file of a step. ValueError like `read_rollouts`."""
-    for number, text, line in json_lines(path, LINE, run_dir):
-        try:
-            require_logged_prompt(line)
-        except ValueError as error:
-            raise bad_line(path, number, text, LINE, str(error)) from error
-        yield number, text, line
+    return json_lines(path, LINE, logged_prompt, run_dir)
 
 
-def require_logged_prompt(line: Mapping[str, Any]) -> None:
-    """ValueError, with the field, for a line that is no logged prompt."""
-    if why := wrong_field(line, FIELDS):
-        raise ValueError(why)
-    for n, answer in enumerate(line["answers"]):
-        if why := wrong_field(answer, ANSWER_FIELDS, f"answers[{n}]."):
-            raise ValueError(why)
+def logged_prompt(line: dict[str, Any]) -> dict[str, Any]:
+    """The line. ValueError, with the field, for one that is no logged prompt."""
+    for n, answer in enumerate(checked(line, FIELDS)["answers"]):
+        checked(answer, ANSWER_FIELDS, f"answers[{n}].")
+    return line
