@@ -153,19 +153,12 @@ class RolloutLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._drop_parts_after(steps_done)
 
-    def write(
-        self,
-        step: int,
-        pool: "Pool",
-        advantages_PNG: "Tensor",
-        notes: AnswerNotes | None = None,
-    ) -> None:
+    def write(self, step: int, pool: "Pool", advantages_PNG: "Tensor", notes: AnswerNotes) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
-        notes           what else it knows; None: nothing, and its model reads the prompts as they are
+        notes           what else it knows
         """
-        notes = notes or AnswerNotes({}, tuple(prompt.text for prompt in pool.prompts))
         view = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
