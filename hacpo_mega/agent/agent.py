@@ -91,10 +91,8 @@ class Agent:
         self._sampling, self._takes_engine_scores = config.rollout, config.engine_scores
         self._shows_gap = config.engine_scores and not config.mode.one_step_off
         self._in_first_update = config.scores_in_first_update
-        self._prompts_per_update, self._cells = (
-            config.prompts_per_update // config.lanes,
-            spec.cells_per_lane,
-        )  # of a lane
+        self._prompts_per_update = config.prompts_per_update // config.lanes  # of a lane
+        self._cells = spec.cells_per_lane
         budget = agent_budget(config, spec, architecture_of(spec))
         agents_on_device = require_fit(spec, place, config, budget.parts["on the host"])
         step = 0 if start is None else start.step
@@ -159,17 +157,15 @@ class Agent:
         if self._takes_engine_scores:
             return [self._engine_score(rollout) if b else None for rollout, b in zip(rollouts, asked, strict=True)]
         scores: list[Score | None] = [None] * len(rollouts)
-        num_apart = (
-            -(-len(prompts) // self._prompts_per_update) if self._repeats_scoring else 1
-        )  # updates, of own answers
+        # Updates whose own answers are scored by themselves.
+        num_apart = -(-len(prompts) // self._prompts_per_update) if self._repeats_scoring else 1
         update = [p // self._prompts_per_update if b else num_apart for b, p in zip(own, places)]
         batches = [[b for b, m in enumerate(update) if m == apart] for apart in range(num_apart)]
         batches.append([b for b, m in enumerate(update) if asked[b] and m >= num_apart])
         if self._in_first_update:
             for b in batches.pop(0):
-                if (
-                    rollouts[b].num_trained(self._algorithm.eos_in_loss) == 0
-                ):  # the update computes nothing for it either
+                # Without a trained token the update computes nothing either.
+                if rollouts[b].num_trained(self._algorithm.eos_in_loss) == 0:
                     scores[b] = Score(0.0, np.zeros(0, dtype=np.float32))
             if len(prompts) == self._prompts_per_update:  # others want none (config/checks/checks.py)
                 return scores  # so the device is not needed

@@ -170,7 +170,8 @@ class WeightSync:
         """
         self._own.settle()
         with nullcontext([]) if self._engine is None else self._engine.held() as held:
-            shapes = self._verified_shapes()
+            published = self._own.published.items()  # of which an engine holds these as they are
+            shapes = stacked_shapes({name: shape for name, shape in published if name not in self._converted})
             held = [part for part in held if part.name in shapes or not self._converted]
             if self._verified is None:
                 if self._engine is not None:
@@ -197,11 +198,6 @@ class WeightSync:
             tensors = dict(self._parts.converted_tensors())
             sums = _checksums((tensor.contiguous().view(torch.uint8), 1) for tensor in tensors.values())
         return dict(zip(tensors, sums[:, 0].tolist(), strict=True))
-
-    def _verified_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that an engine holds as they are published."""
-        published = self._own.published
-        return stacked_shapes({name: shape for name, shape in published.items() if name not in self._converted})
 
     def _compared(self, plan: WeightSyncPlan, held: Sequence[HeldPart]) -> Iterator[str]:
         rank, own = self._place.coordinate.block_rank, self._own

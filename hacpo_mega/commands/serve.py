@@ -15,6 +15,7 @@ from hacpo_mega.cluster.security.secret import key_in_file
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.foreign_conversation import Terms
+from hacpo_mega.conversations.seat import PlayLimits
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.evaluation.evaluate import engine_of
@@ -58,7 +59,7 @@ def serve(
         turns = TurnQueue(engine.turn_limits)
         signal.signal(signal.SIGTERM, lambda *_: turns.finish())
         most = engine.max_model_len
-        terms = Terms(engine.eos_ids, MAX_TURNS, most, most, temperature=temperature)
+        terms = Terms(engine.eos_ids, PlayLimits(MAX_TURNS, most, most), most, temperature)
         key, file = stack.enter_context(key_in_file("serve.key"))
         endpoint = Endpoint(
             turns, name, key, lambda tools: TurnFormat.of(codec, tools, plays_user=True), terms, seed=settings.seed

@@ -19,7 +19,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config, InitConfig, WarmStartConfig
 from hacpo_mega.conversations.player import environment_of
 from hacpo_mega.conversations.turn_format import TurnFormat
-from hacpo_mega.data.tasks import Example, SkillMix, WarmStartStream
+from hacpo_mega.data.tasks import Example, WarmStartStream
 from hacpo_mega.megatron.actor import Actor, ActorSpec
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.files.visible import say
@@ -109,8 +109,7 @@ def warm_start(
 
     `turns` are the agent's tokens of what others say: a calculator's results, another agent's half of the work.
     """
-    mix = (SkillMix(skill=name, **share.model_dump()) for name, share in plan.skills.items())
-    stream = WarmStartStream(mix, plan.batch_size, seed)
+    stream = WarmStartStream(plan.skills, plan.batch_size, seed)
     my = place.coordinate
     share = place.rank_map.share_of_agent(my)
     for update in range(plan.num_updates):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from hacpo_grading.texts.chat_messages import messages_problem, messages_text, tools_problem
+from hacpo_mega.conversations.seat import PlayLimits
 from hacpo_mega.conversations.tool_calls import Message, ParsedTurn
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
@@ -46,22 +47,16 @@ class Refusal(Exception):
 class Terms:
     """Limits and sampling of every program, whatever it asks for.
 
-    stop_ids             tokens that end a turn, as the engine has them
-    max_turns            turns of a conversation
-    max_tokens           tokens of an own turn
-    max_total_tokens     tokens of a conversation after its prompt
-    max_prompt_tokens    tokens of that prompt; None: as the engine has them
-    temperature          of every turn; None: the program's own, 1 without one
-    trains_all           whether all segments are trained, or the one with the most own tokens
+    stop_ids       tokens that end a turn, as the engine has them
+    limits         of a conversation; `as_rendered`: all segments are trained, else the one with the most own tokens
+    max_tokens     tokens of an own turn
+    temperature    of every turn; None: the program's own, 1 without one
     """
 
     stop_ids: Sequence[int]
-    max_turns: int
+    limits: PlayLimits
     max_tokens: int
-    max_total_tokens: int
-    max_prompt_tokens: int | None = None
     temperature: float | None = None
-    trains_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,7 @@ class ForeignConversation:
     def note_call(self) -> None:
         """Counts a call. Refusal once there are more than a program needs that asks for every turn again."""
         self._num_calls += 1
-        if self._num_calls > (most := CALLS_OF_A_TURN * self._terms.max_turns):
+        if self._num_calls > (most := CALLS_OF_A_TURN * self._terms.limits.max_turns):
             raise Refusal(400, "turns", f"this conversation has had its {most} calls")
 
     def prompt_of(
@@ -219,22 +214,20 @@ class ForeignConversation:
             return turn
         if self._is_closed:  # while the body of the call came
             raise Refusal(404, "address", "this conversation has ended")
-        terms, limits = self._terms, self._queue.limits
-        if len(self._by_prompt) - (turn is not None) >= terms.max_turns:
-            raise Refusal(400, "turns", f"this conversation has had its {terms.max_turns} turns")
+        limits, most_ids = self._terms.limits, self._queue.limits.max_model_len
+        if len(self._by_prompt) - (turn is not None) >= limits.max_turns:
+            raise Refusal(400, "turns", f"this conversation has had its {limits.max_turns} turns")
         num_ids, name, seed = len(prompt.ids), f"{self.name}/{self._num_asked}", self._turn_seed(prompt.ids)
         # The prompt of the whole answer; those of further segments are counted in its length.
-        begins = prompt.task is not None and not (terms.trains_all and self._has_begun)
-        longest = terms.max_prompt_tokens or limits.max_model_len if begins else limits.max_model_len
+        begins = prompt.task is not None and not (limits.as_rendered and self._has_begun)
+        longest = limits.max_prompt_tokens if begins else most_ids
         if prompt.parent is None and num_ids > longest:
             raise Refusal(400, "length", f"first prompt of {num_ids} tokens: its maximum context length is {longest}")
-        longest = min(
-            limits.max_model_len,
-            terms.max_total_tokens + (num_ids if prompt.parent is None else prompt.parent.num_before),
-        )
+        num_before = num_ids if prompt.parent is None else prompt.parent.num_before
+        longest = min(most_ids, limits.max_total_tokens + num_before)
         if (room := longest - num_ids) < 1:
             raise Refusal(400, "length", f"prompt of {num_ids} tokens: the maximum context length is {longest} tokens")
-        most = min(room, terms.max_tokens, max_tokens or room)
+        most = min(room, self._terms.max_tokens, max_tokens or room)
         try:
             future = self._queue.ask(TurnRequest(name, prompt.ids, seed, most, temperature))
         except ValueError as error:
@@ -321,9 +314,9 @@ class ForeignConversation:
         """
         segments = self.segments
         begins = [segment for segment in segments if segment[0].prompt.task is not None]
-        if not self._terms.trains_all or not begins:
+        if not self._terms.limits.as_rendered or not begins:
             return [max(begins, key=_num_own)] if begins else []
-        first, room = begins[0], self._terms.max_total_tokens
+        first, room = begins[0], self._terms.limits.max_total_tokens
         room -= len(first[-1].head) - first[0].num_before
         trained = [first]
         for segment in segments:

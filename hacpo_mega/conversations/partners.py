@@ -114,10 +114,6 @@ class Lines:
         connection = await asyncio.get_running_loop().run_in_executor(None, self._partners.connect, rank)
         return Line(*await asyncio.open_connection(sock=connection))
 
-    def seat(self, rank: int, key: SeatKey) -> "OtherSeat":
-        """A seat of another process."""
-        return OtherSeat(self, self._partners, rank, key)
-
 
 class OtherSeat:
     """A seat of another process. RunStopped names its rank where no turn comes in time."""

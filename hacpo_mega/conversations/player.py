@@ -29,7 +29,7 @@ from hacpo_mega.config.tables.schema import ConversationConfig
 from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
 from hacpo_mega.conversations.foreign_conversation import Terms
-from hacpo_mega.conversations.partners import Lines, Partners, SeatDoor, SeatKey
+from hacpo_mega.conversations.partners import Lines, OtherSeat, Partners, SeatDoor, SeatKey
 from hacpo_mega.conversations.seat import AnySeat, Ending, PlayLimits, Seat, Spoken, Voice
 from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
@@ -178,7 +178,8 @@ class Player:
         self._num_plays += 1
         turns = TurnQueue(engine.turn_limits, is_unwanted)
         if self._environment.plays:
-            work = self._run_programs(places, seeds, turns, _terms(engine, limits, how), on_answer)
+            terms = Terms(engine.eos_ids, limits, max_tokens, temperature)
+            work = self._run_programs(places, seeds, turns, terms, on_answer)
         else:
             work = self._play_all(places, seeds, turns, limits, how, on_answer)
         playing = asyncio.run_coroutine_threadsafe(_with_error_read(work), self._loop)
@@ -287,7 +288,7 @@ class Player:
         if self._partners is None or self._lines is None:
             return [own]
         others = (self._partners.rank_with(role, n, is_greedy) for role in range(1, len(self._partners.names)))
-        return [own, *(self._lines.seat(rank, key) for rank in others)]
+        return [own, *(OtherSeat(self._lines, self._partners, rank, key) for rank in others)]
 
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
@@ -296,12 +297,6 @@ class Player:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._thread = None
-
-
-def _terms(engine: TurnEngine, limits: PlayLimits, how: Mapping[str, Any]) -> Terms:
-    """Limits and sampling of agent programs."""
-    sizes = limits.max_turns, how["max_tokens"], limits.max_total_tokens, limits.max_prompt_tokens
-    return Terms(engine.eos_ids, *sizes, how["temperature"], limits.as_rendered)
 
 
 async def _drive(

@@ -29,6 +29,8 @@ from typing import Literal
 
 import numpy as np
 
+from hacpo_mega.config.tables.agents import SkillShare
+
 EVALUATION_PROMPTS_PER_SKILL = 150
 
 
@@ -199,21 +201,6 @@ def examples_for_test(skill: str) -> tuple[Example, ...]:
     return _examples(skill, "test")
 
 
-@dataclass(frozen=True)
-class SkillMix:
-    """A skill of a warm start: its share of the examples, how many distinct ones it draws from (None: all), the share
-    of them that ask a calculator, the shares that teach the first and the second half of a chain, and the share that
-    works by totals."""
-
-    skill: str
-    share: float
-    num_examples: int | None = None
-    with_tool: float = 0.0
-    first: float = 0.0
-    second: float = 0.0
-    totals: float = 0.0
-
-
 class WarmStartStream:
     """Batches of worked examples: `.at(update)` is a pure function of (seed, update).
 
@@ -221,39 +208,39 @@ class WarmStartStream:
     Prompts of the validation and test sets never occur.
     """
 
-    def __init__(self, mix: Iterable[SkillMix], batch_size: int, seed: int) -> None:
-        self.mix = tuple(mix)
+    def __init__(self, skills: Mapping[str, SkillShare], batch_size: int, seed: int) -> None:
+        self.shares = tuple(skills.values())
         self.batch_size = batch_size
         self.seed = seed
-        self.examples = tuple(_chosen(part, place, seed) for place, part in enumerate(self.mix))
+        self.examples = tuple(_chosen(*item, place, seed) for place, item in enumerate(skills.items()))
 
     def at(self, update: int) -> tuple[Example, ...]:
         """The examples of one update, `batch_size` of them, drawn with replacement."""
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, 1, update))))
-        bounds = np.cumsum([part.share for part in self.mix])
+        bounds = np.cumsum([part.share for part in self.shares])
         skills = np.searchsorted(bounds / bounds[-1], rng.random(self.batch_size), side="right")
         picks = rng.random(self.batch_size)
         drawn = [self.examples[skill][int(pick * len(self.examples[skill]))] for skill, pick in zip(skills, picks)]
-        asks = rng.random(self.batch_size) < [self.mix[skill].with_tool for skill in skills]
-        halves = (_half(self.mix[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
+        asks = rng.random(self.batch_size) < [self.shares[skill].with_tool for skill in skills]
+        halves = (_half(self.shares[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
         terms = (map(int, re.findall("[0-9]+", e.prompt)) for e in drawn)
         taught = [e if half is None else chain(*of, half) for e, of, half in zip(drawn, terms, halves, strict=True)]
         ways = rng.random((self.batch_size, 5))  # last, as everything that came later: what was drawn before stays
-        by_totals = ways[:, 4] < [self.mix[skill].totals for skill in skills]
+        by_totals = ways[:, 4] < [self.shares[skill].totals for skill in skills]
         taught = [totals(e, order) if by else e for e, order, by in zip(taught, ways[:, :4].tolist(), by_totals)]
         return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(taught, asks))
 
 
-def _half(part: SkillMix, draw: float) -> str | None:
+def _half(part: SkillShare, draw: float) -> str | None:
     """Half of a chain that an example teaches, by a draw from [0, 1); None: all of it."""
     return "first" if draw < part.first else "second" if draw < part.first + part.second else None
 
 
-def _chosen(part: SkillMix, place: int, seed: int) -> tuple[Example, ...]:
-    pool = training_examples(part.skill)
+def _chosen(skill: str, part: SkillShare, place: int, seed: int) -> tuple[Example, ...]:
+    pool = training_examples(skill)
     if part.num_examples is None:
         return pool
-    assert part.num_examples <= len(pool), (part, len(pool))
+    assert part.num_examples <= len(pool), (skill, part, len(pool))
     # raw words and a stable sort: numpy guarantees the raw stream of a bit generator for ever, not its permutation()
     words = np.random.PCG64(np.random.SeedSequence((seed, 0, place))).random_raw(len(pool))
     return tuple(pool[i] for i in np.argsort(words, kind="stable")[: part.num_examples])

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, as_line, wrong_field
+from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, as_line, checked
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 from hacpo_mega.models.files.replacing import replace_file
@@ -90,10 +90,7 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     for path in sorted((folder / "answers").glob(f"{glob.escape(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
-                table = parse_json(line)
-                if why := wrong_field(table, FIELDS):
-                    raise ValueError(why)
-                answer = Answer(**table)
+                answer = Answer(**checked(parse_json(line), FIELDS))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
             found[answer.id, answer.rollout] = answer

@@ -19,8 +19,8 @@ from hacpo_mega.report.catalogue import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture
 from hacpo_mega.report.run import Accuracy, Run, accuracies, evaluated_skills, measure_of
-from hacpo_mega.report.style import STYLE
 
+STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 LONGEST_S = 1e9  # of a run: a clock was wrong that says more
 PROMPTS_PER_STEP = 4
 ANSWERS_SHOWN = 2  # of each agent, different ones; the others are folded away

@@ -4,13 +4,12 @@ A run may be half finished, without evaluation, of one agent or of many: what is
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.config.checks.run_dirs import TRACES
-from hacpo_mega.logbook.console import agent_names
 from hacpo_mega.logbook.files.json_lines import COUNT, TABLE, TEXT, list_of, wrong_field
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.run.provenance import read_starts
@@ -96,8 +95,9 @@ def load_run(folder: Path) -> Run:
     config = toml_file(file, "the run_dir of a run") if file.exists() else {}
     if why := _wrong_setting(config):
         raise ValueError(f"{file} is not the configuration of a run: {why}")
+    names = (name for metrics in steps.values() for name in (*metrics.values, *metrics.timing))
     config_text = file.read_text(encoding="utf-8") if file.exists() else ""
-    return Run(folder, config, config_text, steps, _agents(config, steps), read_starts(folder))
+    return Run(folder, config, config_text, steps, agents_of(config, names), read_starts(folder))
 
 
 def _wrong_setting(config: dict[str, Any]) -> str | None:
@@ -108,11 +108,12 @@ def _wrong_setting(config: dict[str, Any]) -> str | None:
     return next(filter(None, (wrong_field(agent, AGENT, f"agents[{n}].") for n, agent in agents)), None)
 
 
-def _agents(config: dict[str, Any], steps: dict[int, StepMetrics]) -> tuple[str, ...]:
-    """In the order of the configuration; agents that only the metrics know follow by name."""
-    configured = [agent["name"] for agent in config.get("agents", []) if isinstance(agent, dict) and "name" in agent]
-    measured = sorted({name for metrics in steps.values() for name in agent_names(metrics)})
-    return tuple(dict.fromkeys([*configured, *measured]))
+def agents_of(config: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+    """Agents in the order of a configuration; those that only the `names` of metrics know follow by name."""
+    tables = config.get("agents")
+    given = [table.get("name") for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    measured = sorted({name.split("/")[1] for name in names if name.startswith("agent/")})
+    return tuple(dict.fromkeys([*(name for name in given if isinstance(name, str)), *measured]))
 
 
 @dataclass(frozen=True)

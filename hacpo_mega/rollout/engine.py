@@ -50,6 +50,7 @@ from hacpo_mega.rollout.engine_loop import (
     EngineLoop,
     ServeTally,
     TurnLimits,
+    TurnRequest,
     TurnSource,
     completion_of,
     cut_requests,
@@ -193,19 +194,10 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
+        how = {"temperature": temperature, "return_logprobs": return_logprobs}
         sampling = [
-            SamplingParams(
-                temperature=temperature,
-                seed=seed,
-                max_tokens=length or max_tokens,
-                min_tokens=length or 0,
-                stop_token_ids=list(self.eos_ids),
-                logprobs=0 if return_logprobs else None,
-                flat_logprobs=True,
-                detokenize=False,
-                skip_clone=True,
-            )
-            for seed, length in zip(seeds, lengths or [None] * len(seeds), strict=True)
+            TurnRequest("", (), seed, length or max_tokens, **how).sampling(self.eos_ids, min_tokens=length)
+            for seed, length in zip(seeds, lengths or [0] * len(seeds), strict=True)
         ]
         with self._guard.open() as llm:
             running = self._running = RunningAnswers(

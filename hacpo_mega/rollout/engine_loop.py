@@ -65,12 +65,13 @@ class TurnRequest:
         if not 0.0 <= self.temperature <= 100.0:  # also not a number
             raise ValueError(f"temperature {self.temperature} must lie in [0, 100]")
 
-    def sampling(self, eos_ids: Sequence[int]) -> SamplingParams:
-        """vLLM's parameters; equal to those of Engine.generate, so that all requests take the scheduler's fast path."""
+    def sampling(self, eos_ids: Sequence[int], min_tokens: int = 0) -> SamplingParams:
+        """vLLM's parameters, of Engine.generate too, so that all requests take the scheduler's fast path."""
         return SamplingParams(
             temperature=self.temperature,
             seed=self.seed,
             max_tokens=self.max_tokens,
+            min_tokens=min_tokens,
             stop_token_ids=list(eos_ids),
             logprobs=0 if self.return_logprobs else None,
             flat_logprobs=True,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hacpo_mega.cluster.groups.tree import join, split
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
@@ -72,8 +73,8 @@ def share_rewards(
     received = None
     if place.is_leader:
         mine = np.array([_judged_row(trajectory) for trajectory in judged], JUDGED_ROW)
-        received = wire.join(place.gather_lane(mine.tobytes()))
-    messages = wire.split(place.share_in_cell(received))
+        received = join(place.gather_lane(mine.tobytes()))
+    messages = split(place.share_in_cell(received))
     rank_map, lane = place.rank_map, place.lane
     shape = (num_prompts, len(rank_map.agents), rollouts_per_prompt)
     rewards_PNG, successes_PNG = torch.full(shape, torch.nan, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
@@ -157,12 +158,12 @@ def deal_rollouts(
     received = None
     if place.is_leader:
         leaving = [[t for t in judged if cell_of(t.rollout) == cell != me] for cell in range(cells)]
-        messages = place.gather_lane(wire.join([encode(part, moves=True) for part in leaving]))
+        messages = place.gather_lane(join([encode(part, moves=True) for part in leaving]))
         agents = [place.rank_map.coordinate(rank).agent for rank in place.rank_map.leaders(place.lane)]
-        mine = [wire.split(message)[me] for message, agent in zip(messages, agents) if agent == place.agent]
-        received = wire.join(mine)
+        mine = [split(message)[me] for message, agent in zip(messages, agents) if agent == place.agent]
+        received = join(mine)
     sender = f"a cell of {place.coordinate.agent_name} in lane {place.lane}"
-    arrived = [t for message in wire.split(place.share_in_cell(received)) for t in decode(message, sender)]
+    arrived = [t for message in split(place.share_in_cell(received)) for t in decode(message, sender)]
 
     def order(rollout: Rollout) -> tuple[int, int]:
         return place_of[rollout.prompt_index], rollout.rollout_index
@@ -184,8 +185,8 @@ def exchange(
     """
     received = None
     if place.is_leader:
-        received = wire.join(place.gather_lane(encode(trajectories)))
-    messages = wire.split(place.share_in_cell(received))
+        received = join(place.gather_lane(encode(trajectories)))
+    messages = split(place.share_in_cell(received))
     senders = place.rank_map.leaders(place.lane)
     by_sender = [
         [_token_logprobs_read(t) for t in decode(message, sender=str(place.rank_map.coordinate(rank)))]

@@ -173,18 +173,3 @@ def conversation_of(text: str) -> Conversation | None:
         return Conversation(tuple(read), str(opening), None if reward is None else float(reward), numbers, str(task))
     except (ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, RecursionError) as error:
         raise ValueError(f"no conversation: {text[:80]!r}: {error}") from error
-
-
-def join(messages: Sequence[bytes]) -> bytes:
-    """Joins messages: their number, their sizes (uint64), their bytes."""
-    sizes = np.array([len(messages), *map(len, messages)], dtype="<u8")
-    return b"".join((sizes.tobytes(), *messages))
-
-
-def split(joined: bytes) -> list[bytes]:
-    """Inverse of `join`."""
-    num_messages = int(np.frombuffer(joined, "<u8", count=1)[0])
-    sizes = np.frombuffer(joined, "<u8", count=num_messages, offset=8).astype(np.int64)
-    ends = 8 * (num_messages + 1) + np.cumsum(sizes)
-    assert ends[-1] == len(joined), (sizes, len(joined))
-    return [joined[end - size : end] for size, end in zip(sizes, ends)]

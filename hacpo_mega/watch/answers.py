@@ -22,7 +22,7 @@ from hacpo_grading.registry import GRADERS
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.logbook.files.json_lines import LARGEST, is_number
-from hacpo_mega.logbook.files.rollout_log import prompt_text, require_logged_prompt
+from hacpo_mega.logbook.files.rollout_log import logged_prompt, prompt_text
 from hacpo_mega.models.files.documents import parse_json, short
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.watch.index import Gone, Index, learners_of, words_of
@@ -277,9 +277,7 @@ def _line(index: Index, db: sqlite3.Connection, prompt: int) -> dict[str, Any]:
         require_inside(index.folder, path)
         with path.open("rb") as file:
             file.seek(start)
-            line = parse_json(file.read(size))
-        require_logged_prompt(line)
-        return line
+            return logged_prompt(parse_json(file.read(size)))
     except (OSError, ValueError) as error:
         raise Gone(f"{path} is not there as it was: the run was moved, deleted or resumed") from error
 

@@ -96,15 +96,6 @@ class Watched:
             return read_starts(self.folder)
         return []
 
-    def agents(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Names of its agents: those of its configuration, then those that only the names of its metrics know."""
-        given = self.config.get("agents")
-        tables = given if isinstance(given, list) else []
-        names_given = [table.get("name") for table in tables if isinstance(table, dict)]
-        configured = [name for name in names_given if isinstance(name, str)]
-        measured = sorted({name.split("/")[1] for name in names if name.startswith("agent/")})
-        return tuple(dict.fromkeys([*configured, *measured]))
-
 
 class Runs:
     """All watched runs, in the order in which they were given or found, and the studies. `number` grows with every

@@ -24,7 +24,7 @@ from hacpo_mega.jobs.slurm_status import trouble_of
 from hacpo_mega.logbook.files.metrics import StepMetrics, is_timing
 from hacpo_mega.logbook.run.provenance import read_alarms
 from hacpo_mega.logbook.run.rank_files import MOST_RANKS, read_rank_files, seconds_between
-from hacpo_mega.report.run import Run, accuracies
+from hacpo_mega.report.run import Run, accuracies, agents_of
 from hacpo_mega.report.verdicts import WINDOW, fates_by_step, verdicts
 from hacpo_mega.watch.index import progress_of, words_of
 from hacpo_mega.watch.runs import Runs, Watched
@@ -85,7 +85,7 @@ def _described(run: Watched) -> dict[str, Any]:
         **{"id": run.id, "path": str(run.folder), "name": run.folder.name, "state": state, "steps": steps},
         **{"last_step": last, "num_steps": run.num_steps, "seed": run.config.get("seed")},
         **{"started": starts[0].get("time_unix_s") if starts else None, "config_digest": run.group},
-        **{"agents": run.agents(names), "experiment": run.experiment, "note": "; ".join(notes) or None},
+        **{"agents": agents_of(run.config, names), "experiment": run.experiment, "note": "; ".join(notes) or None},
     }
 
 
@@ -220,7 +220,8 @@ def _as_run(run: Watched, db: sqlite3.Connection, *tables: dict[int, StepMetrics
     for step, metrics in (entry for table in tables for entry in table.items()):
         known = steps.get(step, StepMetrics({}, {}))
         steps[step] = StepMetrics(known.values | metrics.values, known.timing | metrics.timing)
-    return Run(run.folder, run.config, "", dict(sorted(steps.items())), run.agents(words_of(db, "metric")), [])
+    agents = agents_of(run.config, words_of(db, "metric"))
+    return Run(run.folder, run.config, "", dict(sorted(steps.items())), agents, [])
 
 
 def _events(run: Watched) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from job import run_job
 
+from hacpo_mega.cluster.groups.tree import join, split
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
 from hacpo_mega.records import Completion, Judgement, Pool, Prompt, Rollout, Score, Stop, Trajectory, Verdict
@@ -173,7 +174,7 @@ def test_no_noise_brings_anything_but_a_value_error(noise, offset, whole):
 
 @given(st.lists(st.binary(max_size=9), min_size=1, max_size=5))
 def test_joined_messages_come_apart_again(messages):
-    assert wire.split(wire.join(messages)) == messages
+    assert split(join(messages)) == messages
 
 
 MAP = RankMap(2, (AgentShape("A", tp=2, engine_tp=2), AgentShape("B", cells_per_lane=2)))

@@ -65,17 +65,27 @@ def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str 
     return None
 
 
+def checked(line: dict[str, Any], fields: Mapping[str, Kind], where: str = "") -> dict[str, Any]:
+    """The line. ValueError, with its first wrong field."""
+    if why := wrong_field(line, fields, where):
+        raise ValueError(why)
+    return line
+
+
 def as_line(value: Mapping[str, Any]) -> bytes:
     """A line of such a file. A lone surrogate in a text has no UTF-8; its backslash form is the JSON escape of it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
-def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def json_lines(
+    path: Path, what: str, read: Callable[[dict[str, Any]], Any] = lambda line: line, root: Path | None = None
+) -> Iterator[tuple[int, bytes, Any]]:
     """Number, text and content of every line; a bad line's complaint names `what` it should be.
 
-    `root` is the run's folder, by default the file's: a link out of it is refused (models/files/links.py). A last line
-    without its end (the job was killed while writing) is left out, and so are empty ones. ValueError, with the file and
-    the number of the line; FileNotFoundError when there is no file.
+    `read` makes the content of a line's table; its ValueError says what is wrong. `root` is the run's folder, by
+    default the file's: a link out of it is refused (models/files/links.py). A last line without its end (the job was
+    killed while writing) is left out, and so are empty ones. ValueError, with the file and the number of the line;
+    FileNotFoundError when there is no file.
     """
     require_inside(path.parent if root is None else root, path)
     for number, text in enumerate(_whole_lines(path), start=1):
@@ -83,11 +93,15 @@ def json_lines(path: Path, what: str, root: Path | None = None) -> Iterator[tupl
             continue
         try:
             line = parse_json(text)
+            if not isinstance(line, dict):
+                raise ValueError("no object")
+            found = read(line)
         except ValueError as error:
-            raise bad_line(path, number, text, what, str(error)) from error
-        if not isinstance(line, dict):
-            raise bad_line(path, number, text, what, "no object")
-        yield number, text, line
+            raise ValueError(
+                f"{path}, line {number}: not {what} ({error}): {text[:CHARACTERS_SHOWN]!r}. Take the line out, or move "
+                "the file away, to go on"
+            ) from error
+        yield number, text, found
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -103,11 +117,3 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
-
-
-def bad_line(path: Path, number: int, text: bytes, what: str, why: str) -> ValueError:
-    """The one line that says so."""
-    shown = repr(text[:CHARACTERS_SHOWN])
-    return ValueError(
-        f"{path}, line {number}: not {what} ({why}): {shown}. Take the line out, or move the file away, to go on"
-    )

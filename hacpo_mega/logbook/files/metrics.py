@@ -66,7 +66,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hacpo_mega.logbook.files.backlog import Backlog
-from hacpo_mega.logbook.files.json_lines import COUNT, LARGEST, TABLE, bad_line, json_lines, wrong_field
+from hacpo_mega.logbook.files.json_lines import COUNT, LARGEST, TABLE, checked, json_lines
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.replacing import replace_file
 
@@ -337,12 +337,7 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
 
 def metrics_lines(path: Path) -> Iterator[tuple[int, StepMetrics]]:
     """Step and numbers of each line of a `metrics.jsonl`, as it is read. Raises as `read_metrics`."""
-    for number, text, line in json_lines(path, METRICS_LINE):
-        try:
-            found = metrics_of(line)
-        except ValueError as error:
-            raise bad_line(path, number, text, METRICS_LINE, str(error)) from error
-        yield found
+    return (found for _, _, found in json_lines(path, METRICS_LINE, metrics_of))
 
 
 def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
@@ -350,14 +345,10 @@ def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
 
     Lines of older versions have some values below `timing`, by the names of agents and others of the user's.
     """
-    if why := wrong_field(line, {"step": COUNT, "values": TABLE, "timing": TABLE}):
-        raise ValueError(why)
-    try:
-        values, timing = _floats(line["values"]), _floats(line["timing"])
-        misplaced = {name: value for name, value in timing.items() if not is_timing(name)}
-        return line["step"], StepMetrics(values | misplaced, {n: v for n, v in timing.items() if n not in misplaced})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from error
+    checked(line, {"step": COUNT, "values": TABLE, "timing": TABLE})
+    values, timing = _floats(line["values"]), _floats(line["timing"])
+    misplaced = {name: value for name, value in timing.items() if not is_timing(name)}
+    return line["step"], StepMetrics(values | misplaced, {n: v for n, v in timing.items() if n not in misplaced})
 
 
 def require_readable_metrics(run_dir: Path) -> None:

@@ -40,12 +40,11 @@ from hacpo_mega.logbook.files.json_lines import (
     TEXT,
     Kind,
     as_line,
-    bad_line,
+    checked,
     is_number,
     json_lines,
     list_of,
     table_of,
-    wrong_field,
 )
 from hacpo_mega.logbook.files.metrics import json_number
 
@@ -154,19 +153,12 @@ class RolloutLog:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._drop_parts_after(steps_done)
 
-    def write(
-        self,
-        step: int,
-        pool: "Pool",
-        advantages_PNG: "Tensor",
-        notes: AnswerNotes | None = None,
-    ) -> None:
+    def write(self, step: int, pool: "Pool", advantages_PNG: "Tensor", notes: AnswerNotes) -> None:
         """Logs a step. Collective over the leaders of the lane, each with its own learner's numbers.
 
         advantages_PNG  what this learner trained with, float [P, N, G]
-        notes           what else it knows; None: nothing, and its model reads the prompts as they are
+        notes           what else it knows
         """
-        notes = notes or AnswerNotes({}, tuple(prompt.text for prompt in pool.prompts))
         view = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
@@ -327,18 +319,11 @@ def read_rollouts(run_dir: Path, step: int) -> list[dict[str, Any]]:
 
 def read_part(path: Path, run_dir: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Number, text and content of the lines of one lane's file of a step. ValueError like `read_rollouts`."""
-    for number, text, line in json_lines(path, LINE, run_dir):
-        try:
-            require_logged_prompt(line)
-        except ValueError as error:
-            raise bad_line(path, number, text, LINE, str(error)) from error
-        yield number, text, line
+    return json_lines(path, LINE, logged_prompt, run_dir)
 
 
-def require_logged_prompt(line: Mapping[str, Any]) -> None:
-    """ValueError, with the field, for a line that is no logged prompt."""
-    if why := wrong_field(line, FIELDS):
-        raise ValueError(why)
-    for n, answer in enumerate(line["answers"]):
-        if why := wrong_field(answer, ANSWER_FIELDS, f"answers[{n}]."):
-            raise ValueError(why)
+def logged_prompt(line: dict[str, Any]) -> dict[str, Any]:
+    """The line. ValueError, with the field, for one that is no logged prompt."""
+    for n, answer in enumerate(checked(line, FIELDS)["answers"]):
+        checked(answer, ANSWER_FIELDS, f"answers[{n}].")
+    return line

@@ -12,11 +12,12 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.machine.environment import num_threads_set, place_in_cluster
-from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, bad_line, json_lines, table_of, wrong_field
+from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, checked, json_lines, table_of, wrong_field
 from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.models.files.hub import model_name
 
@@ -60,13 +61,10 @@ def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """The starts of a run, oldest first; empty when nothing is known of them. ValueError for a line that is none."""
-    path, starts = run_dir / "starts.jsonl", []
+    read = partial(checked, fields=FIELDS)
     with suppress(FileNotFoundError):
-        for number, text, line in json_lines(path, LINE):
-            if why := wrong_field(line, FIELDS):
-                raise bad_line(path, number, text, LINE, why)
-            starts.append(line)
-    return starts
+        return [start for _, _, start in json_lines(run_dir / "starts.jsonl", LINE, read)]
+    return []
 
 
 def alarm_line(step: int, text: str) -> bytes:

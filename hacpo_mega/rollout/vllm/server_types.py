@@ -86,12 +86,7 @@ class ServedTurn:
         calls = [
             ToolCall(id=call["id"], function=FunctionCall(**call["function"])) for call in message.get("tool_calls", ())
         ]
-        said = ChatMessage(
-            role="assistant",
-            content=message["content"],
-            reasoning=message.get("reasoning_content"),
-            tool_calls=calls,
-        )
+        said = ChatMessage(**_said(message), tool_calls=calls)
         choice = ChatCompletionResponseChoice(
             index=0,
             message=said,
@@ -113,12 +108,7 @@ class ServedTurn:
             DeltaToolCall(index=n, id=call["id"], type="function", function=DeltaFunctionCall(**call["function"]))
             for n, call in enumerate(message.get("tool_calls", ()))
         ]
-        said = DeltaMessage(
-            role="assistant",
-            content=message["content"],
-            reasoning=message.get("reasoning_content"),
-            tool_calls=calls,
-        )
+        said = DeltaMessage(**_said(message), tool_calls=calls)
         logprobs = self._chat_logprobs() if has_logprobs else None
         first = ChatCompletionResponseStreamChoice(index=0, delta=said, token_ids=self.token_ids, logprobs=logprobs)
         last = ChatCompletionResponseStreamChoice(
@@ -143,6 +133,11 @@ class ServedTurn:
         return ChatCompletionLogProbs(
             content=[ChatCompletionLogProbsContent(token=f"token_id:{t}", logprob=logprob) for t, logprob in sampled]
         )
+
+
+def _said(message: Mapping[str, Any]) -> Json:
+    """An assistant's message without its calls, in fields of vLLM's."""
+    return {"role": "assistant", "content": message["content"], "reasoning": message.get("reasoning_content")}
 
 
 def model_list(name: str, max_model_len: int) -> Json:

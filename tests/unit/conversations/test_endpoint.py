@@ -17,12 +17,13 @@ import pytest
 
 from hacpo_mega.conversations.endpoint import Endpoint, parsed_body
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Refusal, Terms
+from hacpo_mega.conversations.seat import PlayLimits
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest
 
 LIMITS = TurnLimits(vocabulary=50, max_model_len=40)
-TERMS = Terms(stop_ids=[7], max_turns=4, max_tokens=8, max_total_tokens=30)
+TERMS = Terms(stop_ids=[7], limits=PlayLimits(4, 40, 30), max_tokens=8)
 
 
 def completion(*token_ids: int, stop: Stop = Stop.EOS) -> Completion:

@@ -481,7 +481,7 @@ def test_what_a_program_says_is_a_prompt_that_every_agent_can_read(by_hand, name
     case = CASES[name]
     tools, codec, turns = TOOLS if case.call else [], by_hand.codec(case), format_of(by_hand, case)
     queue = TurnQueue(TurnLimits(100_000, 4000))
-    talk = ForeignConversation("t", 1, queue, Terms(turns.stop_ids, 4, 100, 1000))
+    talk = ForeignConversation("t", 1, queue, Terms(turns.stop_ids, PlayLimits(4, 4000, 1000), 100))
     first = talk.prompt_of([QUESTION], tools, turns, codec)
     assert list(first.ids) == turns.opening([QUESTION]) and first.task is not None
     turn = talk.ask(first, None, 1.0)
@@ -521,7 +521,9 @@ def test_a_history_with_calls_has_the_wording_of_the_run(by_hand, name):
     wording = Prompting(chat_template=True, system_prompt="Be brief.", prompt_template="{prompt} Say it.")
     codec = by_hand.codec(CASES[name], wording)
     turns = TurnFormat.of(codec, TOOLS, plays_user=True)
-    talk = ForeignConversation("t", 1, TurnQueue(TurnLimits(100_000, 4000)), Terms(turns.stop_ids, 4, 100, 1000))
+    talk = ForeignConversation(
+        "t", 1, TurnQueue(TurnLimits(100_000, 4000)), Terms(turns.stop_ids, PlayLimits(4, 4000, 1000), 100)
+    )
     answer = {"role": "tool", "tool_call_id": "call00000", "content": "42"}
     found = talk.prompt_of([QUESTION, CALL, answer], TOOLS, turns, codec)
     assert found.task is None and "What is 6*7? Say it." in codec.tokenizer.decode(found.ids)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hacpo_mega.config.tables.agents import SkillShare
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples
 from hacpo_mega.data.reading.files import PromptRow, content_id
-from hacpo_mega.data.tasks import SKILLS, SkillMix, WarmStartStream, training_examples
+from hacpo_mega.data.tasks import SKILLS, WarmStartStream, training_examples
 
 
 def rows(num, skill=""):
@@ -118,7 +119,10 @@ def test_another_process_draws_the_same_prompts():
 
 def test_a_run_with_its_warm_starts_seed_begins_with_other_prompts():
     """One skill, 320 taught examples of 5,992: by chance 3 or 4 of the first 64 prompts are among them, never most."""
-    taught = {example.prompt for example in WarmStartStream([SkillMix("sum", 1.0, 320)], 64, seed=7).examples[0]}
+    taught = {
+        example.prompt
+        for example in WarmStartStream({"sum": SkillShare(share=1.0, num_examples=320)}, 64, seed=7).examples[0]
+    }
     first = PromptSampler(rows_of_examples(training_examples("sum")), 7, 64, 16).at(0)
     assert len(taught) == 320
     assert sum(prompt.text in taught for prompt in first) < 16

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from repository import ROOT
 
 from hacpo_mega.config import load_config
+from hacpo_mega.config.tables.agents import SkillShare
 from hacpo_mega.data.tasks import (
     SKILLS,
-    SkillMix,
     WarmStartStream,
     addition,
     chain,
@@ -101,7 +101,9 @@ def test_totals_are_true_sums_in_the_order_that_is_asked_for():
     assert totals(chain(47, 35, 21), [0.9, 0.2, 0.1]).answer == "35+47=82,82-21=61;61", "what is subtracted comes last"
     answers = {}
     for update in range(20):
-        for example in WarmStartStream([SkillMix("sum", 1.0, 3, totals=0.75)], 64, seed=3).at(update):
+        for example in WarmStartStream({"sum": SkillShare(share=1.0, num_examples=3, totals=0.75)}, 64, seed=3).at(
+            update
+        ):
             answers.setdefault(example.prompt, []).append(example.answer)
             working, result = example.answer.split(";")
             assert all(eval(left) == int(right) for left, right in (step.split("=") for step in working.split(",")))
@@ -114,7 +116,7 @@ def test_totals_are_true_sums_in_the_order_that_is_asked_for():
 
 
 def test_a_warm_start_teaches_as_many_halves_as_its_shares_say():
-    stream = WarmStartStream([SkillMix("chain", 1.0, first=0.2, second=0.3)], 1000, seed=3)
+    stream = WarmStartStream({"chain": SkillShare(share=1.0, first=0.2, second=0.3)}, 1000, seed=3)
     drawn = [example for update in range(10) for example in stream.at(update)]
     halves = Counter("second" if e.heard else "first" if "-" in e.result else "whole" for e in drawn)
     assert abs(halves["first"] - 2000) < 200 and abs(halves["second"] - 3000) < 230  # five standard deviations
@@ -201,17 +203,22 @@ def test_bad_requests_name_what_there_is():
     with pytest.raises(AssertionError):
         evaluation_examples("mul", 151)
     with pytest.raises(AssertionError):
-        WarmStartStream([SkillMix("mul", 1.0, 1000)], batch_size=4, seed=0)
+        WarmStartStream({"mul": SkillShare(share=1.0, num_examples=1000)}, batch_size=4, seed=0)
 
 
-MIX = (SkillMix("add", 0.6), SkillMix("sub", 0.03, 100), SkillMix("mul", 0.07, 7), SkillMix("srt", 0.3))
+MIX = {
+    "add": SkillShare(share=0.6),
+    "sub": SkillShare(share=0.03, num_examples=100),
+    "mul": SkillShare(share=0.07, num_examples=7),
+    "srt": SkillShare(share=0.3),
+}
 
 
 def test_warm_start_keeps_shares_and_distinct_examples():
     stream = WarmStartStream(MIX, batch_size=128, seed=3)
     drawn = [example for update in range(300) for example in stream.at(update)]
-    for part in MIX:
-        of_skill = [e.prompt for e in drawn if e.skill == part.skill]
+    for skill, part in MIX.items():
+        of_skill = [e.prompt for e in drawn if e.skill == skill]
         expected = part.share * len(drawn)
         assert abs(len(of_skill) - expected) < 5 * (expected * (1 - part.share)) ** 0.5, part
         if part.num_examples:
@@ -229,10 +236,11 @@ def test_warm_start_is_a_pure_function_of_seed_and_update(seed, update):
 def test_another_process_makes_the_same_batch():
     """A fresh interpreter with another hash seed: nothing may rest on Python's hash()."""
     code = (
-        "from hacpo_mega.data.tasks import *; "
-        "print([e.prompt for e in WarmStartStream([SkillMix('add', .5, 9), SkillMix('srt', .5)], 8, 5).at(2)])"
+        "from hacpo_mega.data.tasks import *; skills = {'add': SkillShare(share=.5, num_examples=9)}; "
+        "skills['srt'] = SkillShare(share=.5); print([e.prompt for e in WarmStartStream(skills, 8, 5).at(2)])"
     )
-    here = [e.prompt for e in WarmStartStream([SkillMix("add", 0.5, 9), SkillMix("srt", 0.5)], 8, 5).at(2)]
+    skills = {"add": SkillShare(share=0.5, num_examples=9), "srt": SkillShare(share=0.5)}
+    here = [e.prompt for e in WarmStartStream(skills, 8, 5).at(2)]
     run = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
     )

@@ -501,7 +501,7 @@ def test_a_resumed_lane_drops_rollouts_it_will_write_again(tmp_path: Path) -> No
     for lane in range(3):
         log = RolloutLog(tmp_path, lane, ("a", "b"), 0, alone, writes=True)
         for step in (1, 2, 3):
-            log.write(step, pool, advantages_PNG)
+            log.write(step, pool, advantages_PNG, AnswerNotes({}, ("1+1=",)))
     # the same run goes on from step 2 with two lanes only: nothing of the third may be left after step 2
     for lane in range(2):
         RolloutLog(tmp_path, lane, ("a", "b"), 0, alone, writes=True, steps_done=2)
@@ -522,7 +522,7 @@ def test_callbacks_get_every_line_separator_and_bad_files_end_no_rank(
             MetricsWriter(tmp_path / "run"),
         )
         for step in (1, 2, 3):
-            log.write(step, pool, advantages_PNG)
+            log.write(step, pool, advantages_PNG, AnswerNotes({}, (prompt.text,)))
             if step == 2:
                 logged = tmp_path / "run/rollouts/step_000002.lane_0000.jsonl"
                 logged.write_bytes(logged.read_bytes()[9:])

@@ -24,6 +24,7 @@ from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
 from hacpo_mega.logbook.run.provenance import alarm_line, read_alarms
 from hacpo_mega.logbook.run.run_lock import RunLock
+from hacpo_mega.report.run import agents_of
 from hacpo_mega.watch.answers import Judges, exported, one_answer, page_of_answers
 from hacpo_mega.watch.index import Gone
 from hacpo_mega.watch.runs import Runs, Watched
@@ -375,7 +376,7 @@ def test_a_regular_expression_that_never_ends_is_stopped(run: WatchedRun) -> Non
 
 
 def test_agents_have_the_order_of_the_configuration(run: WatchedRun) -> None:
-    assert watched(run.folder).agents(["agent/zeta/lr", "agent/llama/lr"]) == (*AGENTS, "zeta")
+    assert agents_of(watched(run.folder).config, ["agent/zeta/lr", "agent/llama/lr"]) == (*AGENTS, "zeta")
 
 
 def test_verdicts_are_explained_by_graders_of_the_project_alone(run: WatchedRun, tmp_path: Path) -> None:
