@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -36,12 +35,15 @@ from hacpo_mega.cluster.rendezvous import (
 )
 from hacpo_mega.cluster.security.private_folder import SocketFolder
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, forget_secret
-from hacpo_mega.cluster.watchdog import RankActivity, Watchdog
+from hacpo_mega.cluster.watchdog import Watchdog
 
 
 class Place(JobGroups):
     """My groups and my session in the job. Use it as a context: an error inside ends the whole job, with a name and a
-    phase."""
+    phase.
+
+    watchdog   what this process hears and says of deaths, signals and stacks
+    """
 
     def __init__(
         self,
@@ -57,11 +59,11 @@ class Place(JobGroups):
         apply_patches(TORCH)
         self._phase, self._waits = "start", {}
         super().__init__(rank_map, rank, device, store, timedelta(seconds=timeout_s))
-        self._watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
+        self.watchdog = Watchdog(rank_map, rank, dist.PrefixStore("ring", store), secret, timeout_s, stall_s)
         self._has_one_clock = is_on_one_machine()
         self._sockets = SocketFolder()
         self._secret = secret
-        self._watchdog.at_end = self._sockets.remove
+        self.watchdog.at_end = self._sockets.remove
 
     @classmethod
     def join(
@@ -106,38 +108,22 @@ class Place(JobGroups):
     def enter_phase(self, phase: str, when: str) -> None:
         """Sets the current phase ("learn", "of step 3"), which is reported with a death or error."""
         self._phase = phase
-        self._watchdog.progress.queue = work_queue(self.device)
-        self._watchdog.enter_phase(phase, when)
+        self.watchdog.progress.queue = work_queue(self.device)
+        self.watchdog.enter_phase(phase, when)
 
     def leave_phase(self) -> None:
         """Counts waits from here on as `other`, as the seconds outside of phases; reports keep the phase's name."""
         self._phase = "other"
 
-    def keep_stack_in(self, folder: Path) -> None:
-        """Says where this process writes its stack when the job hangs."""
-        self._watchdog.keep_stack_in(folder)
-
-    def defer_signals(self) -> None:
-        """Makes SIGTERM and SIGUSR1 set `agreed_signal` from here on, and end nothing; a second one ends the job."""
-        self._watchdog.defers_signals = True
-
-    def set_exit_message(self, outlook: str) -> None:
-        """Sets the line about the next start that is printed if a signal ends the job."""
-        self._watchdog.exit_message = outlook
-
     def agreed_signal(self) -> int:
         """The number of the signal that asked any process of the job to end, 0 without one. Collective."""
-        signal_number = self.highest_in_job(self._watchdog.signal_number)
-        self._watchdog.is_leaving = signal_number > 0
+        signal_number = self.highest_in_job(self.watchdog.signal_number)
+        self.watchdog.is_leaving = signal_number > 0
         return signal_number
 
     def progress(self) -> None:
         """Reports progress within the current phase: an engine's step, a micro-batch, a tensor."""
-        self._watchdog.progress.tick()
-
-    def activity(self) -> RankActivity:
-        """Says what this process is at: its phase, for how long, and whom it waits for. Any thread may ask."""
-        return self._watchdog.activity()
+        self.watchdog.progress.tick()
 
     def take_waits(self) -> dict[str, float]:
         """Seconds that this process has waited in the collectives below since the last call, by phase."""
@@ -169,27 +155,14 @@ class Place(JobGroups):
         address = self._store.get(f"{name}/{rank}").decode()
         return connect_published(address, self._secret, f"{name} {rank}", timeout_s)
 
-    def before_end(self, action: Callable[[], None]) -> None:
-        """Runs `action` before the last message of this process, if a signal or another's death ends it."""
-        self._watchdog.before_end = action
-
     def at_end(self, action: Callable[[], None]) -> None:
         """Has `action` done last where this process ends at once."""
-        self._watchdog.at_end = lambda: (self._sockets.remove(), action())
-
-    def on_termination(self, action: Callable[[], None]) -> None:
-        """Has `action` done by rank 0 where a signal ends the job at once."""
-        self._watchdog.on_termination = action
-
-    def leave_ring(self) -> None:
-        """Leaves the watchdog: this process and the others no longer learn of each other's end, which the caller then
-        checks in another way."""
-        self._watchdog.close()
+        self.watchdog.at_end = lambda: (self._sockets.remove(), action())
 
     def close(self) -> None:
         """Leaves the job; a collective. Afterwards the process no longer affects the others."""
         self.barrier()  # the last collective: after it a closed socket of a neighbour is a farewell, not a death
-        self._watchdog.close()
+        self.watchdog.close()
         self.end_groups()
 
     def end_groups(self) -> None:
@@ -201,7 +174,7 @@ class Place(JobGroups):
     def _waiting(self, whom: str) -> Iterator[None]:
         """Around a collective: times it, and records whom it waits for in case it never ends."""
         start = time.perf_counter()
-        with self._watchdog.progress.waiting_for(whom):
+        with self.watchdog.progress.waiting_for(whom):
             yield
         self._waits[self._phase] = self._waits.get(self._phase, 0.0) + time.perf_counter() - start
 
@@ -210,5 +183,5 @@ class Place(JobGroups):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
-            self._watchdog.fail(error)
+            self.watchdog.fail(error)
         self.close()

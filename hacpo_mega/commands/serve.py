@@ -52,7 +52,7 @@ def serve(
         engine = engine_of(settings, codec, place)
         stack.callback(engine.close)
         place.enter_phase("serve", f"of {name}")
-        place.defer_signals()
+        place.watchdog.defers_signals = True
         if not place.is_leader:
             engine.serve(None)
             return

@@ -272,9 +272,9 @@ def _attention(plan: ActorPlan) -> int:
     q, k = a.num_heads // tp, max(1, own.kv_heads // tp)
     head = tokens * own.size * number  # of one head; that of all tokens and 1 / cp of the heads is as large
     met = max(k, cp)  # keys and values; each rank has its own copy
-    rows = _statistics_rows(plan.num_tokens) if flash else plan.num_tokens
     # Rotated queries and keys, values, the output, a float32 number per token and query head.
-    kept = (q + 2 * (q if plan.device.whole_heads and not flash else met) + q) * head + rows * (q // cp) * FLOAT32
+    kept = (q + 2 * (q if plan.device.whole_heads and not flash else met) + q) * head
+    kept += plan.num_tokens * (q // cp) * FLOAT32
     if not flash:
         # The output again without padding, rotated queries and keys again beside their padded copies.
         kept += (q + q + met) * head
@@ -306,11 +306,10 @@ def _latent_attention(plan: ActorPlan) -> int:
     heads, own = a.num_heads // plan.layout.tp, tokens // plan.layout.tp
     latents = own * number * (2 * latent.query_rank + latent.cached + latent.rank)
     latents += own * FLOAT32 * (1 + (latent.query_rank > 0))
-    rows = _statistics_rows(plan.num_tokens) if plan.device.flash_attention else plan.num_tokens
     # Without flash attention padded copies of all but values, too.
     copies = 4 if plan.device.flash_attention else 7
     of_heads = copies * a.head_dim + (latent.value_dim if plan.layout.cp == 1 else 0)
-    return latents + heads * tokens * of_heads * number + rows * (heads // plan.layout.cp) * FLOAT32
+    return latents + heads * tokens * of_heads * number + plan.num_tokens * (heads // plan.layout.cp) * FLOAT32
 
 
 # Tokens of one chunk in the chunked rule of delta nets (megatron/model/delta_net.py).
@@ -324,14 +323,6 @@ def _delta_net(plan: ActorPlan) -> int:
         return 0
     numbers = 4 * (2 * delta.key_dim + delta.value_dim) + 7 * DELTA_CHUNK
     return plan.own_tokens * delta.value_heads // plan.layout.tp * numbers * FLOAT32
-
-
-def _statistics_rows(tokens: int) -> int:
-    """Rows of attention's log-sum-exp, as TransformerEngine up to 2.10 rounds up the tokens (get_max_tokens of its
-    common/fused_attn/utils.cu); its later versions and the local layers have a row for a token."""
-    if tokens <= 32768:
-        return max(1024, 1 << (tokens - 1).bit_length())
-    return -(-tokens // 32768) * 32768
 
 
 # The layers of a chunk by their kinds, in order: one of them, and how many there are.

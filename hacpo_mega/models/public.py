@@ -9,7 +9,6 @@ Elsewhere: a model that lies in a folder (architecture.py).
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,13 @@ from hacpo_mega.models.families.families import (
     SMOLLM3,
 )
 from hacpo_mega.models.families.family import Family
-from hacpo_mega.models.families.rope import Llama3Rope
-
-_QWEN3_VOCAB, _QWEN2_VOCAB, _LLAMA_VOCAB = 151936, 152064, 128256
-
-
-@dataclass(frozen=True)
-class _Row:
-    """One size of a family. `names` are the folders on the Hub and the positions of each.
-
-    ffn       width of a feed-forward or, with `experts` of them a layer, of an expert
-    to        experts that a token goes to
-    """
-
-    names: Mapping[str, int]
-    family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool = False
-    rope_factor: float | None = None
-    experts: int = 0
-    to: int = 0
-
-
-_QWEN3_POSITIONS, _BASE_POSITIONS, _LLAMA_POSITIONS = 40960, 32768, 131072
 
 
 def _qwen3(size: str, *, base: bool = True, of_july: bool = False) -> dict[str, int]:
-    """The folders of a size, with its base model and the one that follows instructions, of July 2025, if there are."""
-    names = {f"Qwen/Qwen3-{size}": _QWEN3_POSITIONS}
-    names |= {f"Qwen/Qwen3-{size}-Base": _BASE_POSITIONS} if base else {}
+    """The folders of a size and the positions of each, with its base model and the one that follows instructions, of
+    July 2025, if there are."""
+    names = {f"Qwen/Qwen3-{size}": 40960}
+    names |= {f"Qwen/Qwen3-{size}-Base": 32768} if base else {}
     return names | ({f"Qwen/Qwen3-{size}-Instruct-2507": 262144} if of_july else {})
 
 
@@ -79,41 +50,20 @@ def _qwen2(size: str) -> dict[str, int]:
 
 
 def _llama(size: str) -> dict[str, int]:
-    return {f"meta-llama/Llama-{size}{kind}": _LLAMA_POSITIONS for kind in ("", "-Instruct")}
-
-
-_MIXTRAL = {f"mistralai/Mixtral-8x7B{kind}-v0.1": 32768 for kind in ("", "-Instruct")}
-_QWEN3_235B = _qwen3("235B-A22B", base=False, of_july=True)
-_TO_8_OF_128, _TO_2_OF_8 = {"experts": 128, "to": 8}, {"experts": 8, "to": 2}
-
-_ROWS = (
-    _Row(_qwen3("1.7B"), QWEN3, 28, 2048, 16, 8, 128, 6144, _QWEN3_VOCAB, tied=True),
-    _Row(_qwen3("4B", of_july=True), QWEN3, 36, 2560, 32, 8, 128, 9728, _QWEN3_VOCAB, tied=True),
-    _Row(_qwen3("8B"), QWEN3, 36, 4096, 32, 8, 128, 12288, _QWEN3_VOCAB),
-    _Row(_qwen3("14B"), QWEN3, 40, 5120, 40, 8, 128, 17408, _QWEN3_VOCAB),
-    _Row(_qwen3("32B", base=False), QWEN3, 64, 5120, 64, 8, 128, 25600, _QWEN3_VOCAB),
-    _Row(_qwen3("30B-A3B", of_july=True), QWEN3_MOE, 48, 2048, 32, 4, 128, 768, _QWEN3_VOCAB, **_TO_8_OF_128),
-    _Row(_QWEN3_235B, QWEN3_MOE, 94, 4096, 64, 4, 128, 1536, _QWEN3_VOCAB, **_TO_8_OF_128),
-    _Row(_MIXTRAL, MIXTRAL, 32, 4096, 32, 8, 128, 14336, 32000, **_TO_2_OF_8),
-    _Row(_qwen2("7B"), QWEN2, 28, 3584, 28, 4, 128, 18944, _QWEN2_VOCAB),
-    _Row(_qwen2("32B"), QWEN2, 64, 5120, 40, 8, 128, 27648, _QWEN2_VOCAB),
-    _Row(_qwen2("72B"), QWEN2, 80, 8192, 64, 8, 128, 29568, _QWEN2_VOCAB),
-    _Row(_llama("3.2-1B"), LLAMA, 16, 2048, 32, 8, 64, 8192, _LLAMA_VOCAB, tied=True, rope_factor=32.0),
-    _Row(_llama("3.2-3B"), LLAMA, 28, 3072, 24, 8, 128, 8192, _LLAMA_VOCAB, tied=True, rope_factor=32.0),
-    _Row(_llama("3.1-8B"), LLAMA, 32, 4096, 32, 8, 128, 14336, _LLAMA_VOCAB, rope_factor=8.0),
-    _Row(_llama("3.1-70B"), LLAMA, 80, 8192, 64, 8, 128, 28672, _LLAMA_VOCAB, rope_factor=8.0),
-)
+    return {f"meta-llama/Llama-{size}{kind}": 131072 for kind in ("", "-Instruct")}
 
 
 def _text(names: Iterable[str], family: Family, *sizes: int, **more: Any) -> dict[str, dict[str, Any]]:
     """A text model, by the names of its folders: fields of their config.json or, of image checkpoints, its text_config.
 
-    `sizes` are layers, width, width of the feed-forward, heads and key/value heads.
+    `names` may have positions of each. `sizes` are layers, width, width of the feed-forward, heads and key/value heads.
     """
     counts = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     named = {"architectures": [family.image_class or family.architecture], "model_type": family.model_type}
     fields = {**named, **dict(zip(counts, sizes, strict=True)), **more}
-    return dict.fromkeys(names, fields)
+    if not isinstance(names, Mapping):
+        return dict.fromkeys(names, fields)
+    return {name: {**fields, "max_position_embeddings": positions} for name, positions in names.items()}
 
 
 def _gemma3(size: str) -> list[str]:
@@ -128,6 +78,14 @@ def _ministral3(size: str) -> list[str]:
     return [f"mistralai/Ministral-3-{size}-{kind}" for kind in ("Base-2512", "Instruct-2512-BF16", "Reasoning-2512")]
 
 
+_QWEN3 = {"vocab_size": 151936, "rope_theta": 1e6}
+_QWEN3_MOE = {**_QWEN3, "head_dim": 128, "norm_topk_prob": True}
+_MIXTRAL = {f"mistralai/Mixtral-8x7B{kind}-v0.1": 32768 for kind in ("", "-Instruct")}
+_QWEN2 = {"vocab_size": 152064, "rope_theta": 1e6}
+_LLAMA31_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 8192}  # fmt: skip
+_LLAMA31 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling": _LLAMA31_ROPE}
+_LLAMA32 = {**_LLAMA31, "rope_scaling": {**_LLAMA31_ROPE, "factor": 32.0}, "tie_word_embeddings": True}
 # In the place of every sixth layer's heads, the size of all of which the family has, there are fewer and larger ones.
 _GEMMA4 = {"vocab_size": 262144, "max_position_embeddings": 262144, "sliding_window": 1024, "attention_k_eq_v": True,
            "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}  # fmt: skip
@@ -162,7 +120,23 @@ _MOONLIGHT = {
     "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "first_k_dense_replace": 1,
     "vocab_size": 163840, "max_position_embeddings": 8192, "rope_theta": 50000.0, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-_TEXTS = {
+_MODELS = {
+    **_text(_qwen3("1.7B"), QWEN3, 28, 2048, 6144, 16, 8, **_QWEN3, tie_word_embeddings=True),
+    **_text(_qwen3("4B", of_july=True), QWEN3, 36, 2560, 9728, 32, 8, **_QWEN3, tie_word_embeddings=True),
+    **_text(_qwen3("8B"), QWEN3, 36, 4096, 12288, 32, 8, **_QWEN3),
+    **_text(_qwen3("14B"), QWEN3, 40, 5120, 17408, 40, 8, **_QWEN3),
+    **_text(_qwen3("32B", base=False), QWEN3, 64, 5120, 25600, 64, 8, **_QWEN3),
+    **_text(_qwen3("30B-A3B", of_july=True), QWEN3_MOE, 48, 2048, 6144, 32, 4, **_QWEN3_MOE),
+    **_text(_qwen3("235B-A22B", base=False, of_july=True), QWEN3_MOE, 94, 4096, 12288, 64, 4, **_QWEN3_MOE,
+            moe_intermediate_size=1536),
+    **_text(_MIXTRAL, MIXTRAL, 32, 4096, 14336, 32, 8, vocab_size=32000),
+    **_text(_qwen2("7B"), QWEN2, 28, 3584, 18944, 28, 4, **_QWEN2),
+    **_text(_qwen2("32B"), QWEN2, 64, 5120, 27648, 40, 8, **_QWEN2),
+    **_text(_qwen2("72B"), QWEN2, 80, 8192, 29568, 64, 8, **_QWEN2),
+    **_text(_llama("3.2-1B"), LLAMA, 16, 2048, 8192, 32, 8, **_LLAMA32),
+    **_text(_llama("3.2-3B"), LLAMA, 28, 3072, 8192, 24, 8, **_LLAMA32),
+    **_text(_llama("3.1-8B"), LLAMA, 32, 4096, 14336, 32, 8, **_LLAMA31),
+    **_text(_llama("3.1-70B"), LLAMA, 80, 8192, 28672, 64, 8, **_LLAMA31),
     **_text(_gemma3("4b"), GEMMA3, 34, 2560, 10240, 8, 4, **_LINEAR),
     **_text(_gemma3("12b"), GEMMA3, 48, 3840, 15360, 16, 8, **_LINEAR),
     **_text(_gemma3("27b"), GEMMA3, 62, 5376, 21504, 32, 16, **_LINEAR, **_WIDE),
@@ -189,9 +163,8 @@ _TEXTS = {
     **_text(_MOONLIGHT_NAMES, DEEPSEEK_V3, 27, 2048, 11264, 16, 16, **_MOONLIGHT),
     **_text(["zai-org/GLM-4.7-Flash"], GLM4_MOE_LITE, 47, 2048, 10240, 20, 20, rope_theta=1e6),
     **_text(["tencent/Hy3-preview"], HY_V3, 80, 4096, 13312, 64, 8, max_position_embeddings=262144),
-}
-_BY_NAME = {name: row for row in _ROWS for name in row.names}
-PUBLIC_NAMES = (*_BY_NAME, *_TEXTS)
+}  # fmt: skip
+PUBLIC_NAMES = tuple(_MODELS)
 
 
 def public_architecture(name: str) -> Architecture:
@@ -207,32 +180,8 @@ def public_architecture(name: str) -> Architecture:
             f"{name} is no folder with a config.json and none of the {len(PUBLIC_NAMES)} public models that are known "
             f"by name. Nearest: {', '.join(by_last[last] for last in near)}"
         )
-    if found[0] in _TEXTS:
-        return Architecture.from_config(Path(found[0]), _TEXTS[found[0]])
-    return _architecture(_BY_NAME[found[0]], found[0])
+    return Architecture.from_config(Path(found[0]), _MODELS[found[0]])
 
 
 def _last(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
-
-
-def _architecture(row: _Row, name: str) -> Architecture:
-    return Architecture.of_family(
-        row.family,
-        num_layers=row.layers,
-        hidden_size=row.hidden,
-        num_heads=row.heads,
-        num_kv_heads=row.kv_heads,
-        head_dim=row.head_dim,
-        ffn_size=0 if row.experts else row.ffn,
-        num_experts=row.experts,
-        experts_per_token=row.to,
-        expert_ffn=row.ffn if row.experts else 0,
-        normalises_experts=row.experts > 0,
-        vocab_size=row.vocab,
-        max_positions=row.names[name],
-        norm_eps=1e-5 if row.family in (LLAMA, MIXTRAL) else 1e-6,
-        rope_theta=500_000.0 if row.family is LLAMA else 1_000_000.0,
-        rope=None if row.rope_factor is None else Llama3Rope(row.rope_factor, 1.0, 4.0, 8192),
-        tied=row.tied,
-    )

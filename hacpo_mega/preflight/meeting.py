@@ -209,7 +209,7 @@ class GroupTest:
     def run(self, rank_map: RankMap, store: dist.Store, timeout_s: float) -> None:
         """Collective over the job."""
         place = Place.join(rank_map, timeout_s, store=store)
-        place.leave_ring()  # the meeting is over; from here on a dead process shows by its missing message
+        place.watchdog.close()  # the meeting is over; from here on a dead process shows by its missing message
         my, shape, lane = place.coordinate, rank_map.agents[place.agent], place.lane_group
         num_bytes = CUDA_BYTES if place.device.type == "cuda" else CPU_BYTES
         if shape.cell_size > 1:

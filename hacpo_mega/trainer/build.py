@@ -94,7 +94,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     lock = None
     if is_first:  # even if a signal kills it, it records that and releases the lock
         lock = stack.enter_context(RunLock(config.run_dir))
-        place.on_termination(partial(record_termination, config.run_dir))
+        place.watchdog.on_termination = partial(record_termination, config.run_dir)
         place.at_end(lock.leave)
     start = agree_on_start(place, config, **how)
     if start is not None:
@@ -105,7 +105,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     require_same_inputs(place, plain(config), run_contents(config) if is_first_of_its_node() else None)
     names, steps_done = tuple(agent.name for agent in config.agents), 0 if start is None else start.step
     console = stack.enter_context(Console(config.num_steps, steps_done, names=names, quiet=not is_first))
-    place.before_end(console.clear)
+    place.watchdog.before_end = console.clear
     _say_begin(console, config, start, is_first=is_first, on_cpu=place.device.type == "cpu")
     if problem := place.first_message(unfinished_import(config) if is_first else None):
         raise ValueError(problem)

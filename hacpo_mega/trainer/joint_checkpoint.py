@@ -339,7 +339,7 @@ class JointCheckpoint:
     def _set_safe(self, step: int) -> None:
         self.safe_step = step
         if self._config.checkpoint.is_on:
-            self._place.set_exit_message(self.outlook)
+            self._place.watchdog.exit_message = self.outlook
 
     def _record(self, folder: Path, state: RunState, words: Sequence[dict[str, dict]]) -> Checkpoint:
         return Checkpoint(

@@ -226,7 +226,7 @@ class Trainer:
         trackers = stack.enter_context(Trackers(config, console.say, goes_on=job.goes_on, quiet=not is_first))
         self.report = StepReport(metrics, console, place, config, folder, trackers)
         stack.enter_context(RankFile(config.run_dir, place))
-        place.keep_stack_in(config.run_dir / "logs")
+        place.watchdog.keep_stack_in(config.run_dir / "logs")
         self.skips = SkippedUpdates(
             config.training.max_skipped_updates, config.run_dir / "logs", rollout.name,
             place.coordinate.cell if place.is_leader else None, rollout.codec.decode_answer, place.gather_agent,
@@ -255,7 +255,7 @@ class Trainer:
         Returns False when a signal has ended it early, with its last step on disk (docs/guide/troubleshooting.md).
         """
         if self.config.checkpoint.is_on:
-            self.place.defer_signals()
+            self.place.watchdog.defers_signals = True
         try:
             self.observers.before_training(self.steps_done + 1)
             if self.steps_done == 0:

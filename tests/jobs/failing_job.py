@@ -23,10 +23,10 @@ def run(victim: int, fate: str, timeout_s: float, ready: Path, stall_s: float = 
     a second signal.
     """
     with Place.join(RANK_MAP, timeout_s, stall_s) as place, RankFile(ready.parent, place):
-        place.keep_stack_in(ready.parent / "logs")
+        place.watchdog.keep_stack_in(ready.parent / "logs")
         if fate == "defer":
-            place.defer_signals()
-            place.set_exit_message("started again, it goes on")
+            place.watchdog.defers_signals = True
+            place.watchdog.exit_message = "started again, it goes on"
         rank = place.coordinate.global_rank
         if rank == 0:  # as trainer/build.py
             place.at_end(RunLock(ready.parent / "run").leave)
@@ -59,7 +59,7 @@ def unheard(ready: Path) -> None:
     """
     with Place.join(RankMap(1, (AgentShape("A"),)), 60.0) as place:
         place.at_end(ready.with_name("ended").touch)
-        place.keep_stack_in(ready.parent)
+        place.watchdog.keep_stack_in(ready.parent)
         stack = ready.with_name("rank_0.stack")
         stack.unlink()
         stack.mkdir()

@@ -13,8 +13,6 @@ from hacpo_mega.config.checks.device_memory import capacity, memory_problems
 from hacpo_mega.config.checks.input_checks import input_problems, is_planned
 from hacpo_mega.config.checks.notes import BF16_GAP, narrow_clip
 from hacpo_mega.config.checks.pass_through import (
-    RETURNS_ROUTING,
-    engine_fields,
     engine_head_sizes,
     quantization_problems,
     table_problems,
@@ -527,16 +525,10 @@ def expert_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: b
         return
     if not architecture.has_experts:
         yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {WITHOUT}"
-        return
-    if architecture.shared_ffn:
+    elif architecture.shared_ffn:
         yield f"router_replay: not for models with shared experts, as {architecture.family}. {WITHOUT}"
-        return
-    if on_cpu:  # there it is written down beside vLLM (rollout/vllm/routing.py)
-        return
-    fields = engine_fields()
-    if fields is not None and RETURNS_ROUTING not in fields:
-        yield f"router_replay: the vLLM that is installed has no {RETURNS_ROUTING}: it returns no routing. {WITHOUT}"
-    if agent.vllm.get("enable_prefix_caching") is False:
+    # On the CPU it is written down beside vLLM (rollout/vllm/routing.py).
+    elif not on_cpu and agent.vllm.get("enable_prefix_caching") is False:
         yield (
             "vllm.enable_prefix_caching = false: with router_replay vLLM keeps the routing of a prefix beside its "
             "cache. Nearest: without it"

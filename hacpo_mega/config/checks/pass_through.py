@@ -25,9 +25,9 @@ from hacpo_mega.models.sharding.megatron_fields import (
     DECIDED,
     DECIDED_BY_RECOMPUTE,
     FREE,
-    WITHOUT_EFFECT,
     Z_LOSS,
     no_effect,
+    why_unread,
 )
 
 # Set by agents.router_replay.
@@ -96,7 +96,9 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
     for key in [key for key in megatron if key not in DECIDED]:
-        if key not in FREE and key not in WITHOUT_EFFECT:
+        if key not in FREE and (why := why_unread(key)):
+            yield f"megatron.{key}: has no effect here: {why}; remove it"
+        elif key not in FREE:
             yield f"megatron.{key}: Megatron's TransformerConfig has no such field{did_you_mean(key, FREE)}"
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"

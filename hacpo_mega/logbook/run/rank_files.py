@@ -78,7 +78,7 @@ class RankFile(AbstractContextManager["RankFile"]):
                 return
 
     def _write(self) -> None:
-        found = self._place.activity()
+        found = self._place.watchdog.activity()
         seconds = {"phase_s": round(found.phase_s, 3), "waited_s": round(found.waited_s, 3)}
         content = {"time_unix_s": round(time.time(), 3), "host": socket.gethostname()} | found._asdict() | seconds
         draft = f".{self._name}"

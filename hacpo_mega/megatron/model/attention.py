@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.layers import (
     linear_with_frozen_weight,
@@ -422,5 +423,5 @@ class LatentProjection(torch.nn.Module):
 
 def as_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Marks a rank's part, which is no copy: Megatron's norm of the gradient counts it on every rank."""
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter

@@ -22,16 +22,13 @@ from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import rms_norm, silu, softplus
 from torch.utils.checkpoint import checkpoint
 
 from hacpo_mega.cluster.machine.device import send
+from hacpo_mega.megatron.model.attention import as_part
 from hacpo_mega.megatron.model.installed import DELTA_RULE
 from hacpo_mega.megatron.model.shared_prompts import PackedSegments
 from hacpo_mega.models.families.delta_net import DeltaNet
@@ -58,8 +55,8 @@ class GatedDeltaNet(torch.nn.Module):
             config.hidden_size, delta.projected_rows, gather_output=False, tp_group=pg_collection.tp, **how
         )
         self.conv1d = Weight(config, delta.mixed_rows // tp, 1, delta.width)
-        self.dt_bias = heads_weight(config, delta.value_heads // tp)
-        self.A_log = heads_weight(config, delta.value_heads // tp)
+        self.dt_bias = as_part(Weight(config, delta.value_heads // tp).weight)
+        self.A_log = as_part(Weight(config, delta.value_heads // tp).weight)
         self.norm = Weight(config, delta.value_dim)
         self.norm.weight.sequence_parallel = config.sequence_parallel  # a copy, whose gradient is from own heads
         self.out_proj = RowParallelLinear(
@@ -110,15 +107,7 @@ class Weight(torch.nn.Module):
             torch.ones(*shape, device=torch.cuda.current_device(), dtype=config.params_dtype)
         )
         if len(shape) > 1:
-            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-
-
-def heads_weight(config: TransformerConfig, num_heads: int) -> torch.nn.Parameter:
-    """A number for each head of this rank; it is loaded before it is used."""
-    weight = Weight(config, num_heads).weight
-    # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
-    set_tensor_model_parallel_attributes(weight, True, 0, 1)
-    return weight
+            as_part(self.weight)
 
 
 def causal_convolution(rows_TR: torch.Tensor, weight_R1W: torch.Tensor, packed: PackedSegments) -> torch.Tensor:

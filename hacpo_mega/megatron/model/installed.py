@@ -9,6 +9,8 @@ torch would be ignored.
 """
 
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch  # noqa: F401  apex's extension is linked to libraries that torch loads
 
@@ -28,51 +30,44 @@ def version_problem(version: str) -> str | None:
     return f"transformer-engine {version} is installed; Megatron takes 2.14 up to, not including, 2.20. {REMEDY}"
 
 
-VERSION = None  # of the installed TransformerEngine
-try:
-    import transformer_engine.pytorch  # noqa: F401
-except ImportError:
-    pass  # as Megatron reads it: not there
-except (OSError, RuntimeError, AssertionError) as error:
-    raise ValueError(f"transformer-engine is installed in part: {type(error).__name__}: {error}. {REMEDY}") from error
-else:
-    VERSION = importlib.metadata.version("transformer-engine")
-    if problem := version_problem(VERSION):
-        raise ValueError(problem)
+@contextmanager
+def whole_or_absent(name: str, remedy: str, absent: type[ImportError] = ModuleNotFoundError) -> Iterator[None]:
+    """Context of an import that nothing follows from where the package is `absent`. ValueError for one that is there in
+    part."""
+    try:
+        yield
+    except absent:
+        pass
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"{name} is installed in part: {type(error).__name__}: {error}. {remedy}") from error
 
-APEX_VERSION = None  # of the installed apex
-try:
+
+te = apex = None
+with whole_or_absent("transformer-engine", REMEDY, absent=ImportError):  # which Megatron reads as: not there
+    import transformer_engine.pytorch as te
+VERSION = te and importlib.metadata.version("transformer-engine")
+if VERSION and (problem := version_problem(VERSION)):
+    raise ValueError(problem)
+
+with whole_or_absent("apex", APEX_REMEDY):  # also without its extensions, or the other project of that name
     import amp_C  # noqa: F401
-    import apex.optimizers  # noqa: F401
-except ModuleNotFoundError:
-    pass  # not there, or without its extensions, or the other project of that name
-except (ImportError, OSError, RuntimeError) as error:
-    raise ValueError(f"apex is installed in part: {type(error).__name__}: {error}. {APEX_REMEDY}") from error
-else:
-    APEX_VERSION = importlib.metadata.version("apex")
+    import apex.optimizers
+APEX_VERSION = apex and importlib.metadata.version("apex")
 
 FLASH3 = None  # attention over packed sequences of flash-attention 3, whose module is not a part of flash_attn
-try:
+with whole_or_absent(
+    "flash-attention 3",
+    "Build it for this torch (hopper/ of Dao-AILab/flash-attention), or remove it: torch's attention is used without",
+):
     from flash_attn_interface import flash_attn_varlen_func
-except ModuleNotFoundError:
-    pass
-except (ImportError, OSError, RuntimeError) as error:
-    raise ValueError(
-        f"flash-attention 3 is installed in part: {type(error).__name__}: {error}. Build it for this torch (hopper/ of "
-        "Dao-AILab/flash-attention), or remove it: torch's attention is used without"
-    ) from error
-else:
+
     FLASH3 = flash_attn_varlen_func
 
 DELTA_RULE = None  # the gated delta rule over packed sequences of flash-linear-attention
-try:
+with whole_or_absent(
+    "flash-linear-attention",
+    "Install it for this torch, or remove it: gated delta nets are computed by torch without",
+):
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-except ModuleNotFoundError:
-    pass
-except (ImportError, OSError, RuntimeError) as error:
-    raise ValueError(
-        f"flash-linear-attention is installed in part: {type(error).__name__}: {error}. Install it for this torch, or "
-        "remove it: gated delta nets are computed by torch without"
-    ) from error
-else:
+
     DELTA_RULE = chunk_gated_delta_rule

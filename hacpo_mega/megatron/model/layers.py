@@ -8,14 +8,13 @@ N query heads of this rank, D head size, H hidden size.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from hacpo_kernels import rms_norm
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from torch.autograd.function import FunctionCtx
+from torch.distributed.nn.functional import all_reduce
 
 from hacpo_mega.megatron.model.attention import LatentAttention, PackedAttention, as_part
 from hacpo_mega.megatron.model.delta_net import GatedDeltaNet
@@ -70,26 +69,9 @@ class WholeRMSNorm(torch.nn.Module):
         squares = numbers.square().sum(dim=(-2, -1), keepdim=True)
         size = self.weight.numel() * self.group.size()
         if self.group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.group)
+            squares = all_reduce(squares, group=self.group)  # every rank reads the sum, so its gradient is theirs' sum
         scaled = numbers * torch.rsqrt(squares / size + self.eps) * self.weight.float().view(x.shape[-2:])
         return scaled.type_as(x)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum that every rank reads, so its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class AddNormed(torch.nn.Module):

@@ -30,15 +30,12 @@ import torch
 import torch.distributed as dist
 from hacpo_kernels import add_grouped_product, add_product, combine_gradients, combine_rows
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, all_to_all
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from hacpo_mega.megatron.model.attention import as_part
 from hacpo_mega.megatron.model.linear import GatedActivation
 from hacpo_mega.megatron.model.router import Router, counts_of, random_weight
 from hacpo_mega.models.families.architecture import Architecture
@@ -181,9 +178,7 @@ class _AddBias(torch.autograd.Function):
 def as_experts(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     """Marks a parameter as expert weights of this rank for Megatron."""
     weight.allreduce = False  # Megatron's mark of expert weights: buffers and an optimizer of their own
-    # A part, not a copy: Megatron's norm of the gradient counts it on every rank.
-    set_tensor_model_parallel_attributes(weight, True, 0, 1)
-    return weight
+    return as_part(weight)
 
 
 # ---- rows
@@ -261,11 +256,11 @@ class ExpertDispatch:
 
     def dispatch(self, rows: torch.Tensor) -> torch.Tensor:
         """Sends this rank's rows [n k, H]; returns the rows of this rank's experts, sorted by expert [R, H]."""
-        return _Permute.apply(_Exchange.apply(rows, self.group, self.received, self.sent), self.order)
+        return _Permute.apply(all_to_all(self.group, rows, self.received, self.sent), self.order)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """Sends results [R, H] back; returns this rank's, in their original order [n k, H]."""
-        return _Exchange.apply(_Permute.apply(rows, _inverse(self.order)), self.group, self.sent, self.received)
+        return all_to_all(self.group, _Permute.apply(rows, _inverse(self.order)), self.sent, self.received)
 
 
 def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
@@ -274,28 +269,6 @@ def _known(counts: torch.Tensor, _num_rows: int) -> list[list[int]]:
     A memory trace, which has no numbers, replaces this function: each line of counts is of `_num_rows`, shared evenly.
     """
     return counts.tolist()
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; its gradient is the reverse all-to-all."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.received, ctx.sent = group, received, sent
-        return _exchanged(rows, group, received, sent)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, ctx.group, ctx.sent, ctx.received), None, None, None
-
-
-def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup, received: list[int], sent: list[int]) -> torch.Tensor:
-    came = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(came, rows.contiguous(), received, sent, group=group)
-    return came
 
 
 class _Permute(torch.autograd.Function):

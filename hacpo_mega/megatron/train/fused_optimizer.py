@@ -47,19 +47,15 @@ def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]]
 
 # Installed implementations, in the order of preference of "auto". installed.py has refused incomplete ones.
 THERE: dict[str, Kernels] = {}
-try:
+if VERSION is not None:
     from transformer_engine.pytorch import optimizers as te
-except ImportError:
-    pass
-else:
+
     THERE["te"] = Kernels(te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_l2norm, te.multi_tensor_scale)
-try:
+if APEX_VERSION is not None:
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
-except ImportError:
-    pass
-else:
+
     THERE["apex"] = Kernels(FusedAdam, multi_tensor_applier, amp_C.multi_tensor_l2norm, amp_C.multi_tensor_scale)
 THERE["torch"] = Kernels(torch.optim.AdamW, local.local_multi_tensor_applier, _norm_of_all, _scale_all)
 

@@ -301,23 +301,21 @@ class Architecture:
     @classmethod
     def from_config(cls, path: Path, given: Mapping[str, Any]) -> "Architecture":
         """The same from the fields of a config.json, which messages call `path`."""
-        fields = Fields(path, given)
-        family = _family(path, fields.given)
-        _refuse_variants(path, fields.given, family)
+        family = _family(path, given)
+        _refuse_variants(path, given, family)
+        fields = Fields(path, given, family.defaults)
         hidden_size = fields.count("hidden_size", most=MOST["hidden_size"])
-        defaults = family.defaults
-        num_heads = fields.count(
-            "num_attention_heads", default=defaults.get("num_attention_heads"), most=MOST["num_heads"]
-        )
+        num_heads = fields.count("num_attention_heads", most=MOST["num_heads"])
         num_layers = fields.count("num_hidden_layers", most=MOST["num_layers"])
         angles = read_rope(path, fields, family)
-        delta_net, delta_layers = read_delta_net(path, fields, family, num_layers)
+        delta_net = read_delta_net(path, fields, family, num_layers)
         latent = read_latent(fields, family, num_heads)
         windows = read_windows(path, fields, family, num_layers)
         if latent is not None:
             num_kv_heads, head_dim = num_heads, latent.head_dim
         else:
-            num_kv_heads, head_dim = _heads(fields, defaults, num_heads, hidden_size)
+            num_kv_heads = fields.count("num_key_value_heads", default=num_heads, most=MOST["num_kv_heads"])
+            head_dim = fields.count("head_dim", default=hidden_size // num_heads, most=MOST["head_dim"])
         try:
             return cls.of_family(
                 family,
@@ -327,49 +325,32 @@ class Architecture:
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 latent=latent,
-                **read_feed_forward(fields, family.experts, defaults),
-                vocab_size=fields.count("vocab_size", default=defaults.get("vocab_size"), most=MOST["vocab_size"]),
-                max_positions=fields.count(
-                    "max_position_embeddings",
-                    default=defaults.get("max_position_embeddings"),
-                    most=MOST["max_positions"],
-                ),
-                norm_eps=fields.positive("rms_norm_eps", default=defaults.get("rms_norm_eps", 1e-6)),
-                rope_theta=angles.theta,
-                rope=angles.rope,
-                rotary_share=angles.share,
+                **read_feed_forward(fields, family.experts),
+                vocab_size=fields.count("vocab_size", most=MOST["vocab_size"]),
+                max_positions=fields.count("max_position_embeddings", most=MOST["max_positions"]),
+                norm_eps=fields.positive("rms_norm_eps", default=1e-6),
+                **angles,
                 windows=windows,
-                window_theta=angles.window_theta,
                 unturned=read_unturned(path, fields, family, num_layers),
-                delta_net=delta_net,
-                delta_layers=delta_layers,
+                **delta_net,
                 query_scalar=_query_scalar(fields, family),
                 full_heads=read_heads(path, fields, family, windows or (None,) * num_layers, (num_kv_heads, head_dim)),
                 softcap=fields.positive("final_logit_softcapping")
                 if family.softcap and given.get("final_logit_softcapping") is not None
                 else None,
-                tied=fields.flag("tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)),
-                attention_bias=fields.flag("attention_bias", default=defaults.get("attention_bias", False)),
-                use_qk_norm=fields.flag("use_qk_norm", default=defaults.get("use_qk_norm", False)),
+                tied=fields.flag("tie_word_embeddings", default=False),
+                attention_bias=fields.flag("attention_bias", default=False),
+                use_qk_norm=fields.flag("use_qk_norm", default=False),
             )
         except ValueError as error:
             named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
             raise ValueError(named) from error
 
 
-def _heads(fields: Fields, defaults: Mapping[str, Any], num_heads: int, hidden_size: int) -> tuple[int, int]:
-    """Number of key/value heads, and the size of a head."""
-    kv_heads, size = defaults.get("num_key_value_heads", num_heads), defaults.get("head_dim", hidden_size // num_heads)
-    return (
-        fields.count("num_key_value_heads", default=kv_heads, most=MOST["num_kv_heads"]),
-        fields.count("head_dim", default=size, most=MOST["head_dim"]),
-    )
-
-
 def _query_scalar(fields: Fields, family: Family) -> int | None:
     """The number in the place of the head size where scores are scaled; None: the head size."""
     if family.query_scalar is True:
-        return fields.count("query_pre_attn_scalar", default=family.defaults["query_pre_attn_scalar"])
+        return fields.count("query_pre_attn_scalar")
     return family.query_scalar or None
 
 

@@ -6,6 +6,7 @@ torch. Elsewhere: the computation (megatron/model/delta_net.py).
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hacpo_mega.models.families.family import DELTA_FIELDS, DELTA_INTERVAL, Family
 from hacpo_mega.models.files.fields import MOST, Fields
@@ -55,22 +56,17 @@ class DeltaNet:
         return self.value_heads * self.key_dim * self.value_dim
 
 
-def read_delta_net(
-    path: Path, fields: Fields, family: Family, num_layers: int
-) -> tuple[DeltaNet | None, tuple[bool, ...]]:
-    """The delta net of a model, and which of its layers have one; (None, ()) for a family without.
+def read_delta_net(path: Path, fields: Fields, family: Family, num_layers: int) -> dict[str, Any]:
+    """The fields of an Architecture about delta nets, by name; none for a family without.
 
     ValueError for an invalid list of layers; its entries are checked where windows are (windows.py).
     """
     if family.delta_net is None:
-        return None, ()
+        return {}
     every = fields.count(DELTA_INTERVAL, default=4)
     kinds = fields.given.get("layer_types")
     has = [(layer + 1) % every > 0 for layer in range(num_layers)] if not kinds else [kind == LINEAR for kind in kinds]
     if len(has) != num_layers:
         raise ValueError(f"{path}: layer_types has {len(has)} entries; num_hidden_layers is {num_layers}")
-    found = {
-        size: fields.count(name, default=family.defaults[name], most=MOST["head_dim"])
-        for name, size in DELTA_FIELDS.items()
-    }
-    return DeltaNet(**found), tuple(has)
+    sizes = {size: fields.count(name, most=MOST["head_dim"]) for name, size in DELTA_FIELDS.items()}
+    return {"delta_net": DeltaNet(**sizes), "delta_layers": tuple(has)}

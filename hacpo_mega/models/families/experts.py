@@ -85,29 +85,28 @@ class Experts:
         return frozenset(named | {*self.says.values()} if self.shared is not None else named)
 
 
-def read_feed_forward(fields: Fields, experts: Experts | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def read_feed_forward(fields: Fields, experts: Experts | None) -> dict[str, Any]:
     """The fields of an Architecture about experts, by name. ValueError for values that no such model has."""
     if experts is None or not _is_switched_on(fields, experts):
         return {"ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
-    width = fields.count(experts.width, default=defaults.get(experts.width), most=MOST["expert_ffn"])
+    width = fields.count(experts.width, most=MOST["expert_ffn"])
     found = {
         "ffn_size": 0,
-        "num_experts": _num_experts(fields, experts, defaults),
-        "experts_per_token": fields.count(experts.per_token, default=defaults.get(experts.per_token)),
+        "num_experts": _num_experts(fields, experts),
+        "experts_per_token": fields.count(experts.per_token),
         "expert_ffn": width,
-        "normalises_experts": not experts.may_normalise
-        or fields.flag("norm_topk_prob", default=defaults["norm_topk_prob"]),
+        "normalises_experts": not experts.may_normalise or fields.flag("norm_topk_prob"),
     }
     if experts.shared is None:
         return found
     says = experts.says
     counts = {name: says[name] for name in ("num_groups", "groups_per_token") if name in says}
-    shared = fields.count(says["shared_ffn"], default=defaults.get(says["shared_ffn"]), most=MOST["shared_ffn"])
-    found |= {name: fields.count(key, default=defaults[key]) for name, key in counts.items()}
+    shared = fields.count(says["shared_ffn"], most=MOST["shared_ffn"])
+    found |= {name: fields.count(key) for name, key in counts.items()}
     found["shared_ffn"] = shared if experts.shared_gate is not None or experts.beside else width * shared
     if (key := says.get("routed_scale")) is not None:
-        found["routed_scale"] = fields.positive(key, default=defaults[key])
-    if "dense_layers" in says and (dense_layers := _dense_layers(fields, experts, defaults)):
+        found["routed_scale"] = fields.positive(key)
+    if "dense_layers" in says and (dense_layers := _dense_layers(fields, experts)):
         found |= {"dense_layers": dense_layers, "ffn_size": fields.count("intermediate_size", most=MOST["ffn_size"])}
     return found
 
@@ -127,15 +126,15 @@ def _is_switched_on(fields: Fields, experts: Experts) -> bool:
     return is_on
 
 
-def _dense_layers(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
+def _dense_layers(fields: Fields, experts: Experts) -> int:
     """Number of dense layers, the first ones. vLLM reads it; transformers reads each layer's kind where the family has
     that."""
     key = experts.says["dense_layers"]
-    number = fields.count(key, default=defaults[key], least=0)
+    number = fields.count(key, least=0)
     kinds, num_layers = fields.given.get(DENSE_KINDS), fields.count("num_hidden_layers")
     if not experts.dense_kinds:
         return number
-    if kinds is None and number == defaults[key]:
+    if kinds is None and number == fields.defaults[key]:
         return number
     if fields.given.get(key) is None and isinstance(kinds, list):
         number = kinds.count("dense")
@@ -152,7 +151,7 @@ def expert_number_bytes(num_experts: int) -> int:
     return 1 if num_experts < 2**8 else 2
 
 
-def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) -> int:
+def _num_experts(fields: Fields, experts: Experts) -> int:
     found = {
         name: fields.count(name, most=MOST["num_experts"])
         for name in experts.counts
@@ -161,7 +160,7 @@ def _num_experts(fields: Fields, experts: Experts, defaults: Mapping[str, Any]) 
     if len(set(found.values())) > 1:
         named = " and ".join(f"{name} = {count}" for name, count in found.items())
         raise ValueError(f"{fields.path}: {named} both say how many experts there are; take the wrong one out")
-    return next(iter(found.values()), defaults.get("num_experts", 0))
+    return next(iter(found.values()), fields.defaults.get("num_experts", 0))
 
 
 def routing_problem(

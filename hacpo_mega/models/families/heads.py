@@ -47,7 +47,7 @@ def read_heads(
     if fields.given.get(BY_LAYER) is None:
         if shares:
             kv_heads = fields.count("num_global_key_value_heads", default=kv_heads, most=MOST["num_kv_heads"])
-        size = fields.count("global_head_dim", default=family.defaults["global_head_dim"], most=MOST["head_dim"])
+        size = fields.count("global_head_dim", most=MOST["head_dim"])
         return Heads(kv_heads, size, has_values=not shares)
     table = fields.table(BY_LAYER)
     full = [layer for layer, window in enumerate(windows) if window is None]

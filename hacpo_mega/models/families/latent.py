@@ -49,7 +49,7 @@ def read_latent(fields: Fields, family: Family, num_heads: int) -> Latent | None
         return None
 
     def size(name: str, most: str = "head_dim") -> int:
-        return fields.count(name, default=family.defaults[name], most=MOST[most])
+        return fields.count(name, most=MOST[most])
 
     absent = "q_lora_rank" in fields.given and fields.given["q_lora_rank"] is None  # null: there is none
     found = Latent(

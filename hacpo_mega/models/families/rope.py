@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.windows import FULL, WINDOWED
@@ -76,23 +77,10 @@ class ProportionalRope:
 Rope = LinearRope | Llama3Rope | YarnRope | ProportionalRope
 
 
-@dataclass(frozen=True)
-class Angles:
-    """Rotary angles of a model as config.json describes them.
+def read_rope(path: Path, fields: Fields, family: Family) -> dict[str, Any]:
+    """The fields of an Architecture about rotary angles, by name.
 
-    theta, rope    of all layers, but those with a window where window_theta is given, which have no scaling
-    share          how much of a head turns
-    """
-
-    theta: float
-    rope: Rope | None
-    share: float
-    window_theta: float | None
-
-
-def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
-    """The angles that a config.json asks for.
-
+    Layers with a window have no scaling where they have a theta of their own.
     transformers 5 keeps all in rope_parameters, older folders in rope_theta, rope_scaling and partial_rotary_factor.
     ValueError for a kind that the family cannot have here, by name, and for a field that the kind does not know.
     """
@@ -111,11 +99,10 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
         table = table.table(FULL)
-    usual = family.defaults.get("rope_theta", 10_000.0)
-    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=usual)
+    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=10_000.0)
     own_share = family.rotary_share
     if family.counts_turning and fields.given.get("rotary_dim") is not None:
-        own_share = fields.count("rotary_dim") / fields.count("head_dim", default=family.defaults["head_dim"])
+        own_share = fields.count("rotary_dim") / fields.count("head_dim")
     share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
     kind = table.given.get("rope_type") or table.given.get("type") or "default"
     share = family.rotary_share if kind == "proportional" else share  # whose own it is
@@ -139,14 +126,14 @@ def read_rope(path: Path, fields: Fields, family: Family) -> Angles:
         rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta") if scales else 0.0)
     if family.latent and isinstance(rope, YarnRope):
         rope = replace(rope, score_factor=_score_factor(table, rope.factor))
-    return Angles(theta, rope, share, window_theta)
+    return {"rope_theta": theta, "rope": rope, "rotary_share": share, "window_theta": window_theta}
 
 
 def read_unturned(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
     """The layers whose queries and keys do not turn: a 0 in `no_rope_layers` or, without it, every so many."""
     if not family.skips_rope:
         return ()
-    every = fields.count("no_rope_layer_interval", default=family.defaults["no_rope_layer_interval"])
+    every = fields.count("no_rope_layer_interval")
     turns = fields.given.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(num_layers)]
     if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
         raise ValueError(f"{path}: no_rope_layers must be a list of {num_layers} times 0 or 1, found {short(turns)}")

@@ -50,7 +50,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
             )
         return (window,) * num_layers
     if not kinds:
-        period = fields.count("sliding_window_pattern", default=family.defaults["sliding_window_pattern"])
+        period = fields.count("sliding_window_pattern")
         kinds = [WINDOWED if (layer + 1) % period else FULL for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"{path}: layer_types has {len(kinds)} entries; num_hidden_layers is {num_layers}")

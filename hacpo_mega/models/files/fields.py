@@ -1,7 +1,7 @@
 """Typed reading of config.json, field by field."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,14 @@ MOST = {
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given."""
+    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given.
+
+    defaults   of numbers and flags that are not given; they come before the default of a call
+    """
 
     path: Path
     given: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def count(self, name: str, *, default: int | None = None, least: int = 1, most: int | None = None) -> int:
         """An integer of at least `least`; no model has more than `most`."""
@@ -53,7 +57,7 @@ class Fields:
             raise ValueError(f"{self.path}: {name} must be at least 1, found {short(value)}")
         return value
 
-    def flag(self, name: str, *, default: bool) -> bool:
+    def flag(self, name: str, *, default: bool | None = None) -> bool:
         """True or false."""
         value = self._value(name, default)
         if type(value) is not bool:
@@ -62,13 +66,13 @@ class Fields:
 
     def table(self, name: str) -> "Fields":
         """The object at `name`; an empty one where it is not given."""
-        value = self._value(name, {})
-        if not isinstance(value, dict):
+        value = self.given.get(name)
+        if not isinstance(value, dict | None):
             raise ValueError(f"{self.path}: {name} must be an object, found {short(value)}")
-        return Fields(self.path, value)
+        return Fields(self.path, value or {})
 
     def _value(self, name: str, default: Any) -> Any:
-        value = self.given.get(name)
-        if value is None and default is None:
-            raise ValueError(f"{self.path}: the field {name!r} is missing")
-        return default if value is None else value
+        for value in (self.given.get(name), self.defaults.get(name), default):
+            if value is not None:
+                return value
+        raise ValueError(f"{self.path}: the field {name!r} is missing")

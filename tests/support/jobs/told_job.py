@@ -7,7 +7,7 @@ from job import play_command
 
 import hacpo_mega.trainer.trainer
 from hacpo_mega.agent.agent import Agent
-from hacpo_mega.cluster.place import Place
+from hacpo_mega.cluster.watchdog import Watchdog
 
 
 def told_at_call(rank: int, number: int, name: str, nth: int, *arguments: str) -> None:
@@ -25,6 +25,6 @@ def told_at_call(rank: int, number: int, name: str, nth: int, *arguments: str) -
 
     os.environ["PLACE_IN_JOB"] = os.environ["RANK"]  # later on RANK counts inside the agent
     setattr(owner, name, telling)
-    defer = Place.defer_signals
-    Place.defer_signals = lambda place: watchdogs.append(place._watchdog) or defer(place)
+    make = Watchdog.__init__
+    Watchdog.__init__ = lambda watchdog, *given: watchdogs.append(watchdog) or make(watchdog, *given)
     play_command(*arguments)

@@ -31,7 +31,7 @@ def test_the_lane_is_shut_down_between_the_last_barrier_and_the_end(monkeypatch)
     done = []
     place = object.__new__(Place)
     place.lane_group = SimpleNamespace(shutdown=lambda: done.append("lane"))
-    place._watchdog = SimpleNamespace(close=lambda: done.append("watchdog"))
+    place.watchdog = SimpleNamespace(close=lambda: done.append("watchdog"))
     place._sockets = SimpleNamespace(remove=lambda: done.append("sockets"))
     monkeypatch.setattr(Place, "barrier", lambda self: done.append("barrier"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("world"))
