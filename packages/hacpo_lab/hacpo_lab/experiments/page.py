@@ -12,8 +12,8 @@ from hacpo_lab.experiments.result import Result
 from hacpo_lab.experiments.table import Table, facts_of, summary_line, tables_of, to_markdown
 from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.report.html import Html, join, table, tag
+from hacpo_mega.report.page import STYLE
 from hacpo_mega.report.plots import Picture
-from hacpo_mega.report.style import STYLE
 
 
 def write_evidence(grid: Grid, results: Mapping[Cell, Result]) -> list[Path]:
