@@ -75,6 +75,11 @@ setup(
         "hacpo_mega.commands": [
             f"{name} = hacpo_lab.commands.{name}:{name}" for name in ("experiment", "screen", "bench", "chaos", "plan")
         ],
+        "hacpo_mega.watch.studies": [
+            "experiment = hacpo_lab.views.experiment:KIND",
+            "bench = hacpo_lab.views.benchmark:BENCH",
+            "scaling = hacpo_lab.views.benchmark:SCALING",
+        ],
     },
     install_requires=RUNTIME,
     extras_require={

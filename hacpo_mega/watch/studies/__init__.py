@@ -1,33 +1,45 @@
-"""Studies: folders that `experiment`, `bench` and `eval` have written, read as they are documented, for the page.
+"""Studies: folders that `eval` has written, or commands of packages beside this one, read as documented, for the page.
 
-Each becomes tables, charts and bars of one shape, which the page draws without knowing whose they are:
+Such a package gives its kinds as entry points of hacpo_mega.watch.studies, as hacpo_lab does in setup.py for
+`experiment` and `bench`. Each becomes tables, charts and bars of one shape, which the page draws without knowing whose
+they are:
 
     {"facts": {name: text}, "notes": [text],
      "charts": [{"title", "note", "share", "lines": [{"label", "x": {axis: [..]}, "y", "low", "high"}]}],
      "bars": [{"title", "note", "unit", "rows": [{"label", "whole", "parts": [[name, value, colour], ..]}]}],
      "tables": [{"title", "head", "rows", "notes"}]}
 
-A file of another shape is one line. Elsewhere: runs (watch/runs.py), and what these commands write (hacpo_lab).
+A file of another shape is one line. Elsewhere: runs (watch/runs.py).
 """
 
+import functools
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hacpo_mega.watch.studies.benchmark import SCALING, TIMES, benchmark, scaling
 from hacpo_mega.watch.studies.evaluation import SCORES, answers, evaluation, side_by_side
-from hacpo_mega.watch.studies.experiment import EVIDENCE, PACKED, experiment, is_packed
 
-ONE_RUN = re.compile(r".+\.lr-.+\.seed-\d+\.json")  # of an experiment's folder of results
 Look = tuple[tuple[str, int, int], ...]
 
 
+class StudyKind(NamedTuple):
+    """A kind of study.
+
+    is_in    whether a folder with files of these names is one
+    shown    everything of it; the second argument is the method that others are compared with. ValueError, one line,
+             for a file that is not what its name says
+    """
+
+    is_in: Callable[[Path, Collection[str]], bool]
+    shown: Callable[[Path, str | None], dict[str, Any]]
+
+
 class Study:
-    """A folder that one command has written. `kind` is "experiment", "bench", "scaling" or "eval".
+    """A folder that one command has written, of a kind of `kinds`.
 
     One of kind "evaluations" lays all evaluations in the folders that `parts` names side by side.
     """
@@ -57,7 +69,8 @@ class Study:
         if self._kept is None or self._kept[:2] != (looks, reference):
             if not looks:
                 raise ValueError(f"{self.folder} is gone or holds no result any more: it was moved or deleted")
-            own = KINDS[self.kind](self.folder, reference) if self._parts is None else side_by_side(self._parts())
+            shown = kinds()[self.kind].shown if self._parts is None else lambda *_: side_by_side(self._parts())
+            own = shown(self.folder, reference)
             self._kept = (looks, reference, own)
         return self._kept[2]
 
@@ -68,19 +81,16 @@ class Study:
         return answers(self.folder, benchmark, verdict, text, page)
 
 
-KINDS: dict[str, Callable[[Path, str | None], dict[str, Any]]] = {
-    "experiment": experiment,
-    "bench": lambda folder, _: benchmark(folder / TIMES),
-    "scaling": lambda folder, _: scaling(folder / SCALING),
-    "eval": lambda folder, _: evaluation(folder / SCORES),
-}
+@functools.cache
+def kinds() -> Mapping[str, StudyKind]:
+    """All kinds by name. Not before they are asked for: those of other packages import this file."""
+    others = {entry.name: entry.load() for entry in entry_points(group="hacpo_mega.watch.studies")}
+    own = StudyKind(lambda _, names: SCORES in names, lambda folder, _: evaluation(folder / SCORES))
+    return others | {"eval": own}
 
 
 def kinds_of(folder: Path) -> Iterator[str]:
-    """The kinds of study that a folder is by the names of its files, and by the first line of runs.jsonl."""
+    """The kinds of study that a folder is."""
     with suppress(OSError):
         names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-        is_experiment = EVIDENCE in names or any(map(ONE_RUN.fullmatch, names))
-        if is_experiment or (PACKED in names and is_packed(folder / PACKED)):
-            yield "experiment"
-        yield from (kind for kind, name in (("bench", TIMES), ("scaling", SCALING), ("eval", SCORES)) if name in names)
+        yield from (name for name, kind in kinds().items() if kind.is_in(folder, names))

@@ -9,13 +9,7 @@ import pytest
 from experiment_cases import make_grid, make_result
 from scipy import stats
 
-from hacpo_lab.experiments.evidence import as_table, evidence_of
-from hacpo_lab.experiments.final_answers import FinalAnswers
-from hacpo_lab.experiments.grid import Cell
-from hacpo_lab.experiments.page import write_evidence
-from hacpo_lab.experiments.result import Diagnosis, write_result
-from hacpo_lab.experiments.table import to_markdown
-from hacpo_mega.evaluation.comparison import (
+from hacpo_lab.experiments.comparison import (
     NUM_CROSSED,
     Ends,
     Summary,
@@ -24,6 +18,12 @@ from hacpo_mega.evaluation.comparison import (
     paired_difference,
     summarize,
 )
+from hacpo_lab.experiments.evidence import as_table, evidence_of
+from hacpo_lab.experiments.final_answers import FinalAnswers
+from hacpo_lab.experiments.grid import Cell
+from hacpo_lab.experiments.page import write_evidence
+from hacpo_lab.experiments.result import Diagnosis, write_result
+from hacpo_lab.experiments.table import to_markdown
 from hacpo_mega.watch.runs import studies_in
 
 

@@ -7,7 +7,6 @@ result.py     one finished run as a small JSON file
 trust.py      which files of a results folder may stand in one table
 campaign.py   the queue: runs what is missing, one after the other
 screen.py     what methods would have learnt from the answers of a run, before any seed is spent on them
+comparison.py means, deviations and bootstrap intervals of methods' runs
 evidence.py   everything the results show, as records; table.py, curves.py and page.py write it for people
-
-Means, deviations and bootstrap intervals are hacpo_mega/evaluation/comparison.py's.
 """

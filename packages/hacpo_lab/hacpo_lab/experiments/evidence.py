@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from hacpo_lab.experiments.comparison import CONFIDENCE, Difference, Ends, Summary, paired_difference, summarize
 from hacpo_lab.experiments.final_answers import GREEDY, SAMPLED
 from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
 from hacpo_lab.experiments.result import Result, window_sizes
-from hacpo_mega.evaluation.comparison import CONFIDENCE, Difference, Ends, Summary, paired_difference, summarize
 
 ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
 SAMPLED_MEAN = "mean sampled"  # the same of answers that are sampled as in training

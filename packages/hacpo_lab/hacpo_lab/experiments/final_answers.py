@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hacpo_lab.experiments.comparison import right_answers
 from hacpo_mega.config import Config
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompts import rows_of_examples, to_prompts
 from hacpo_mega.data.reading.files import digest_of
 from hacpo_mega.data.tasks import examples_for_test
-from hacpo_mega.evaluation.comparison import right_answers
 from hacpo_mega.records import Prompt
 
 if TYPE_CHECKING:  # tables are made without torch

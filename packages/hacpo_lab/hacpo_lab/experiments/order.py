@@ -11,8 +11,8 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Self
 
+from hacpo_lab.experiments.comparison import SAME
 from hacpo_lab.experiments.grid import Cell, Grid, next_rate
-from hacpo_mega.evaluation.comparison import SAME
 
 Scores = Mapping[Cell, float]
 NO_SCORES: Scores = MappingProxyType({})

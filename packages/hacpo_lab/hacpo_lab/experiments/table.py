@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from hacpo_lab.experiments.comparison import MIN_PAIRS, Difference
 from hacpo_lab.experiments.evidence import ALL_AGENTS, SAMPLED_MEAN, MethodEvidence, RegimeEvidence, WarmStarts
 from hacpo_lab.experiments.grid import Grid
-from hacpo_mega.evaluation.comparison import MIN_PAIRS, Difference
 
 NOTHING = "–"
 

@@ -1,4 +1,4 @@
-"""The page's view of `hacpo-mega bench`: bench.json (the same work under every schedule), scaling.json (by size)."""
+"""The watch page's view of `hacpo-mega bench`: bench.json (one work under every schedule), scaling.json (by size)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,9 @@ from hacpo_mega.logbook.console import in_step_order
 from hacpo_mega.logbook.files.json_lines import NUMBER, TABLE, TEXT, Kind, is_number, list_of, table_of, wrong_field
 from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.catalogue import phase_colour
+from hacpo_mega.watch.studies import StudyKind
 
-TIMES, SCALING = "bench.json", "scaling.json"
+TIMES, SIZES = "bench.json", "scaling.json"
 OF_SCHEDULE = {
     **{"name": TEXT, "by_round_s": list_of(NUMBER), "together": NUMBER.or_null, "agents": table_of(TABLE)},
     **dict.fromkeys(("wall_s", "p50_s", "p95_s"), NUMBER),
@@ -78,6 +79,10 @@ def scaling(path: Path) -> dict[str, Any]:
             {"title": "Bytes sent in a step", "head": [*OF_SIZES, *names], "rows": sent, "notes": []},
         ],
     }
+
+
+BENCH = StudyKind(lambda _, names: TIMES in names, lambda folder, _: benchmark(folder / TIMES))
+SCALING = StudyKind(lambda _, names: SIZES in names, lambda folder, _: scaling(folder / SIZES))
 
 
 def _read(path: Path, key: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,19 +1,19 @@
-"""The page's view of `hacpo-mega experiment`: methods x seeds as mean and band, and differences within seeds.
+"""The watch page's view of `hacpo-mega experiment`: methods x seeds as mean and band, and differences within seeds.
 
 Runs are read from evidence.json of a work folder, or from runs.jsonl and one JSON file per run of a results folder;
 only reported ones count, not those that chose a learning rate. A difference is taken within a seed. Ends and intervals
-are those of the experiment's own tables (evaluation/comparison.py): of the test set where every run of a regime has
+are those of the experiment's own tables (experiments/comparison.py): of the test set where every run of a regime has
 answered it, else of the last evaluation.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hacpo_mega.evaluation.comparison import CONFIDENCE, Ends, paired_difference, right_answers, summarize
+from hacpo_lab.experiments.comparison import CONFIDENCE, Ends, paired_difference, right_answers, summarize
 from hacpo_mega.logbook.files.json_lines import (
     COUNT,
     LARGEST,
@@ -27,8 +27,10 @@ from hacpo_mega.logbook.files.json_lines import (
 )
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside
+from hacpo_mega.watch.studies import StudyKind
 
 EVIDENCE, PACKED = "evidence.json", "runs.jsonl"
+ONE_RUN = re.compile(r".+\.lr-.+\.seed-\d+\.json")
 FIRST_BYTES = 1 << 20
 HEX = re.compile(r"(?:[0-9a-f]{2})+")
 ALL_AGENTS, SAMPLED = "mean of agents", "mean, sampled"
@@ -45,8 +47,9 @@ CURVES = {
     **dict.fromkeys(("generated_answers", "trained_answers", "updates"), COUNTS),
     "is_graded": Kind("true or false", lambda value: isinstance(value, bool)).if_given,
 }
-BITS = table_of(table_of(Kind("hexadecimal text", lambda value: isinstance(value, str) and bool(HEX.fullmatch(value)))))
-FINAL = {"prompts": TEXT, "num_prompts": table_of(COUNT), "greedy": BITS, "sampled": BITS}
+BITS = Kind("hexadecimal text", lambda value: isinstance(value, str) and bool(HEX.fullmatch(value)))
+ANSWERS = table_of(table_of(BITS))
+FINAL = {"prompts": TEXT, "num_prompts": table_of(COUNT), "greedy": ANSWERS, "sampled": ANSWERS}
 Runs = Sequence[Mapping[str, Any]]
 
 
@@ -83,11 +86,16 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
     return {"facts": facts, "methods": methods, "reference": chosen, "notes": notes, "charts": charts, "tables": tables}
 
 
-def is_packed(path: Path) -> bool:
-    """True if the first line of a runs.jsonl is a result of an experiment."""
-    with suppress(OSError, ValueError), path.open("rb") as file:
+def _is_in(folder: Path, names: Collection[str]) -> bool:
+    """By the names of files, or the first line of runs.jsonl."""
+    if EVIDENCE in names or any(map(ONE_RUN.fullmatch, names)):
+        return True
+    with suppress(OSError, ValueError), (folder / PACKED).open("rb") as file:
         return _wrong(parse_json(file.readline(FIRST_BYTES))) is None
     return False
+
+
+KIND = StudyKind(_is_in, experiment)
 
 
 def _read(folder: Path) -> tuple[Runs, str | None]:

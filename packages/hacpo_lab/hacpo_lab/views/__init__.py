@@ -1,0 +1,1 @@
+"""Views of what `experiment` and `bench` have written, in the watch page: entry points of hacpo_mega.watch.studies."""
