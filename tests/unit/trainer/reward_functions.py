@@ -1,7 +1,9 @@
 """Rewards as people write them, one for every way in which a grader may ask for its arguments."""
 
 import asyncio
+import functools
 import os
+from typing import Dict, List  # noqa: UP035
 
 from hacpo_mega.grading.grader_calls import Unjudged
 
@@ -57,6 +59,11 @@ def of_trl_chat(prompts, completions: list[list[dict[str, str]]], **kwargs) -> l
     return [float(completion[0]["content"] == prompt) for prompt, completion in zip(prompts, completions)]
 
 
+def of_trl_typing(prompts, completions: List[List[Dict[str, str]]], **kwargs) -> List[float]:  # noqa: UP006
+    """The same with the names of `typing`."""
+    return of_trl_chat(prompts, completions)
+
+
 def of_verl(data_source, solution_str, ground_truth, extra_info=None, score=1.0):
     """As verl's: a table, of which numbers are logged. `score` is its own default, not a field of the row."""
     right = solution_str == ground_truth
@@ -85,3 +92,29 @@ async def awaited_in_a_list(completions, **kwargs):
     for completion in completions:
         await asyncio.sleep(3600 if completion == "hang" else 0.2)
     return [1 / len(completions)] * len(completions)
+
+
+ONE_AT_A_TIME = asyncio.Lock()
+
+
+async def one_at_a_time(answer, gold):
+    """With a lock of the module's, as clients and their limits are."""
+    async with ONE_AT_A_TIME:
+        await asyncio.sleep(0.001)
+        return float(answer == gold)
+
+
+class Asking:
+    """An object that is awaited."""
+
+    async def __call__(self, answer, gold):
+        return await one_at_a_time(answer, gold)
+
+
+asking = Asking()
+
+
+@functools.wraps(one_at_a_time)
+def wrapped(*arguments, **named):
+    """A plain function by its looks, as many decorators make of an async one."""
+    return one_at_a_time(*arguments, **named)

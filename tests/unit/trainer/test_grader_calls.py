@@ -50,6 +50,7 @@ ROWS = ['{"level": 0.5, "size": 1, "answer": "1"}', '{"size": 1, "tag": 2}']
         ("rarest", ["1", "1", "3"], (), [0.5, 0.5, 1.0]),
         ("of_trl", ["1", "2", "1"], ['{"solution": "1"}'] * 2 + ['{"solution": ""}'], [1.0, 0.0, 0.0]),
         ("of_trl_chat", ["p", "q"], (), [1.0, 0.0]),
+        ("of_trl_typing", ["p", "q"], (), [1.0, 0.0]),
         ("of_verl_batch", ["1", "2"], ('{"reward_model": {"ground_truth": "2"}}',) * 2, [0.0, 1.0]),
     ],
 )
@@ -88,6 +89,14 @@ def test_too_few_rewards_leave_the_answers_unjudged():
     found, report = judged("too_few", ["1", "2"])
     assert [math.isnan(judgement.reward) for judgement in found] == [True, True]
     assert report.first_error == "the grader returned 1 rewards for 2 answers"
+
+
+@pytest.mark.parametrize("function", ["one_at_a_time", "asking", "wrapped"])
+def test_an_async_grader_has_one_event_loop_for_all_its_calls(function):
+    """Beyond 64 answers, the most of one call: what waits for a lock of another loop fails."""
+    texts = [f"{n % 2}".rjust(n) for n in range(80)]
+    found, report = judged(function, texts, golds=texts)
+    assert [judgement.reward for judgement in found] == [1.0] * 80 and not report.errors
 
 
 @pytest.mark.nightly
