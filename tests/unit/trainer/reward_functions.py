@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import sys
 from typing import Dict, List  # noqa: UP035
 
 from hacpo_mega.grading.grader_calls import Unjudged
@@ -33,6 +34,8 @@ def in_lists(answers, golds, *, shift=0.0):
     """A batch; the number of answers of the call is its reward for an answer "how many"."""
     if "bad" in answers:
         raise ValueError("cannot read bad")
+    if "exit" in answers:
+        sys.exit(3)
     if "end" in answers:
         os._exit(3)
     return [len(answers) if a == "how many" else 2.0 * (a == g) - 1 + shift for a, g in zip(answers, golds)]

@@ -78,6 +78,12 @@ def test_a_batch_that_fails_is_called_again_for_each_answer_alone():
     assert report.errors == {"ValueError: cannot read bad": 1}
 
 
+def test_an_exit_costs_one_answer_of_a_batch():
+    found, report = judged("in_lists", ["1", "exit", "1"], reward_range=(-1.0, 1.0))
+    assert [judgement.reward for judgement in found] == [1.0, 0.0, 1.0]
+    assert report.errors == {"SystemExit: 3": 1}
+
+
 def test_a_dead_worker_is_blamed_only_on_the_answer_that_ended_it():
     found, report = judged("in_lists", ["1"] * 5 + ["end"] + ["2"] * 5, reward_range=(-1.0, 1.0))
     assert [judgement.verdict for judgement in found].count(Verdict.ERROR) == 1 and found[5].verdict is Verdict.ERROR

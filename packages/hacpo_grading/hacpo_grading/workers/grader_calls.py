@@ -55,14 +55,12 @@ class GraderCall:
         """
         try:
             results = self._call(asked)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if not is_worker and not isinstance(error, Exception):
+                raise  # somebody ends the trainer
             if len(asked) > 1:
                 return [reply for one in asked for reply in self.grade([one], is_worker=is_worker)]
             return [_failed(error)]
-        except (SystemExit, KeyboardInterrupt) as error:
-            if not is_worker:
-                raise  # somebody ends the trainer
-            return [_failed(error)] * len(asked)
         if len(results) != len(asked):
             what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
             return [Outcome(None, what, is_misuse=True)] * len(asked)
