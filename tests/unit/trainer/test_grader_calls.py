@@ -369,14 +369,16 @@ def test_a_reward_file_named_like_a_library_shadows_nothing(tmp_path):
     """Its helper, too, is called like one: `json` stays Python's, and `my_helper` is what lies beside."""
     (tmp_path / "math.py").write_text(
         "import statistics\nfrom my_helper import as_float\n"
-        "def own(answer, gold):\n    import fractions\n    return as_float(statistics.mean([answer == gold]))\n"
+        "def own(answer, gold):\n    import late_helper\n    return as_float(statistics.mean([answer == gold]))\n"
     )
     (tmp_path / "my_helper.py").write_text("import json\ndef as_float(x):\n    return json.loads(str(float(x)))\n")
+    (tmp_path / "late_helper.py").write_text("")
     (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
     before = list(sys.path)
     with Judge(f"{tmp_path}/math.py:own") as judge:
         found = judge.judge(questions(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2))
         assert [judgement.reward for judgement in found] == [1.0, 0.0], judge.take_report()
     assert named_function(f"{tmp_path}/math.py:own")("1", "1") == 1.0
-    assert sys.modules["math"] is math and sys.path == before
-    sys.modules.pop("my_helper")
+    assert sys.modules["math"] is math and sys.path == [*before, str(tmp_path)]
+    sys.path.pop()
+    del sys.modules["my_helper"], sys.modules["late_helper"]
