@@ -21,6 +21,7 @@ from typing import Literal
 SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
 PLURAL = {f"{name}s": name for name in SINGLE}
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+PLACES = {"prompt": 0, "solution_str": 1, "gold": 2, "ground_truth": 2}  # of a call by position
 VERL_PLURAL = tuple(f"{name}s" for name in VERL)
 
 
@@ -132,6 +133,8 @@ def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signatur
         return Signature("names", names, **common)
     try:
         signature.bind("", "", "")
+        if wrong := [name for place, name in enumerate(names) if PLACES.get(name, place) != place]:
+            raise TypeError(f"{wrong[0]!r} would get another of these")
     except TypeError as error:
         raise ValueError(
             f"it takes {signature}, and is called with (prompt, answer, gold), or by name where it "
