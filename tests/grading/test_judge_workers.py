@@ -94,9 +94,7 @@ def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
 def test_what_an_import_maps_is_not_taken_from_the_answers(tmp_path):
     """CUDA's libraries alone map more than a worker may take for an answer."""
     file = tmp_path / "maps.py"
-    file.write_text(
-        "import mmap\nroom = mmap.mmap(-1, 3 << 30)\ndef own(answer):\n    return len(bytes(1 << 29)) > 0"
-    )
+    file.write_text("import mmap\nroom = mmap.mmap(-1, 3 << 30)\ndef own(answer):\n    return len(bytes(1 << 29)) > 0")
     with Judge(f"{file}:own") as judge:
         assert verdicts(judge, ["1"]) == ["CORRECT"]
 
