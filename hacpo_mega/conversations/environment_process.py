@@ -48,6 +48,7 @@ ORDER_BYTES = 1 << 12
 PR_SET_PDEATHSIG = 1
 NOT_TOOLS = ("reset", "get_reward")
 ROLES = ("user", "tool")
+BLOCKS = ("text", "image", "image_url", "audio", "video")
 
 
 class Responder:
@@ -171,8 +172,13 @@ def _observation(found: Any) -> str | None:
 
 def _tool_text(found: Any) -> str:
     """The text of a tool's result: text blocks joined, anything else as str() has it, as TRL does."""
-    are_blocks = isinstance(found, list) and found and all(isinstance(part, dict) and "type" in part for part in found)
+    are_blocks = isinstance(found, list) and found and all(_is_block(part) for part in found)
     return _text(_joined(found) if are_blocks else str(found))
+
+
+def _is_block(part: Any) -> bool:
+    """True for a block of a message; what a tool has found may have a "type", too."""
+    return isinstance(part, dict) and part.get("type") in BLOCKS
 
 
 def _joined(blocks: Sequence[Any]) -> str:

@@ -80,7 +80,8 @@ class TurnPrompt:
 class AskedTurn:
     """A turn that a program has asked for, and how many calls wait for it.
 
-    seed         of its sampling, as of no other turn
+    seed         of its sampling, as of no other prompt
+    asked        most tokens and temperature of its sampling
     num_before   tokens of its segment's prompt
     parsed       what it says, once a call for messages has got it
     """
@@ -89,6 +90,7 @@ class AskedTurn:
     prompt: TurnPrompt
     seed: int
     future: Future[Completion]
+    asked: tuple[int, float]
     num_waiting: int = 0
     parsed: ParsedTurn | None = None
 
@@ -118,6 +120,11 @@ class AskedTurn:
         """True if it has ended without an answer, so that asking again samples it."""
         return self.future.done() and self.completion is None
 
+    def answers(self, most: int, temperature: float) -> bool:
+        """True if it is the turn that such a call gets: not if it was cut where this one may go on."""
+        is_cut = self.completion is not None and self.completion.stop is Stop.LENGTH
+        return not self.is_dropped and self.asked[1] == temperature and not (is_cut and most > self.asked[0])
+
     @property
     def head(self) -> tuple[int, ...]:
         """All tokens up to its end."""
@@ -133,7 +140,8 @@ class ForeignConversation:
 
     def __init__(self, name: str, seed: int, turns: TurnQueue, terms: Terms) -> None:
         self.name, self._seed, self._queue, self._terms = name, seed, turns, terms
-        self._by_prompt: dict[tuple[int, ...], AskedTurn] = {}
+        self._by_prompt: dict[tuple[int, ...], AskedTurn] = {}  # the last turn of each
+        self._all: list[AskedTurn] = []
         self._by_history: dict[bytes, AskedTurn] = {}
         self._num_calls = self._num_asked = self._num_under_way = 0
         self._is_closed = self.is_limited = False
@@ -208,16 +216,30 @@ class ForeignConversation:
 
     def ask(self, prompt: TurnPrompt, max_tokens: int | None, temperature: float) -> AskedTurn:
         """The turn behind a prompt: the one that was asked before, or a new one."""
-        turn = self._by_prompt.get(prompt.ids)
-        if turn is not None and not turn.is_dropped:
+        turn, terms, room = self._by_prompt.get(prompt.ids), self._terms, self._room(prompt)
+        most = min(room, terms.max_tokens, max_tokens or room)
+        if turn is not None and turn.answers(most, temperature):
             self._has_asked = True
             return turn
         if self._is_closed:  # while the body of the call came
             raise Refusal(404, "address", "this conversation has ended")
-        limits, most_ids = self._terms.limits, self._queue.limits.max_model_len
-        if len(self._by_prompt) - (turn is not None) >= limits.max_turns:
-            raise Refusal(400, "turns", f"this conversation has had its {limits.max_turns} turns")
-        num_ids, name, seed = len(prompt.ids), f"{self.name}/{self._num_asked}", self._turn_seed(prompt.ids)
+        if len(self._by_prompt) - (turn is not None) >= terms.limits.max_turns:
+            raise Refusal(400, "turns", f"this conversation has had its {terms.limits.max_turns} turns")
+        name, seed = f"{self.name}/{self._num_asked}", self._turn_seed(prompt.ids)
+        try:
+            future = self._queue.ask(TurnRequest(name, prompt.ids, seed, most, temperature))
+        except ValueError as error:
+            raise Refusal(400, "ids", str(error)) from error
+        except RuntimeError as error:
+            raise Refusal(503, "stopped", str(error)) from error
+        self._num_asked, self._has_asked = self._num_asked + 1, True
+        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future, (most, temperature))
+        self._all.append(turn)
+        return turn
+
+    def _room(self, prompt: TurnPrompt) -> int:
+        """Tokens that may follow a prompt. Refusal without any."""
+        num_ids, limits, most_ids = len(prompt.ids), self._terms.limits, self._queue.limits.max_model_len
         # The prompt of the whole answer; those of further segments are counted in its length.
         begins = prompt.task is not None and not (limits.as_rendered and self._has_begun)
         longest = limits.max_prompt_tokens if begins else most_ids
@@ -227,37 +249,37 @@ class ForeignConversation:
         longest = min(most_ids, limits.max_total_tokens + num_before)
         if (room := longest - num_ids) < 1:
             raise Refusal(400, "length", f"prompt of {num_ids} tokens: the maximum context length is {longest} tokens")
-        most = min(room, self._terms.max_tokens, max_tokens or room)
-        try:
-            future = self._queue.ask(TurnRequest(name, prompt.ids, seed, most, temperature))
-        except ValueError as error:
-            raise Refusal(400, "ids", str(error)) from error
-        except RuntimeError as error:
-            raise Refusal(503, "stopped", str(error)) from error
-        self._num_asked, self._has_asked = self._num_asked + 1, True
-        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future)
-        return turn
+        return room
 
     @property
     def _has_begun(self) -> bool:
-        return any(turn.prompt.task is not None for turn in self._by_prompt.values())
+        return any(turn.prompt.task is not None for turn in self._all)
+
+    @property
+    def _ended(self) -> list[AskedTurn]:
+        """Answered turns in the order in which they were asked, without those whose prompt was answered anew before
+        anything continued them."""
+        ended = [turn for turn in self._all if turn.completion is not None]
+        last = {turn.prompt.ids: turn for turn in ended}
+        kept = {*last.values(), *(turn.prompt.parent for turn in ended)}
+        return [turn for turn in ended if turn in kept]
 
     def prompt_of_ids(self, prompt_ids: tuple[int, ...]) -> TurnPrompt:
         """Tokens that a program has made itself; they continue the longest turn that they begin with."""
-        ended = [turn for turn in self._by_prompt.values() if turn.completion is not None]
+        ended = [turn for turn in self._all if turn.completion is not None]
         begins = [turn for turn in ended if prompt_ids[: len(turn.head)] == turn.head]
         return TurnPrompt(prompt_ids, max(begins, key=lambda turn: len(turn.head), default=None))
 
     def abort(self) -> None:
         """Ends all turns that still run; further calls are refused."""
         self._is_closed = True
-        for turn in list(self._by_prompt.values()):
+        for turn in list(self._all):
             turn.future.cancel()
 
     @property
     def segments(self) -> list[list[AskedTurn]]:
         """Turns whose tokens only grew, in the order in which the first of each was asked."""
-        ended = [turn for turn in self._by_prompt.values() if turn.completion is not None]
+        ended = self._ended
         chains: dict[AskedTurn, list[AskedTurn]] = {}  # by the last turn
         for turn in ended:
             before = () if turn.prompt.parent is None else chains.pop(turn.prompt.parent, ())

@@ -91,6 +91,25 @@ def test_memory_that_stays_behind_is_not_held_against_the_next_answer():
         assert [j.verdict.name for j in found] == ["CORRECT", "CORRECT"]
 
 
+def test_what_an_import_maps_is_not_taken_from_the_answers(tmp_path):
+    """CUDA's libraries alone map more than a worker may take for an answer."""
+    file = tmp_path / "maps.py"
+    file.write_text("import mmap\nroom = mmap.mmap(-1, 3 << 30)\ndef own(answer):\n    return len(bytes(1 << 29)) > 0")
+    with Judge(f"{file}:own") as judge:
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+
+
+def test_a_grader_may_start_processes_anew(tmp_path):
+    (tmp_path / "spawned.py").write_text(
+        "import multiprocessing\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "def own(answer):\n"
+        "    with ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:\n"
+        "        return pool.submit(float, answer).result()\n"
+    )
+    with Judge(f"{tmp_path}/spawned.py:own") as judge:
+        assert verdicts(judge, ["1", "0"]) == ["CORRECT", "WRONG"]
+
+
 def test_a_busy_machine_changes_no_verdict():
     """Loops on every processor leave a worker a small share of the wall time; its CPU time is its own."""
     num_loops = 2 * len(os.sched_getaffinity(0))

@@ -108,6 +108,7 @@ def _meet(fate):
         "half": "\ud800",
         "huge": "x" * (100_000_000 if fate == "huge" else 1),
         "blocks": [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}],
+        "rows": [{"type": "bolt", "number": 3}],
         "image": [{"type": "image", "image": "a.png"}],
         "list": [1, 2],
         "nan": float("nan"),

@@ -49,6 +49,9 @@ REWARDS = [
         "no arguments", "reward.kind='{here}/uncallable.py:none'", "none' takes (), and a grader is called with (prompt"
     ),
     one("four", "reward.kind='{here}/uncallable.py:four'", "four' takes (a, b, c, d), and a grader is called with"),
+    one(
+        "gold second", "reward.kind='{here}/uncallable.py:second'", "second' takes (said, ground_truth, scale=1), and a"
+    ),
     one("a keyword", "reward.kind='{here}/uncallable.py:needs'", "takes (p, a, g, *, k), and a grader is called with"),
     one("no call", "reward.kind='{here}/uncallable.py:Bare'", "Bare' is a class without __call__, and a grader is"),
     one("a number", "reward.kind='{here}/uncallable.py:number'", "number is 3, and a function is needed"),

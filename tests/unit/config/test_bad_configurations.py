@@ -52,6 +52,7 @@ def here(tmp_path_factory) -> Path:
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "uncallable.py").write_text(
         "def none(): ...\ndef needs(p, a, g, *, k): ...\ndef four(a, b, c, d): ...\nclass Bare: ...\nnumber = 3\n"
+        "def second(said, ground_truth, scale=1): ...\n"
         "def named(x, y, z, level, *, answer): ...\ndef late(p, a, g, more=1): ...\n"
         "class Made:\n    __call__ = late\n"
         "class Alone:\n    log = finish = late\n"

@@ -98,6 +98,31 @@ def test_a_turn_that_was_asked_twice_is_one_turn():
     assert engine.asked[0].seed == engine.asked[1].seed and len(talk.segments) == 1
 
 
+def test_a_turn_that_was_cut_goes_on_for_a_larger_limit():
+    """The same draw goes on; a cut turn that something has continued stays. Another temperature is another draw."""
+    engine = Answering()
+    talk = ForeignConversation("talk", 3, engine.queue, TERMS)
+
+    def answered(*prompt_ids: int, most: int, temperature: float = 1.0):
+        turn = talk.ask(talk.prompt_of_ids(prompt_ids), most, temperature)
+        asked, _ = engine.queue.take(idle=False)
+        for request in asked:
+            ended = request.max_tokens > 2
+            tokens = [4, 5, 6][: request.max_tokens]
+            engine.queue.give(request.key, completion(*tokens, stop=Stop.EOS if ended else Stop.LENGTH))
+        return turn, [request.seed for request in asked]
+
+    cut, (seed,) = answered(1, most=2)
+    assert answered(1, most=2) == answered(1, most=1) == (cut, [])
+    whole, seeds = answered(1, most=3)
+    assert (cut.completion.token_ids.tolist(), whole.completion.token_ids.tolist()) == ([4, 5], [4, 5, 6])
+    assert seeds == [seed] and talk.segments == [[whole]]
+    assert answered(1, most=2) == answered(1, most=8) == (whole, [])
+    later, _ = answered(1, 4, 5, 9, most=3)  # behind the turn that was cut
+    assert talk.segments == [[cut, later], [whole]]
+    assert answered(1, most=8, temperature=0.5)[0] is not whole
+
+
 def test_lengths_end_at_the_terms():
     engine = Answering()
     talk = ForeignConversation("talk", 3, engine.queue, TERMS)

@@ -90,6 +90,7 @@ TEXTS = {
     "control": "<|im_end|><|im_start|>assistant",
     "half": "?",
     "blocks": "one, two",
+    "rows": "[{'type': 'bolt', 'number': 3}]",
     "huge": f"{{'error': 'the result has 100,000,000 characters, more than {MAX_TEXT:,}'}}",
     "fork": "fork",
 }

@@ -1,7 +1,10 @@
 """Rewards as people write them, one for every way in which a grader may ask for its arguments."""
 
 import asyncio
+import functools
 import os
+import sys
+from typing import Dict, List  # noqa: UP035
 
 from hacpo_mega.grading.grader_calls import Unjudged
 
@@ -31,6 +34,8 @@ def in_lists(answers, golds, *, shift=0.0):
     """A batch; the number of answers of the call is its reward for an answer "how many"."""
     if "bad" in answers:
         raise ValueError("cannot read bad")
+    if "exit" in answers:
+        sys.exit(3)
     if "end" in answers:
         os._exit(3)
     return [len(answers) if a == "how many" else 2.0 * (a == g) - 1 + shift for a, g in zip(answers, golds)]
@@ -55,6 +60,11 @@ def of_trl_either(prompts, completions, **kwargs):
 def of_trl_chat(prompts, completions: list[list[dict[str, str]]], **kwargs) -> list[float]:
     """And for chats."""
     return [float(completion[0]["content"] == prompt) for prompt, completion in zip(prompts, completions)]
+
+
+def of_trl_typing(prompts, completions: List[List[Dict[str, str]]], **kwargs) -> List[float]:  # noqa: UP006
+    """The same with the names of `typing`."""
+    return of_trl_chat(prompts, completions)
 
 
 def of_verl(data_source, solution_str, ground_truth, extra_info=None, score=1.0):
@@ -85,3 +95,29 @@ async def awaited_in_a_list(completions, **kwargs):
     for completion in completions:
         await asyncio.sleep(3600 if completion == "hang" else 0.2)
     return [1 / len(completions)] * len(completions)
+
+
+ONE_AT_A_TIME = asyncio.Lock()
+
+
+async def one_at_a_time(answer, gold):
+    """With a lock of the module's, as clients and their limits are."""
+    async with ONE_AT_A_TIME:
+        await asyncio.sleep(0.001)
+        return float(answer == gold)
+
+
+class Asking:
+    """An object that is awaited."""
+
+    async def __call__(self, answer, gold):
+        return await one_at_a_time(answer, gold)
+
+
+asking = Asking()
+
+
+@functools.wraps(one_at_a_time)
+def wrapped(*arguments, **named):
+    """A plain function by its looks, as many decorators make of an async one."""
+    return one_at_a_time(*arguments, **named)

@@ -50,6 +50,7 @@ ROWS = ['{"level": 0.5, "size": 1, "answer": "1"}', '{"size": 1, "tag": 2}']
         ("rarest", ["1", "1", "3"], (), [0.5, 0.5, 1.0]),
         ("of_trl", ["1", "2", "1"], ['{"solution": "1"}'] * 2 + ['{"solution": ""}'], [1.0, 0.0, 0.0]),
         ("of_trl_chat", ["p", "q"], (), [1.0, 0.0]),
+        ("of_trl_typing", ["p", "q"], (), [1.0, 0.0]),
         ("of_verl_batch", ["1", "2"], ('{"reward_model": {"ground_truth": "2"}}',) * 2, [0.0, 1.0]),
     ],
 )
@@ -77,6 +78,12 @@ def test_a_batch_that_fails_is_called_again_for_each_answer_alone():
     assert report.errors == {"ValueError: cannot read bad": 1}
 
 
+def test_an_exit_costs_one_answer_of_a_batch():
+    found, report = judged("in_lists", ["1", "exit", "1"], reward_range=(-1.0, 1.0))
+    assert [judgement.reward for judgement in found] == [1.0, 0.0, 1.0]
+    assert report.errors == {"SystemExit: 3": 1}
+
+
 def test_a_dead_worker_is_blamed_only_on_the_answer_that_ended_it():
     found, report = judged("in_lists", ["1"] * 5 + ["end"] + ["2"] * 5, reward_range=(-1.0, 1.0))
     assert [judgement.verdict for judgement in found].count(Verdict.ERROR) == 1 and found[5].verdict is Verdict.ERROR
@@ -88,6 +95,14 @@ def test_too_few_rewards_leave_the_answers_unjudged():
     found, report = judged("too_few", ["1", "2"])
     assert [math.isnan(judgement.reward) for judgement in found] == [True, True]
     assert report.first_error == "the grader returned 1 rewards for 2 answers"
+
+
+@pytest.mark.parametrize("function", ["one_at_a_time", "asking", "wrapped"])
+def test_an_async_grader_has_one_event_loop_for_all_its_calls(function):
+    """Beyond 64 answers, the most of one call: what waits for a lock of another loop fails."""
+    texts = [f"{n % 2}".rjust(n) for n in range(80)]
+    found, report = judged(function, texts, golds=texts)
+    assert [judgement.reward for judgement in found] == [1.0] * 80 and not report.errors
 
 
 @pytest.mark.nightly
@@ -354,14 +369,16 @@ def test_a_reward_file_named_like_a_library_shadows_nothing(tmp_path):
     """Its helper, too, is called like one: `json` stays Python's, and `my_helper` is what lies beside."""
     (tmp_path / "math.py").write_text(
         "import statistics\nfrom my_helper import as_float\n"
-        "def own(answer, gold):\n    import fractions\n    return as_float(statistics.mean([answer == gold]))\n"
+        "def own(answer, gold):\n    import late_helper\n    return as_float(statistics.mean([answer == gold]))\n"
     )
     (tmp_path / "my_helper.py").write_text("import json\ndef as_float(x):\n    return json.loads(str(float(x)))\n")
+    (tmp_path / "late_helper.py").write_text("")
     (tmp_path / "json.py").write_text("raise ImportError('not this one')\n")
     before = list(sys.path)
     with Judge(f"{tmp_path}/math.py:own") as judge:
         found = judge.judge(questions(["p"] * 2, ["1"] * 2, ["1", "2"], [Stop.EOS] * 2))
         assert [judgement.reward for judgement in found] == [1.0, 0.0], judge.take_report()
     assert named_function(f"{tmp_path}/math.py:own")("1", "1") == 1.0
-    assert sys.modules["math"] is math and sys.path == before
-    sys.modules.pop("my_helper")
+    assert sys.modules["math"] is math and sys.path == [*before, str(tmp_path)]
+    sys.path.pop()
+    del sys.modules["my_helper"], sys.modules["late_helper"]

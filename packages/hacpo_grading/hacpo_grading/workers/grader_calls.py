@@ -45,6 +45,8 @@ class GraderCall:
         self.signature = signature_of(self.grader)
         self._low, self._high = reward_range
         self._patience_s = patience_s
+        # one event loop for all calls: locks and clients that a grader makes at its import belong to the first
+        self._runner = asyncio.Runner()
 
     def grade(self, asked: Sequence[Asked], *, is_worker: bool = False) -> list[Outcome]:
         """One verdict per answer: a reward, null for a text without an answer, or the error that left it unjudged.
@@ -53,14 +55,12 @@ class GraderCall:
         """
         try:
             results = self._call(asked)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if not is_worker and not isinstance(error, Exception):
+                raise  # somebody ends the trainer
             if len(asked) > 1:
                 return [reply for one in asked for reply in self.grade([one], is_worker=is_worker)]
             return [_failed(error)]
-        except (SystemExit, KeyboardInterrupt) as error:
-            if not is_worker:
-                raise  # somebody ends the trainer
-            return [_failed(error)] * len(asked)
         if len(results) != len(asked):
             what = f"{RETURNED} {len(results)} rewards for {len(asked)} answers"
             return [Outcome(None, what, is_misuse=True)] * len(asked)
@@ -70,13 +70,11 @@ class GraderCall:
         signature = self.signature
         if signature.takes_lists:
             columns = _columns(signature, asked)
-            called = self.grader(**columns)
-            found = self._awaited([called], len(asked))[0] if signature.is_async else called
+            (found,) = self._awaited([self.grader(**columns)], len(asked))
             if isinstance(found, BaseException):
                 raise found
             return found if isinstance(found, Sequence) and not isinstance(found, str) else list(found)
-        calls = [self._one(one) for one in asked]
-        return self._awaited(calls) if signature.is_async else calls
+        return self._awaited([self._one(one) for one in asked])
 
     def _one(self, asked: Asked) -> Any:
         if self.signature.style == "position":
@@ -84,14 +82,16 @@ class GraderCall:
         return self.grader(**(_verl if self.signature.style == "verl" else _single)(self.signature, asked))
 
     def _awaited(self, calls: Sequence[Any], num_answers: int = 1) -> list[Any]:
-        """The results or errors of calls about `num_answers` each."""
+        """The results or errors of calls about `num_answers` each; what a plain function returns is awaited, too."""
+        if not all(map(inspect.isawaitable, calls)):
+            return [*calls]
         limit_s = None if self._patience_s is None else self._patience_s * num_answers
 
         async def together() -> list[Any]:
             waits = [asyncio.wait_for(call, limit_s) for call in calls]
             return await asyncio.gather(*waits, return_exceptions=True)
 
-        return asyncio.run(together())
+        return self._runner.run(together())
 
     def _read(self, found: Any) -> Outcome:
         parts: dict[str, float] = {}

@@ -12,6 +12,7 @@ of the user's configuration, never fields. `async def` is awaited for many answe
 processes: the standard library alone.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Literal
 SINGLE = ("prompt", "answer", "gold", "agent", "group", "row")
 PLURAL = {f"{name}s": name for name in SINGLE}
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+PLACES = {"prompt": 0, "solution_str": 1, "gold": 2, "ground_truth": 2}  # of a call by position
 VERL_PLURAL = tuple(f"{name}s" for name in VERL)
 
 
@@ -98,7 +100,8 @@ class Signature:
 
 def signature_of(grader: Callable) -> Signature:
     """The form in which a callable is called, from its parameters' names. ValueError where it fits no known form."""
-    is_async = inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(grader).__call__)
+    called = grader.func if isinstance(grader, functools.partial) else grader
+    is_async = inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(type(called).__call__)
     return form_of(inspect.signature(grader), is_async=is_async)
 
 
@@ -118,7 +121,7 @@ def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signatur
     }
     if "completions" in names:
         notes = str(next(p.annotation for p in named if p.name == "completions"))
-        is_chat = "dict" in notes
+        is_chat = any(word in notes for word in ("dict", "Dict", "Mapping"))
         return Signature("trl", names, has_messages=is_chat, has_texts="str" in notes and not is_chat, **common)
     if {"solution_str", "ground_truth"} <= names.keys():
         return Signature("verl", names, **common)
@@ -130,6 +133,8 @@ def form_of(signature: inspect.Signature, *, is_async: bool = False) -> Signatur
         return Signature("names", names, **common)
     try:
         signature.bind("", "", "")
+        if wrong := [name for place, name in enumerate(names) if PLACES.get(name, place) != place]:
+            raise TypeError(f"{wrong[0]!r} would get another of these")
     except TypeError as error:
         raise ValueError(
             f"it takes {signature}, and is called with (prompt, answer, gold), or by name where it "

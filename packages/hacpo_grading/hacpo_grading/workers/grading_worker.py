@@ -5,7 +5,7 @@ the standard library and its grader alone. It guards against everything that a k
 (guarded_workers.py) would come too late for, or would do unevenly:
 - time: each answer has an allowance of CPU seconds of this process. The kernel counts them and ends the process with
   SIGPROF, in the middle of C code too; a busy machine changes nothing about it;
-- memory: RLIMIT_AS turns a giant power into a MemoryError instead of taking the node down;
+- memory, beside what the import took: RLIMIT_AS turns a giant power into a MemoryError instead of taking the node down;
 - a parent that died: an idle worker reads end-of-file, a thread notices a new parent process, and a grader stuck in C
   code, where no thread of ours ever runs, spends its CPU allowance;
 - a grader that prints or reads: the protocol has descriptors of its own, which a forked child loses. A print goes to
@@ -42,7 +42,6 @@ def serve(requests: TextIO, replies: int) -> None:
     pid = os.getpid()
     setup = json.loads(requests.readline())
     sys.path[:] = setup["path"]
-    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     try:
         call = GraderCall(setup["name"], setup["options"], setup["reward_range"], setup["patience_s"])
     except BaseException as error:  # sys.exit among them: the user is to be told of it
@@ -50,6 +49,9 @@ def serve(requests: TextIO, replies: int) -> None:
         return
     if os.getpid() != pid:
         os._exit(0)  # a child that the grader's file has forked
+    with open("/proc/self/statm") as numbers:  # what CUDA's libraries map is more than any answer needs
+        memory_bytes = setup["memory_bytes"] + int(numbers.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     _say(replies, setup["token"], {"ready": asdict(call.signature)})
     for line in requests:
         tasks = [(Asked(**asked | {"group": tuple(asked["group"])}), token) for asked, token in json.loads(line)]

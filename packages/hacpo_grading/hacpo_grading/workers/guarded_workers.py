@@ -90,8 +90,8 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
     """`num_workers` processes that all run one grader.
 
     `timeout_s` is CPU time of the worker for one answer; wall time is limited loosely, to WALL_FACTOR times that and
-    WALL_GRACE_S, sleep (worker_process.py) to SLEEP_FACTOR times that where the grader's is limited. The limit of a
-    worker's address space is `memory_bytes`. It has `start_timeout_s` of wall time to load its grader.
+    WALL_GRACE_S, sleep (worker_process.py) to SLEEP_FACTOR times that where the grader's is limited. A worker's address
+    space may grow by `memory_bytes`, once it has loaded its grader, for which it has `start_timeout_s` of wall time.
     """
 
     def __init__(

