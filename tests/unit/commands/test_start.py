@@ -127,6 +127,25 @@ def test_a_job_under_nohup_outlives_its_terminal(imports, rank_that):
         assert run_on_this_machine([], 1, imports=imports) == 0
 
 
+LOADING = """
+import sys
+class Loading:
+    def find_spec(self, name, *how):
+        if name == "hacpo_mega.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Loading())
+from hacpo_mega.cli import main
+main()
+"""
+
+
+def test_a_command_is_interrupted_while_it_loads():
+    for shell in ("", " >&-"):
+        command = ["bash", "-c", f'exec "$0" -c "$1"{shell}', sys.executable, LOADING]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, "")
+
+
 QUICKSTART = """
 import sys, typer
 from hacpo_mega.cli.quickstart import quickstart
