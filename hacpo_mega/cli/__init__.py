@@ -12,26 +12,28 @@ def main() -> None:
     Taking them down takes seconds, and output of Triton and vLLM would bury the line with the reason. Threads are
     joined and exit handlers run as always: this is the last of them.
     """
-    from hacpo_mega.cli import app  # it loads the commands of other packages, which import parts of this one
-
     status, process = 1, os.getpid()
 
     def end() -> None:
         if os.getpid() != process:  # forked from it, with an end of its own
             return
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed
             with suppress(OSError):  # the reader may be gone
                 stream.flush()
         os._exit(status)
 
     atexit.register(end)
     try:
+        from hacpo_mega.cli import app  # it loads the commands of other packages, which import parts of this one
+
         app.main()
         status = 0
     except SystemExit as error:
         if not isinstance(error.code, str):  # which is printed, and a failure
             status = error.code or 0
         raise
+    except KeyboardInterrupt:  # while it loads, for seconds from a slow disk
+        status = 130
 
 
 __all__ = ["main"]

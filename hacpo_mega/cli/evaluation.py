@@ -1,5 +1,6 @@
 """`hacpo-mega eval` and `hacpo-mega serve`. Imports of what is heavy are inside functions, as in app.py."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -99,4 +100,5 @@ def serve(
         return
     from hacpo_mega.commands import serve as endpoint
 
-    endpoint.serve(settings, Path(name).name, tp=table.tp, socket=socket, temperature=table.temperature)
+    folder = Path(os.path.abspath(name))  # "." has no name
+    endpoint.serve(settings, folder.name, tp=table.tp, socket=socket, temperature=table.temperature)

@@ -39,7 +39,9 @@ def inspect(
     ValueError for a file that does not exist or an evaluation file without a problem.
     """
     datasets, evaluation = read_all(files), read_evaluation(evaluation_files)
-    codecs = {model.name: TextCodec(load_tokenizer(model)) for model in models}
+    names = Counter(model.name for model in models)
+    labels = [model.name if names[model.name] == 1 and model.name else str(model) for model in models]
+    codecs = {label: TextCodec(load_tokenizer(model)) for label, model in zip(labels, models)}
     findings = [inspect_dataset(dataset, codecs, max_prompt_tokens) for dataset in datasets]
     problems = [problem for dataset in datasets for problem in dataset.problems]
     if evaluation:

@@ -109,6 +109,9 @@ def _value(text: str, override: str) -> Any:
     except tomllib.TOMLDecodeError:
         if "\n" in text or "\r" in text:
             raise ValueError(f"override {short(override)}: has several lines; give each key=value by itself") from None
+        if text in ("null", "None"):  # as other trainers say that a key has no value
+            remedy = f"take the key out of the file, or quote a text: '\"{text}\"'"
+            raise ValueError(f"override {short(override)}: there is no {text} in TOML; {remedy}") from None
         return text
     except ValueError as error:
         raise ValueError(f"override {short(override)}: {error}") from error

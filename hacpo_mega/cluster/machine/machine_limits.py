@@ -45,9 +45,9 @@ def require_processes(ranks: RankMap, num_graders: int) -> None:
     )
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use, of a cgroup's quota (docker --cpus, a pod's limit) whole ones, rounded up."""
+    return min([len(os.sched_getaffinity(0)), *_quotas(root)])
 
 
 def free_memory_bytes(root: Path = Path("/"), task: Mapping[str, str] = os.environ) -> int:
@@ -68,23 +68,23 @@ def free_memory(root: Path = Path("/"), task: Mapping[str, str] = os.environ) ->
 
 def num_memory_kills(root: Path = Path("/")) -> int:
     """Number of out-of-memory kills in this process's cgroup, or on the machine outside of one."""
-    files = [folder / name for folder in _memory_cgroups(root) for name in ("memory.events", "memory.oom_control")]
+    files = [folder / name for folder in _cgroups(root, "memory") for name in ("memory.events", "memory.oom_control")]
     for file in (*files, root / "proc/vmstat"):
         if "oom_kill" in (counts := _counts(file)):
             return counts["oom_kill"]
     return 0
 
 
-def _memory_cgroups(root: Path) -> list[Path]:
-    """The folders of the memory cgroup of this process and of all its parents."""
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """The folders of a controller's cgroup of this process and of all its parents."""
     lines = _read(root / "proc/self/cgroup").splitlines()
     if not lines:
         return []
     paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
-    of_memory = [path for controllers, path in paths.items() if "memory" in controllers.split(",")]
+    own = [path for controllers, path in paths.items() if controller in controllers.split(",")]
     # version 1 has a tree of each controller, version 2 one of all, which has no name here
-    top = root / ("sys/fs/cgroup/memory" if of_memory else "sys/fs/cgroup")
-    parts = [part for part in (*of_memory, paths.get("", "/"))[0].split("/") if part not in ("", "..")]
+    top = root / "sys/fs/cgroup" / (controller if own else "")
+    parts = [part for part in (*own, paths.get("", "/"))[0].split("/") if part not in ("", "..")]
     folders = [top.joinpath(*parts[:number]) for number in range(len(parts), -1, -1)]
     # A container may show its own cgroup as the top, and name it by its path outside.
     return [folder for folder in folders if folder.is_dir()]
@@ -96,13 +96,22 @@ def _left_in_cgroups(root: Path) -> Iterator[tuple[int, str]]:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     )
-    for folder in _memory_cgroups(root):
+    for folder in _cgroups(root, "memory"):
         for limit, used, droppable in versions:
             with suppress(OSError, ValueError):  # no such file, or "max"
                 allowed = int((folder / limit).read_text(encoding="ascii"))
                 in_use = int((folder / used).read_text(encoding="ascii"))
                 dropped = _counts(folder / "memory.stat").get(droppable, 0)
                 yield max(0, allowed - max(0, in_use - dropped)), f"limit of {folder / limit}"
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    """Cores that each cgroup of this process may keep busy; none where it may use all."""
+    for folder in _cgroups(root, "cpu"):
+        old = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, _, period = (_read(folder / "cpu.max") or " ".join(old)).partition(" ")
+        if quota.isdigit() and period.isdigit() and int(period):  # not "max", nor -1
+            yield max(1, -(-int(quota) // int(period)))
 
 
 def _given_by_slurm(task: Mapping[str, str]) -> Iterator[tuple[int, str]]:

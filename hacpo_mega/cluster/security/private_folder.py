@@ -96,14 +96,16 @@ def _home_cache() -> Path | None:
 
 
 def _first_of(*folders: Path | None) -> Path:
-    """The first folder that exists, or can be made, and that nobody else owns or may write."""
+    """The first folder that exists, or can be made, and that this user may write and nobody else owns or may write."""
     for folder in filter(None, folders):
         with suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
             found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o022:
+            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            # a container may have a home that is there, and read only
+            if is_own and not stat.S_IMODE(found.st_mode) & 0o022 and os.access(folder, os.W_OK):
                 return folder
     named = " nor ".join(str(folder) for folder in folders if folder is not None)
     raise ValueError(f"neither {named} is a folder of yours, or can be made one: set TMPDIR to a folder of yours")

@@ -16,7 +16,7 @@ import pytest
 from repository import ROOT
 
 from hacpo_mega.cluster import turns
-from hacpo_mega.cluster.machine.machine_limits import free_memory, num_memory_kills
+from hacpo_mega.cluster.machine.machine_limits import free_memory, num_cores, num_memory_kills
 from hacpo_mega.cluster.turns import require_host_memory
 
 MIB = 1 << 20
@@ -138,6 +138,22 @@ def test_the_least_limit_counts(tmp_path, cgroup, files, task, left, who):
     """Limits are the kernel's, those of each cgroup above the process by both versions, and Slurm's."""
     found, says = free_memory(machine(tmp_path, cgroup, files), task)
     assert (found, says.endswith(who)) == (left * MIB, True) and bool(says) == bool(who), says
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "cores"),
+    [
+        (V2, {}, 64),
+        (V2, {"cpu.max": "max 100000\n", f"{JOB2}/cpu.max": "350000 100000\n"}, 4),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        (V1, {f"cpu/{JOB1[7:]}/cpu.cfs_quota_us": "-1\n", f"cpu/{JOB1[7:]}/cpu.cfs_period_us": "100000\n"}, 64),
+        ("4:cpu,cpuacct:/docker/a\n", {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    ],
+)
+def test_a_quota_of_processors_counts(tmp_path, monkeypatch, cgroup, files, cores):
+    """A container that may keep some busy is still bound to all of its machine's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert num_cores(machine(tmp_path, cgroup, files)) == cores
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,16 @@ def test_a_name_that_another_user_has_taken_is_gone_round(places, taken):
         own_folder()
 
 
+def test_a_home_that_is_read_only_is_gone_round(places, monkeypatch):
+    """In a container, say, which has another machine's: the folder is there already."""
+    shared, cache = places
+    (cache / "hacpo_mega").mkdir(parents=True, mode=0o700)
+    is_allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: cache not in Path(path).parents and is_allowed(path, mode))
+    assert own_folder() == shared / f"hacpo_mega-{os.getuid()}"
+    assert Secret.of_job(env(4)) == Secret.of_job(env(4))
+
+
 def test_a_user_without_a_home_has_his_folder_where_all_have_theirs(places, monkeypatch):
     places[1].parent.touch()  # no folder can be made in it
     assert own_folder() == folder_on_node() == places[0] / f"hacpo_mega-{os.getuid()}"

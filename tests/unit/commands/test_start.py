@@ -127,6 +127,47 @@ def test_a_job_under_nohup_outlives_its_terminal(imports, rank_that):
         assert run_on_this_machine([], 1, imports=imports) == 0
 
 
+LOADING = """
+import sys
+class Loading:
+    def find_spec(self, name, *how):
+        if name == "hacpo_mega.cli.app":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Loading())
+from hacpo_mega.cli import main
+main()
+"""
+
+
+def test_a_command_is_interrupted_while_it_loads():
+    for shell in ("", " >&-"):
+        command = ["bash", "-c", f'exec "$0" -c "$1"{shell}', sys.executable, LOADING]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (130, "")
+
+
+QUICKSTART = """
+import sys, typer
+from hacpo_mega.cli.quickstart import quickstart
+sys.executable = "./command"
+typer.run(quickstart)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_quickstart_ends_as_the_command_that_it_runs(tmp_path, number):
+    """It is told to end, and its command needs a while to."""
+    command = tmp_path / "command"
+    command.write_text("#!/bin/sh\ntrap 'sleep 2; exit 75' TERM INT\ntouch ready\nwhile :; do sleep 0.1; done\n")
+    command.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", QUICKSTART], cwd=tmp_path) as process:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(60) == 75
+
+
 def test_the_parts_of_a_start_are_the_slowest_ranks():
     clock = iter([0.0, 2.0, 3.0, 7.0, 10.0, 10.5]).__next__
     spans = Spans("a", clock=clock)

@@ -93,6 +93,8 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ("agents.qwen.tp=0", "agents.qwen.tp: input should be greater than or equal to 1, found 0"),
         ("agents.mistral.tp=1", "no entry is named 'mistral'; there are: qwen, llama"),
         ("seed", "expected section.key=value"),
+        ("agents.*.system_prompt=null", "there is no null in TOML; take the key out of the file, or quote a text"),
+        ("run_dir=None", """or quote a text: '"None"'"""),
         ("seed.x=1", "leads into a int, not a table"),
         (
             "training.prompts_per_step=100",
@@ -119,10 +121,7 @@ def test_a_whole_number_is_a_number_but_nothing_else_changes_its_kind():
         ),
         ("rollout.biased_cut_after=1.0", "rollout.biased_cut_after: removed"),
         ("agents.llama.name='qwen'", "the name 'qwen' occurs 2 times"),
-        (
-            "agents.llama.model=meta-llama/Llama-3.2-1B",
-            "agents.llama.init would make another under",
-        ),
+        ("agents.llama.model=meta-llama/Llama-3.2-1B", "agents.llama.init would make another under"),
         (
             "reward.success=0",
             "reward.success: needs the name of a part, or a number above 0, at most 1, found 0. Nearest:",

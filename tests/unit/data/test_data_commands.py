@@ -6,7 +6,9 @@ from pathlib import Path
 from job import run_here
 
 from hacpo_mega.data.reading.files import load_prompts
+from hacpo_mega.samples.tokenizers import make_tokenizer
 
+QUICKSTART_TOKENS = (*"0123456789+-*=,;s",)
 ROWS = [
     {"question": "How many legs has a dog?", "answer": "Four legs. #### 4"},
     {"question": "How much is 1 + 1?", "answer": "Two. #### 2"},
@@ -30,6 +32,18 @@ def test_inspect_counts_and_warns_of_what_harms_nothing(tmp_path):
     assert "3 problems, layout gsm8k" in text
     assert "1 repeated:" in text
     assert "3 of 3 gold answers are correct against themselves" in text
+
+
+def test_inspect_measures_with_every_model(tmp_path):
+    """Models of runs lie in folders of one name."""
+    models = [tmp_path / run / "qwen" for run in "ab"]
+    for model in models:
+        make_tokenizer(model, QUICKSTART_TOKENS)
+    file = write(tmp_path / "sums.jsonl", [{"question": "1+1=", "answer": "#### 2"}])
+    code, text = run("data", "inspect", file, "--model", models[0], "--model", models[1])
+    assert code == 0, text
+    assert all(f"  {model}: prompt tokens median 4," in text for model in models), text
+    assert "  qwen: prompt tokens median 4," in run("data", "inspect", file, "--model", models[0])[1]
 
 
 def test_inspect_fails_for_what_makes_a_result_wrong(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from job import run_here
@@ -190,6 +191,19 @@ def test_a_model_is_served_without_the_grader_of_its_run(own_run):
     """It ends later, since the folder holds no model: reward.kind, which would help `eval`, is no key of `serve`."""
     done = run_here("serve", own_run)
     assert done.returncode == 2 and "own.py" not in done.stderr, done.stderr
+
+
+def test_a_served_model_has_the_name_of_its_folder(own_run, monkeypatch):
+    """Clients must give it; "." has none by itself."""
+    names = []
+    endpoint = SimpleNamespace(serve=lambda settings, name, **how: names.append(name))
+    monkeypatch.setattr("hacpo_mega.commands.serve", endpoint, raising=False)
+    monkeypatch.setattr("hacpo_mega.cli.evaluation.is_one_of", lambda *how: True)
+    monkeypatch.setattr("hacpo_mega.evaluation.settings.require_weights", lambda settings: None)
+    monkeypatch.chdir(own_run)
+    for model in (own_run, ".", f"../{own_run.name}/"):
+        assert run_here("serve", model).returncode == 0
+    assert names == [own_run.name] * 3
 
 
 @pytest.mark.parametrize(
