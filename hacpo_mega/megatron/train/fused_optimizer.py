@@ -6,6 +6,7 @@ decoupled weight decay on the same fp32 state, so checkpoints do not depend on t
 """
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import megatron.core.optimizer as construction
@@ -47,11 +48,11 @@ def _scale_all(_chunk: int, _flag: torch.Tensor, lists: list[list[torch.Tensor]]
 
 # Installed implementations, in the order of preference of "auto". installed.py has refused incomplete ones.
 THERE: dict[str, Kernels] = {}
-if VERSION is not None:
+with suppress(ImportError):
     from transformer_engine.pytorch import optimizers as te
 
     THERE["te"] = Kernels(te.FusedAdam, te.multi_tensor_applier, te.multi_tensor_l2norm, te.multi_tensor_scale)
-if APEX_VERSION is not None:
+with suppress(ImportError):
     import amp_C
     from apex.multi_tensor_apply import multi_tensor_applier
     from apex.optimizers import FusedAdam
