@@ -49,8 +49,6 @@ from hacpo_mega.jobs.local import launcher_environment
 # A process that has counted the GPUs cannot use them after a fork: on CUDA every rank is a fresh interpreter.
 ON_CUDA = torch.cuda.is_available()
 PROCESSES = multiprocessing.get_context("spawn" if ON_CUDA else "forkserver")
-if not ON_CUDA:
-    PROCESSES.set_forkserver_preload(["preloaded"])
 # Threads of every process that a test starts. More than one changes how the CPU rounds, never what a test may ask.
 THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 ENVIRONMENT = {**library_settings(on_cuda=ON_CUDA), "OMP_NUM_THREADS": THREADS}
@@ -66,8 +64,7 @@ def start_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arg
 
     Rank r writes to the files r.out and r.err of `folder`, and saves its answer there as r.pt, by torch.save.
     """
-    if not ON_CUDA:
-        _start_server()
+    start_server()
     processes = []
     for rank, environment in enumerate(new_job(num_ranks)):
         call = (rank, folder, environment, function, arguments)
@@ -191,7 +188,7 @@ def _interpreter() -> tuple[str, dict[str, str]]:
     """The Python, and what its environment has beside this one's."""
     if ON_CUDA:
         return sys.executable, {"OMP_NUM_THREADS": THREADS}
-    _start_server()
+    start_server()
     door = Path(tempfile.mkdtemp(prefix="forked_python")) / "socket"
     server = PROCESSES.Process(target=_serve_commands, args=(str(door),), name="forked python")
     server.start()
@@ -209,8 +206,15 @@ def _serve_commands(door: str) -> None:
     forked_python.serve(door)
 
 
-def _start_server() -> None:
-    """Starts the server, if there is none yet, in the environment that a run's processes have."""
+def start_server() -> None:
+    """Starts the server, if there is none yet, in the environment that a run's processes have.
+
+    A test that lets hacpo_lab fork ranks in this process calls it first: a process has one server, and the ranks of all
+    later tests would be forked from one that has imported less.
+    """
+    if ON_CUDA:
+        return
+    PROCESSES.set_forkserver_preload(["preloaded"])
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     with mock.patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}):
         forkserver.ensure_running()
@@ -219,7 +223,9 @@ def _start_server() -> None:
 def _play(rank: int, folder: Path, environment: dict[str, str], function: Callable, arguments: tuple) -> None:
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    assert ON_CUDA or "preloaded" in sys.modules, "the server could not import tests/support/preloaded.py"
+    if not ON_CUDA and "preloaded" not in sys.modules:
+        importlib.import_module("preloaded")  # the server passes over an ImportError: here a test shows it
+        raise AssertionError("the server is not start_server's: a test of this process has started another")
     os.environ.update(environment)
     torch.set_num_threads(int(THREADS))
     torch.save(function(*arguments), folder / f"{rank}.pt")

@@ -51,7 +51,7 @@ def campaign(tmp_path_factory) -> Campaign:
     tables = {"rollout": rollout, "checkpoint": {"every_steps": 1}}
     file = write_config(folder, agents, num_steps=STEPS, stall_s=120.0, **tables)
     config = load_config(file, [f"run_dir={folder / 'out' / 'run'}"])
-    # The server that all tests fork from: it has imported what the campaign's own would import.
+    # The campaign forks its ranks in this process; a first rank waits for the server's imports: no fault takes them.
     start_ranks(1, folder, play_command, "--help")[0].join()
     found = ByEvents(config, folder / "out", 3, SEED, ("kill-one", "pause", "disk"), train_rank)
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "2"}):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from job import run_here, start_command
+from job import run_here, start_command, start_server
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,6 +140,7 @@ def own_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     folder.mkdir()
     (folder / "grid.toml").write_text(tomli_w.dumps(table))
+    start_server()  # the queue forks its ranks in this process
     done = run_here("experiment", folder / "grid.toml")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return folder
