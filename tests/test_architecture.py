@@ -33,6 +33,15 @@ FLOORS = (
 )
 OURS = ("hacpo_mega", "hacpo_lab", "hacpo_grading", "hacpo_kernels")
 MAX_ROOMS, MAX_FLOORS = 27, 11
+# The most parts (folders, and files beside them) of a large room, and the most pairs of which one imports the other.
+PARTS = {
+    "megatron": (6, 13),
+    "config": (8, 12),
+    "models": (5, 6),
+    "rollout": (7, 8),
+    "hacpo_grading": (6, 7),
+    "cluster": (16, 26),
+}
 MAX_FILES = 14  # of Python in a folder of the product
 CLI = "hacpo_mega/cli/"
 LAB = "packages/hacpo_lab/hacpo_lab/"
@@ -113,10 +122,11 @@ def imported_names_exist(sources: Sources) -> Complaints:
 
 def names_of(source: Source) -> set[str]:
     """Names that the module has when it is imported, and those that it looks up when they are asked for."""
-    table = symtable.symtable(source.text, source.path, "exec")
-    listed = {node.value for node in ast.walk(source.tree) if isinstance(node, ast.Constant)}
-    lazy = {name for name in listed if isinstance(name, str)} if "__getattr__" in table.get_identifiers() else set()
-    return lazy | {name.get_name() for name in table.get_symbols() if name.is_assigned() or name.is_imported()}
+    symbols = symtable.symtable(source.text, source.path, "exec").get_symbols()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if "__getattr__" not in names:
+        return names
+    return names | {str(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Constant)}
 
 
 def imports_go_down(sources: Sources) -> Complaints:
@@ -148,17 +158,32 @@ def imports_have_no_circle(sources: Sources) -> Complaints:
 
 def parts_of_a_room_have_no_circle(sources: Sources) -> Complaints:
     """The parts are a room's folders and the files beside them: a reader takes one after the other."""
-    graph: dict[tuple[str, str], set[tuple[str, str]]] = {}
-    for source, _, _, target in own_imports(sources):
-        here, there = part_of(source.path), part_of(target.path)
-        if here and there and here[0] == there[0] and here != there:
-            graph.setdefault(here, set()).add(there)
-            graph.setdefault(there, set())
+    graph = parts_of_rooms(sources)
     while leaves := [part for part, needs in graph.items() if not needs & graph.keys()]:
         for part in leaves:
             del graph[part]
     if graph:
         yield f"import circle among {', '.join(sorted('/'.join(part) for part in graph))}"
+
+
+def large_rooms_have_few_parts(sources: Sources) -> Complaints:
+    """A reader holds a handful of parts in mind, and the ways between them."""
+    graph = parts_of_rooms(sources)
+    for room, (most_parts, most_pairs) in PARTS.items():
+        parts = [part for part in graph if part[0] == room]
+        pairs = sum(len(graph[part]) for part in parts)
+        if len(parts) > most_parts or pairs > most_pairs:
+            yield f"room {room!r}: {len(parts)} parts, {pairs} pairs that import; at most {most_parts} and {most_pairs}"
+
+
+def parts_of_rooms(sources: Sources) -> dict[tuple[str, str], set[tuple[str, str]]]:
+    """By part (`part_of`), the other parts of its room that it imports."""
+    graph = {part: set() for source in sources if (part := part_of(source.path))}
+    for source, _, _, target in own_imports(sources):
+        here, there = part_of(source.path), part_of(target.path)
+        if here and there and here[0] == there[0] and here != there:
+            graph[here].add(there)
+    return graph
 
 
 def part_of(path: str) -> tuple[str, str] | None:
@@ -273,6 +298,7 @@ RULES: tuple[Rule, ...] = (
     commands_are_strangers,
     imports_have_no_circle,
     parts_of_a_room_have_no_circle,
+    large_rooms_have_few_parts,
     folders_are_small,
     rooms_keep_their_net_lines,
     a_file_has_more_than_one_importer,
@@ -316,6 +342,7 @@ BAD: tuple[tuple[Rule, dict[str, str]], ...] = (
             "hacpo_mega/data/a/w.py": "",
         },
     ),
+    (large_rooms_have_few_parts, {f"hacpo_mega/models/x{number}.py": "" for number in range(6)}),
     (rooms_keep_their_net_lines, {"hacpo_mega/records.py": "x = 1\n" * 999}),
     (
         a_file_has_more_than_one_importer,

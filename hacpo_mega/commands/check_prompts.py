@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from hacpo_grading.graders.registry import find_grader
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Asked
-from hacpo_grading.registry import find_grader
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.config.tables.agents import AgentConfig
@@ -38,7 +38,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.files.visible import one_line
 from hacpo_mega.models.sharding.publish_plan import engine_layer_shapes
 from hacpo_mega.records import Completion, Prompt
-from hacpo_mega.rollout.engine_loop import odd_row_counts_of, order_of_arrival
+from hacpo_mega.rollout.vllm.engine_loop import odd_row_counts_of, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, agent_codecs, longest_encodings
 
 MOST_LINES, MOST_CHARACTERS = 20, 200  # of a prompt, of each line

@@ -22,7 +22,7 @@ from hacpo_mega.evaluation.evaluate import engine_of
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.visible import say
-from hacpo_mega.rollout.engine_loop import ServeTally, order_of_arrival
+from hacpo_mega.rollout.vllm.engine_loop import ServeTally, order_of_arrival
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer
 
 WAIT_S = 86_400.0  # ranks of an engine that nobody asks anything

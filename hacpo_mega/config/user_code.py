@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hacpo_grading.registry import GRADERS, value_problem
+from hacpo_grading.graders.registry import GRADERS, value_problem
 from hacpo_grading.workers import own_file
 from hacpo_grading.workers.grader_signature import form_of
 from hacpo_grading.workers.own_file import load_by_name

@@ -25,7 +25,7 @@ from hacpo_mega.conversations.tool_calls import Message, ParsedTurn
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import HISTORY, Completion, Conversation, History, Stop, Turn
-from hacpo_mega.rollout.engine_loop import TurnRequest
+from hacpo_mega.rollout.vllm.engine_loop import TurnRequest
 from hacpo_mega.rollout.vllm.server_types import Json
 from hacpo_mega.samples.tokenizers import TextCodec
 

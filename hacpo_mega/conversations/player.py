@@ -9,7 +9,7 @@ An agent program converses with an endpoint instead (endpoint.py), which lives a
 Seeds are functions of the answer's seed and the turn, so the order in which an environment answers changes no draw.
 
 Elsewhere: the environment's contract (environment.py), tokens of turns (seat.py), steps of the engine
-(rollout/engine_loop.py).
+(rollout/vllm/engine_loop.py).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Prompt, Stop
-from hacpo_mega.rollout.engine_loop import ServeTally, TurnLimits, TurnRequest, TurnSource
+from hacpo_mega.rollout.vllm.engine_loop import ServeTally, TurnLimits, TurnRequest, TurnSource
 from hacpo_mega.rollout.wire import LONE_SURROGATE
 from hacpo_mega.samples.tokenizers import TextCodec
 

@@ -22,7 +22,7 @@ from hacpo_mega.conversations.environment import of_one_user
 from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.records import HISTORY, Completion, Conversation, History, Prompt, Stop, Turn
-from hacpo_mega.rollout.engine_loop import TurnRequest
+from hacpo_mega.rollout.vllm.engine_loop import TurnRequest
 from hacpo_mega.samples.tokenizers import TextCodec, opened
 
 Trouble = Literal["", "too_long", "unencodable", "full"]

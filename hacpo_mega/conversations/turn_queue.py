@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from hacpo_mega.records import Completion
-from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest
+from hacpo_mega.rollout.vllm.engine_loop import TurnLimits, TurnRequest
 
 WAIT_S = 0.05  # of an engine that has nothing to do
 

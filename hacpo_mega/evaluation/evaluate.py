@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from hacpo_grading.graders.registry import final_answer, find_grader
+from hacpo_grading.judge import AnyJudge
 from hacpo_grading.judgement import Asked, Judgement
-from hacpo_grading.registry import final_answer, find_grader
-from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.checkpoint.stored_agent import StoredAgent
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap

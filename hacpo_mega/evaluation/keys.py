@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
-from hacpo_grading.registry import GRADERS
+from hacpo_grading.graders.registry import GRADERS
 from hacpo_mega.config.load import readable_problems, set_key
 from hacpo_mega.config.tables.schema import Success
 from hacpo_mega.config.tables.section import Count, CountOrZero, FilePath, Flag, PassedOn, PositiveOrZero, Section

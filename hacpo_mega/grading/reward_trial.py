@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hacpo_grading.graders.registry import find_grader
+from hacpo_grading.judge import AnyJudge
 from hacpo_grading.judgement import Asked, Judgement, Stop
-from hacpo_grading.registry import find_grader
 from hacpo_grading.texts.chat_messages import contents
-from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_grading.workers.grader_calls import RETURNED
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.data.reading.files import PromptRow

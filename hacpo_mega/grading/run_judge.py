@@ -2,9 +2,8 @@
 
 import math
 
-from hacpo_grading.judge import FULL, Judge, is_success
+from hacpo_grading.judge import FULL, AnyJudge, Judge, RewardPart, WeightedJudge, is_success
 from hacpo_grading.judgement import Judgement, Verdict
-from hacpo_grading.weighted_judge import AnyJudge, RewardPart, WeightedJudge
 from hacpo_mega.config import RewardConfig
 
 

@@ -46,7 +46,7 @@ from hacpo_mega.models.sharding.shards import stack_name
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.cpu.decode_scheduler import DecodeScheduler
 from hacpo_mega.rollout.cpu.delta_net import register_text_model
-from hacpo_mega.rollout.engine_loop import (
+from hacpo_mega.rollout.vllm.engine_loop import (
     EngineLoop,
     ServeTally,
     TurnLimits,

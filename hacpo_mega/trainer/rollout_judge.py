@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from hacpo_grading.judge import JudgeReport
+from hacpo_grading.judge import AnyJudge, JudgeReport
 from hacpo_grading.judgement import Asked
-from hacpo_grading.weighted_judge import AnyJudge
 from hacpo_mega.config.tables.schema import RewardConfig
 from hacpo_mega.grading.run_judge import environment_judgement
 from hacpo_mega.records import Judgement, Prompt, Rollout

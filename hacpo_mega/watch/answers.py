@@ -16,9 +16,9 @@ from typing import Any
 
 import regex
 
+from hacpo_grading.graders.registry import GRADERS
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Asked, Stop
-from hacpo_grading.registry import GRADERS
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.logbook.files.json_lines import LARGEST, is_number

@@ -9,9 +9,9 @@ import pytest
 from judged import questions
 from repository import ROOT
 
+from hacpo_grading.graders.registry import GRADERS, find_grader, gives_parts, value_problem
 from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Stop
-from hacpo_grading.registry import GRADERS, find_grader, gives_parts, value_problem
 from hacpo_grading.workers.grader_calls import Unjudged
 from hacpo_mega.config.user_code import grader_problem
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.sharding.publish_plan import engine_layer_shapes
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.engine_loop import odd_row_counts_of
+from hacpo_mega.rollout.vllm.engine_loop import odd_row_counts_of
 
 AGENTS = ["qwen3", pytest.param("llama", marks=pytest.mark.nightly)]
 RANKS = [("qwen3", 0), ("qwen3", 1), *(pytest.param("llama", rank, marks=pytest.mark.nightly) for rank in (0, 1))]

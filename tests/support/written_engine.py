@@ -3,7 +3,7 @@
 import numpy as np
 
 from hacpo_mega.records import Completion, Stop
-from hacpo_mega.rollout.engine_loop import TurnLimits
+from hacpo_mega.rollout.vllm.engine_loop import TurnLimits
 
 SIGNS = tuple("0123456789+-*=,;s?")
 

@@ -1,7 +1,7 @@
 """Names that a configuration may use and other rooms give a meaning to, with the facts about them that are needed here.
 
 `data/tasks.py` makes the prompts of every skill; tests hold that it agrees with this list. Elsewhere: the graders
-(hacpo_grading/registry.py).
+(hacpo_grading/graders/registry.py).
 """
 
 from collections.abc import Mapping

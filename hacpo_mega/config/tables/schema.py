@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from hacpo_grading.registry import GRADERS, gives_parts
+from hacpo_grading.graders.registry import GRADERS, gives_parts
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.algorithm import AlgorithmConfig
 from hacpo_mega.config.tables.choices import TRACKERS, Skill

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.engine import Engine
-from hacpo_mega.rollout.engine_loop import TurnRequest
+from hacpo_mega.rollout.vllm.engine_loop import TurnRequest
 from hacpo_mega.rollout.vllm.row_noise import answer_seed
 
 SAID = [11, 12, 13]  # what somebody else says between two turns

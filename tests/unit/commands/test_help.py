@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hacpo_grading.registry import GRADERS
+from hacpo_grading.graders.registry import GRADERS
 from hacpo_mega.cli.app import app
 from hacpo_mega.config.describe import describe_fields
 

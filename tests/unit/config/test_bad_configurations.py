@@ -24,7 +24,7 @@ from bad_values import INIT
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_grading.registry import GRADERS
+from hacpo_grading.graders.registry import GRADERS
 from hacpo_grading.workers.own_file import load_by_name
 from hacpo_mega.cli import app as cli
 from hacpo_mega.commands.check_prompts import check_prompts

@@ -20,7 +20,7 @@ from hacpo_mega.conversations.foreign_conversation import ForeignConversation, R
 from hacpo_mega.conversations.seat import PlayLimits
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Stop
-from hacpo_mega.rollout.engine_loop import TurnLimits, TurnRequest
+from hacpo_mega.rollout.vllm.engine_loop import TurnLimits, TurnRequest
 
 LIMITS = TurnLimits(vocabulary=50, max_model_len=40)
 TERMS = Terms(stop_ids=[7], limits=PlayLimits(4, 40, 30), max_tokens=8)

@@ -17,7 +17,7 @@ from hacpo_mega.conversations.environment import EnvironmentClass
 from hacpo_mega.conversations.player import Player, PlayLimits, played_once
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Completion, History, Prompt, Stop
-from hacpo_mega.rollout.engine_loop import TurnLimits
+from hacpo_mega.rollout.vllm.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, make_tokenizer
 
 FATES = {"raise": "1", "exit": "2", "bytes": "3"}

@@ -18,7 +18,7 @@ from hacpo_mega.conversations.tool_calls import ParsedTurn
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, History, Prompt, Stop
-from hacpo_mega.rollout.engine_loop import TurnLimits
+from hacpo_mega.rollout.vllm.engine_loop import TurnLimits
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 QUESTION = {"role": "user", "content": "What is 6*7?"}

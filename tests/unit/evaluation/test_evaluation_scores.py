@@ -9,8 +9,8 @@ import pytest
 from judged import questions
 from repository import SHARED
 
+from hacpo_grading.graders.registry import final_answer
 from hacpo_grading.judge import Judge
-from hacpo_grading.registry import final_answer
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
 from hacpo_mega.evaluation.benchmarks import (
     PAPER_SUITE,

@@ -4,7 +4,7 @@ import re
 
 from repository import ROOT
 
-from hacpo_grading.registry import GRADERS
+from hacpo_grading.graders.registry import GRADERS
 from hacpo_mega.config import RewardConfig
 
 GENERATED = {

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from hacpo_grading.options import ATTEMPTS, MODEL_OPTIONS, REQUEST_S, WAIT_S, wrong_value
+from hacpo_grading.graders.options import ATTEMPTS, MODEL_OPTIONS, REQUEST_S, WAIT_S, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking
 from hacpo_grading.workers.grader_calls import Unjudged
 

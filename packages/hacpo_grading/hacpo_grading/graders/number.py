@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hacpo_grading.options import NUMBER_OPTIONS, wrong_value
+from hacpo_grading.graders.options import NUMBER_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking, boxed_or_all, gold_answer, without_odd_signs
 
 APART = re.compile(r"\\ |(?<=[^\\],)\\[,;:]")  # a space between words, or behind a comma: "5,\,600" is a list

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_grading.graders.json_equality import fenced
-from hacpo_grading.options import PROGRAM_OPTIONS, wrong_value
+from hacpo_grading.graders.options import PROGRAM_OPTIONS, wrong_value
 from hacpo_grading.texts.answer_text import after_thinking
 from hacpo_grading.workers.sandbox import SETUP_FAILED
 from hacpo_grading.workers.system_calls import filter_program

@@ -1,7 +1,7 @@
 """The built-in graders: one record each, with all that judges, configurations and evaluations know of it.
 
-A new grader costs a file in graders/ and a record here. A grader is (prompt, answer text, gold) -> a reward from 0 to
-1, or None for a text without an answer; how others are called is in grader_calls.py. Each reads gold before it reads
+A new grader costs a file beside this one and a record here. A grader is (prompt, answer text, gold) -> a reward from 0
+to 1, or None for a text without an answer; how others are called is in grader_calls.py. Each reads gold before it reads
 the answer, so that a gold it cannot use is an error whatever the answer is.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hacpo_grading.graders import program
-from hacpo_grading.options import (
+from hacpo_grading.graders.options import (
     MODEL_OPTIONS,
     NUMBER_OPTIONS,
     PROGRAM_OPTIONS,
