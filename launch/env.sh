@@ -18,7 +18,7 @@ keep TOKENIZERS_PARALLELISM false     # its threads do not survive the forks of 
 keep PYTHONWARNINGS ignore:resource_tracker # it frees the shared memory of a process that was told to end, and complains
 keep TORCH_GLOO_LAZY_INIT 1           # connect to whom we talk to, not all to all: 1000 ranks would need a million sockets
 
-if [[ -e /dev/nvidia0 ]] || command -v nvidia-smi >/dev/null; then
+if compgen -G "/dev/nvidia[0-9]*" >/dev/null || command -v nvidia-smi >/dev/null; then
   keep VLLM_LOGGING_LEVEL WARNING       # what it says there explains a slow or a failed start
   keep FLASHINFER_LOGGING_LEVEL warning # it reports every step of its start
   keep CUDA_DEVICE_ORDER PCI_BUS_ID     # the numbers that nvidia-smi and Slurm give, on nodes of unequal GPUs, too

@@ -145,13 +145,11 @@ class Progress:
         idle_s = self._num_idle_beats * beat_s
         if idle_s < stall_s:
             return None
-        is_device_busy = self.queue is not None and not self.queue.query()
-        if idle_s < stall_s * WAITING_GRACE and (is_device_busy or collective is not None):
+        device = _state(self.queue)
+        if idle_s < stall_s * WAITING_GRACE and (device or collective is not None):
             return None
         where = "is in no collective" if collective is None else f"is inside {collective}"
-        if is_device_busy:
-            where += ", and its device has work"
-        return f"has made no progress for {idle_s:.0f} s and {where}"
+        return f"has made no progress for {idle_s:.0f} s and {where}{device}"
 
 
 class Watchdog:
@@ -401,6 +399,14 @@ class Watchdog:
         if self._to_watcher is not None:
             with suppress(OSError):
                 self._to_watcher.sendall(f"{line}\n".encode())
+
+
+def _state(queue: torch.Stream | None) -> str:
+    """Says whether a device has work or a fault; "" for neither."""
+    try:
+        return "" if queue is None or queue.query() else ", and its device has work"
+    except RuntimeError as error:  # an access out of bounds, a GPU that has fallen off its bus
+        return ", and its device has failed: " + str(error).partition("\n")[0]
 
 
 def _write(text: str) -> None:

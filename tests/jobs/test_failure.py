@@ -27,7 +27,7 @@ from processes import descendants, is_running, listening
 from repository import ROOT
 from run_cases import CHARACTERS, PAIRS, agent_table, write_config
 
-from hacpo_mega.cluster.machine.environment import library_settings
+from hacpo_mega.cluster.machine.environment import library_settings, shows_gpus
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.run.rank_files import read_rank_files
 
@@ -310,7 +310,7 @@ def test_under_torchrun_the_job_ends_with_the_name_on_its_output(tmp_path):
     assert "finished" not in finished.stdout
 
 
-@pytest.mark.parametrize("on_cuda", [True] if Path("/dev/nvidia0").exists() else [False, True])
+@pytest.mark.parametrize("on_cuda", [True] if shows_gpus() else [False, True])
 def test_env_sh_says_what_the_launcher_says(on_cuda, tmp_path):
     """Without a driver and with one, of which both see only the command; and what the user has set stays."""
     driver = tmp_path / "nvidia-smi"

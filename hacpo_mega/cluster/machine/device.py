@@ -7,13 +7,12 @@ Elsewhere: who shares a device (turns.py).
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from hacpo_mega.cluster.machine.driver import driver_needed
+from hacpo_mega.cluster.machine.environment import shows_gpus
 
-FIRST_GPU = Path("/dev/nvidia0")
 SENT_ALIGNED = 16  # bytes, as kernels read
 
 
@@ -79,7 +78,7 @@ def require_fitting_environment() -> None:
             f"{_why_no_gpu()}. Start on a node with a GPU and a {driver_needed(torch.version.cuda)} (nvidia-smi shows "
             "both), or make a CPU environment: make env FLAVOUR=cpu"
         )
-    if FIRST_GPU.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if shows_gpus() and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         raise ValueError(
             f"this machine has a GPU, but torch {torch.__version__} is the CPU build: make env FLAVOUR=cuda; or say "
             "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU all the same"

@@ -87,6 +87,7 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "in
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
 NODE_LISTS = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")  # the best one first
 OF_A_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # Slurm's programs need them anywhere
+DEVICES = Path("/dev")
 SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, in Linux
 
 PR_SET_PDEATHSIG = 1  # a signal to this process when its parent ends, in Linux
@@ -221,9 +222,14 @@ def may_fork_ranks() -> bool:
     return not _has_cuda()
 
 
+def shows_gpus() -> bool:
+    """True if the kernel shows a GPU of NVIDIA here; a container that has one of several may begin at any number."""
+    return any(DEVICES.glob("nvidia[0-9]*"))
+
+
 def _has_cuda() -> bool:
     """True if this machine has an NVIDIA driver; does not import torch."""
-    return os.path.exists("/dev/nvidia0") or shutil.which("nvidia-smi") is not None
+    return shows_gpus() or shutil.which("nvidia-smi") is not None
 
 
 def from_slurm(task: Mapping[str, str], allowed: int) -> dict[str, str]:

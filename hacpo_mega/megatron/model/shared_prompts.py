@@ -28,7 +28,7 @@ class Run:
     B segments, Q queries and M keys of the longest.
     lengths       tokens of each segment
     query_BQ      int64, places of their queries among those of the run; key_BM of their keys in the pack. A shorter
-                  segment repeats its last place, which causality hides from all others
+                  segment repeats its last query, which sees what that one sees, and its last key, which nobody sees
     is_query_BQ   bool, which of the queries are a segment's own
     back_BQM      int64, how many places before a query a key is; negative behind it
     The tensors are None if segments attend to their own keys alone.
@@ -49,12 +49,13 @@ class Run:
         own_B, keys_B = (torch.tensor(of_B, device=places.device) for of_B in (lengths, key_lengths))
         counting_Q, counting_M = (torch.arange(max(of_B), device=places.device) for of_B in (lengths, key_lengths))
         key_BM = (keys_B.cumsum(0) - keys_B)[:, None] + torch.minimum(counting_M, keys_B[:, None] - 1)
+        own_BQ = torch.minimum(counting_Q, own_B[:, None] - 1)
         return Run(
             lengths,
-            query_BQ=(own_B.cumsum(0) - own_B)[:, None] + torch.minimum(counting_Q, own_B[:, None] - 1),
+            query_BQ=(own_B.cumsum(0) - own_B)[:, None] + own_BQ,
             key_BM=places[key_BM],
             is_query_BQ=counting_Q < own_B[:, None],
-            back_BQM=counting_Q[:, None] + (keys_B - own_B)[:, None, None] - counting_M,
+            back_BQM=(own_BQ + (keys_B - own_B)[:, None])[..., None] - counting_M,
         )
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hacpo_mega.cluster.machine import device
+from hacpo_mega.cluster.machine import environment
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class DeviceTable:
     def install(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[int]:
         """Puts the table in torch's place; returns the list of devices that torch is told to use, as it grows."""
         chosen: list[int] = []
-        first = folder / "nvidia0"
         if self.has_node:
-            first.touch()
-        monkeypatch.setattr(device, "FIRST_GPU", first)
+            (folder / "nvidia3").touch()  # as in a container that is given the fourth of a machine
+        monkeypatch.setattr(environment, "DEVICES", folder)
         monkeypatch.setattr(torch.version, "cuda", self.build)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.uuids))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.uuids))

@@ -84,6 +84,18 @@ def test_one_queue_is_for_tensor_parallelism_before_blackwell(tp, driver, chosen
     assert os.environ.get(QUEUES) == found
 
 
+@pytest.mark.parametrize(
+    "there, forks", [((), True), (("nvidia-uvm", "nvidiactl"), True), (("nvidia5",), False)], ids=str
+)
+def test_a_container_with_a_later_gpu_of_its_machine_has_one(there, forks, tmp_path, monkeypatch):
+    """Its number stays, and NVIDIA's tool need not be there: ranks would be forked, and vLLM set up as on a CPU."""
+    for name in there:
+        (tmp_path / name).touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(environment, "DEVICES", tmp_path)
+    assert environment.may_fork_ranks() is forks
+
+
 def test_nobody_else_decides_it():
     assert QUEUES not in library_settings(on_cuda=True)
     assert QUEUES not in (ROOT / "launch" / "env.sh").read_text(encoding="utf-8")

@@ -2,8 +2,10 @@
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from hacpo_mega.cluster.watchdog import Progress
 
@@ -52,6 +54,16 @@ def test_who_waits_for_its_device_is_named_after_the_absent_rank():
     is_done = True
     progress.tick()
     assert beats_until_stuck(progress)[0] == 10
+
+
+def test_who_waits_for_a_device_that_failed_says_so():
+    """The query of a GPU's queue raises from then on, in the thread that sends this process's signs of life."""
+    progress = Progress()
+    progress.queue = Mock()
+    progress.queue.query.side_effect = torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with")
+    progress.enter("learn")
+    beats, said = beats_until_stuck(progress)
+    assert beats == 13 and said.endswith("and its device has failed: CUDA error: unspecified launch failure")
 
 
 def test_the_absent_rank_of_a_collective_is_named_first():

@@ -166,6 +166,23 @@ def test_what_flash_cannot_take_suits_the_memory_efficient_kernel(has_sinks, win
         torch.testing.assert_close(mine, expected, rtol=0, atol=4 * ROUNDING * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_every_query_sees_a_key(window, monkeypatch):
+    """Also one that pads a shorter answer: CUDA's memory-efficient kernel gives a row without keys a log-sum-exp of
+    minus infinity, and backward, exp(-inf - -inf) is NaN for all keys, whatever the row's gradient."""
+    seen = []
+
+    def noted(query, key, value, sees, **how):
+        seen.append(True if sees is None else sees.any(dim=-1).all().item())
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, sees, **how)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", noted)
+    inputs = [torch.randn(22, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    prefixes = torch.tensor([(0, 0), (0, 0), (0, 8), (8, 4)]).int()  # the first answer is shorter, with more keys
+    attended(inputs, torch.tensor([0, 8, 12, 16, 22]).int(), prefixes, window)
+    assert len(seen) == 3 and all(seen)
+
+
 class DenseKernel:
     """A twin of the flash kernel for one sequence: torch's for the CPU, with its log-sum-exp."""
 
