@@ -303,7 +303,11 @@ def test_one_table_for_two_kinds_of_layers_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "given", "other"),
     [
-        ("llama", {"is_llama_config": True, "rope_interleaved": False}, {"rope_interleaved": True}),  # SmolLM2
+        (
+            "llama",  # SmolLM2
+            {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+            {"rope_interleaved": True},
+        ),
         (
             "qwen3_moe",  # Qwen3-Coder
             {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False},
