@@ -28,7 +28,7 @@ DESCRIBES = frozenset(
     | {"encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "chunk_size_feed_forward"}
     | {"forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"}
     | {"suppress_tokens", "begin_suppress_tokens", "decoder_start_token_id", "unsloth_fixed", "unsloth_version"}
-    | {"is_llama_config"}
+    | {"is_llama_config", "transformers.js_config"}
 )
 # Fields that every family may have with this value alone: with another the model computes something else.
 ONLY: Mapping[str, Any] = {

@@ -94,6 +94,8 @@ def read_rope(path: Path, fields: Fields, family: Family) -> dict[str, Any]:
         raise ValueError(
             f"{path}: rope_parameters of {family.model_type} has a table for {FULL!r} and {WINDOWED!r} each"
         )
+    if family.two_ropes and not table.given:
+        _refuse_passed_over(path, older, family)
     table = table if table.given else older
     table = table if table.given else Fields(path, family.defaults.get("rope_parameters", {}))
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
@@ -104,7 +106,7 @@ def read_rope(path: Path, fields: Fields, family: Family) -> dict[str, Any]:
     if family.counts_turning and fields.given.get("rotary_dim") is not None:
         own_share = fields.count("rotary_dim") / fields.count("head_dim")
     share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
-    kind = table.given.get("rope_type") or table.given.get("type") or "default"
+    kind = _kind(path, table)
     share = family.rotary_share if kind == "proportional" else share  # whose own it is
     if share != family.rotary_share and not family.may_turn_a_part:
         raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
@@ -140,12 +142,31 @@ def read_unturned(path: Path, fields: Fields, family: Family, num_layers: int) -
     return tuple(layer for layer, turn in enumerate(turns) if not turn)
 
 
+def _kind(path: Path, table: Fields) -> Any:
+    """The kind of scaling by either of its names. ValueError for two kinds, which vLLM refuses."""
+    kind, older = table.given.get("rope_type"), table.given.get("type")
+    if kind and older and kind != older:
+        raise ValueError(f"{path}: rope_type {short(kind)} and type {short(older)} are two rope types; write the first")
+    return kind or older or "default"
+
+
+def _refuse_passed_over(path: Path, older: Fields, family: Family) -> None:
+    """ValueError for what transformers passes over in a `rope_scaling` of layers of two kinds, since it adds that to
+    the table of one of them."""
+    is_named = older.given.get("rope_type") or older.given.get("type") in (None, "default")
+    if lost := [key for key in (FULL, WINDOWED, *(() if is_named else ("type",))) if key in older.given]:
+        raise ValueError(
+            f"{path}: transformers passes over {lost[0]} = {short(older.given[lost[0]])} in rope_scaling of "
+            f"{family.model_type}; write rope_parameters, with a table and its rope_type for both kinds of layers"
+        )
+
+
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
     """The base of layers with a window: in a table of their own or, in older folders, in a field."""
     own = table.table(WINDOWED)
+    kind = _kind(path, own)
     if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
         raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")
-    kind = own.given.get("rope_type") or own.given.get("type") or "default"
     if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
     local = fields.positive("rope_local_base_freq", default=family.defaults["window_theta"])

@@ -147,8 +147,9 @@ def dtype_name(folder: Path) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json that names the dtype `name`, under the key that it uses already; so does its text_config."""
-    named = {**config, "torch_dtype" if "torch_dtype" in config else "dtype": name}
+    """A config.json that names the dtype `name`, under the keys that it uses already; so does its text_config."""
+    keys = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
+    named = {**config, **dict.fromkeys(keys, name)}
     if isinstance(text := config.get("text_config"), dict) and text.keys() & {"dtype", "torch_dtype"}:
         named["text_config"] = with_dtype(text, name)
     return named

@@ -300,10 +300,29 @@ def test_one_table_for_two_kinds_of_layers_is_refused(tmp_path):
         read(tmp_path, json.loads(GEMMA3) | {"rope_parameters": flat})
 
 
+@pytest.mark.parametrize("published", [GEMMA3, OLMO3])
+def test_what_transformers_passes_over_in_scaling_of_two_kinds_is_refused(tmp_path, published):
+    """It adds the table to one that has a rope_type, and vLLM takes what it makes of that."""
+    config, older = json.loads(published), {"type": "linear", "factor": 8.0}
+    theirs = AutoConfig.for_model(**config | {"rope_scaling": older}).rope_parameters["full_attention"]
+    assert theirs["rope_type"] == "default"
+    with pytest.raises(ValueError, match="passes over type = 'linear' in rope_scaling of"):
+        read(tmp_path, config | {"rope_scaling": older})
+    with pytest.raises(ValueError, match=r"passes over full_attention = \{.* in rope_scaling of"):
+        read(tmp_path, config | {"rope_scaling": {"full_attention": {**older, "rope_type": "linear"}}})
+    with pytest.raises(ValueError, match="rope_type 'linear' and type 'yarn' are two rope types"):
+        read(tmp_path, config | {"rope_scaling": {**older, "rope_type": "linear", "type": "yarn"}})
+    assert read(tmp_path, config | {"rope_scaling": {**older, "rope_type": "linear"}}).rope.factor == 8.0
+
+
 @pytest.mark.parametrize(
     ("model_type", "given", "other"),
     [
-        ("llama", {"is_llama_config": True, "rope_interleaved": False}, {"rope_interleaved": True}),  # SmolLM2
+        (
+            "llama",  # SmolLM2
+            {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+            {"rope_interleaved": True},
+        ),
         (
             "qwen3_moe",  # Qwen3-Coder
             {"shared_expert_intermediate_size": 0, "use_qk_norm": True, "qkv_bias": False},

@@ -344,6 +344,10 @@ def test_a_dtype_is_named_wherever_there_is_one():
     config = {"torch_dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16", "hidden_size": 8}}
     written = with_dtype(config, "float32")
     assert written == {"torch_dtype": "float32", "text_config": {"torch_dtype": "float32", "hidden_size": 8}}
+    # transformers takes the first.
+    both = {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert with_dtype(both, "float32") == {"dtype": "float32", "torch_dtype": "float32"}
+    assert with_dtype({}, "float32") == {"dtype": "float32"}
 
 
 def test_half_a_checkpoint_is_one_line(folder):
