@@ -21,6 +21,7 @@ from job import run_ranks
 from hacpo_mega.cluster.machine.environment import (
     CACHES,
     EXPECTED,
+    FLASHINFER,
     ON_CUDA,
     library_settings,
     own_caches,
@@ -147,6 +148,22 @@ def test_what_is_not_ours_is_not_used(found, tmp_path, monkeypatch):
     (tmp_path / "cache/hacpo_mega" / socket.gethostname()).chmod(0o777)
     with pytest.raises(ValueError, match=r"is a folder of yours, or can be made one: set TMPDIR"):
         own_caches("small")
+
+
+@pytest.mark.parametrize("home", ["there", "a file", "chosen"])
+def test_flashinfer_has_a_folder_where_the_home_takes_none(home, tmp_path, monkeypatch):
+    """It makes one when vLLM imports it, at the start of an engine on Hopper, which ended there."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in (*CACHES, FLASHINFER):
+        monkeypatch.setenv(name, "/of/the/user")
+    if home != "chosen":
+        monkeypatch.delenv(FLASHINFER)
+    monkeypatch.setenv("HOME", str(tmp_path if home == "there" else tmp_path / "nvidia-smi"))
+    own_caches("small")
+    own = str(tmp_path / f"hacpo_mega-{os.getuid()}" / "small" / "flashinfer")
+    assert os.environ.get(FLASHINFER) == {"there": None, "chosen": "/of/the/user"}.get(home, own)
 
 
 NAMES_OF_OTHERS = (

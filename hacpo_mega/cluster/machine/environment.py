@@ -82,6 +82,9 @@ EXPECTED = {
 # loads what it finds there: else under a name in the temporary folder that anybody can take.
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
+# Where nvcc and ninja are on PATH vLLM imports FlashInfer on Hopper and later, and that makes a folder in the home.
+# A user may have fetched kernels to there, so the folder moves only where that fails.
+FLASHINFER = "FLASHINFER_WORKSPACE_BASE"
 
 # Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
@@ -174,6 +177,15 @@ def own_caches(agent: str) -> None:
     folder = folder_on_node() if missing else Path()
     for name in missing:
         os.environ[name] = str(folder / agent / CACHES[name])
+    if FLASHINFER not in os.environ and not _home_takes_folders():
+        os.environ[FLASHINFER] = str(folder_on_node() / agent / "flashinfer")
+
+
+def _home_takes_folders() -> bool:
+    """False where the home is read only, as a container may have it, or is another user's."""
+    cache = Path(os.path.expanduser("~/.cache"))
+    found = next(folder for folder in (cache, *cache.parents) if os.path.exists(folder))
+    return found.is_dir() and os.access(found, os.W_OK)
 
 
 def one_queue(tp: int) -> None:
