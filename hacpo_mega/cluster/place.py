@@ -84,9 +84,10 @@ class Place(JobGroups):
         env = LauncherEnv.find()
         rank_map.require_world_size(env.world_size)
         rank_map.require_one_node(env.num_local)
-        own_caches(rank_map.coordinate(env.rank).agent_name)
+        number = rank_map.device_number(env.rank, env.local_rank)
+        own_caches(rank_map.coordinate(env.rank).agent_name, number)
         one_queue(rank_map.agents[rank_map.coordinate(env.rank).agent].tp)
-        device = rank_device(rank_map.device_number(env.rank, env.local_rank))
+        device = rank_device(number)
         secret = Secret.of_job(env)
         if store is None:
             allow_connections(env.world_size)

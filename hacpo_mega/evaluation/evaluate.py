@@ -299,6 +299,7 @@ def engine_of(settings: EvaluationSettings, codec: TextCodec, place: Place) -> E
         eos_ids=codec.ends.ids if environment is None else turn_format(codec, environment).stop_ids,
         random_weights=stored is not None,
         can_sleep=False,
+        timeout_s=WAIT_S,  # the first rank of an engine judges while the others wait for its next turns
         options=settings.vllm,
     )
     engine = Engine(spec)

@@ -21,6 +21,7 @@ from job import run_ranks
 from hacpo_mega.cluster.machine.environment import (
     CACHES,
     EXPECTED,
+    FLASHINFER,
     ON_CUDA,
     library_settings,
     own_caches,
@@ -74,7 +75,11 @@ def read_by_the_libraries(folder: Path, chosen: dict[str, str]) -> dict[str, Any
     prepare_environment()
     with Place.join(RANKS) as place:
         read = {name: getattr(vllm.envs, name) for name in OF_VLLM}
-        read |= {"agent": place.coordinate.agent_name, "TRITON_CACHE_DIR": triton.knobs.cache.dir}
+        read |= {
+            "agent": place.coordinate.agent_name,
+            "rank": place.coordinate.global_rank,
+            "TRITON_CACHE_DIR": triton.knobs.cache.dir,
+        }
         asked = {"queues": "CUDA_DEVICE_MAX_CONNECTIONS", "order": "CUDA_DEVICE_ORDER"}
         asked |= {"flashinfer": "FLASHINFER_LOGGING_LEVEL"}
         read["expected"] = [is_shown(name, text) for name, text in EXPECTED.items()]
@@ -93,6 +98,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
         agent = read["agent"]
         assert read == {
             "agent": agent,
+            "rank": read["rank"],
             "queues": {"small": None, "large": "1"}[agent],
             "order": "PCI_BUS_ID",
             "flashinfer": "warning",
@@ -104,7 +110,7 @@ def test_a_rank_reads_what_cuda_asks_for(tmp_path):
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_ALLREDUCE_USE_FLASHINFER": False,
             "VLLM_USE_FLASHINFER_SAMPLER": False,
-            "VLLM_CACHE_ROOT": str(own / agent / "vllm"),
+            "VLLM_CACHE_ROOT": str(own / agent / "vllm" / str(read["rank"])),
             "TRITON_CACHE_DIR": str(own / agent / "triton"),
         }
 
@@ -126,6 +132,24 @@ def test_what_the_user_has_set_stays(tmp_path):
         assert read["TRITON_CACHE_DIR"].startswith(str(tmp_path))
 
 
+def test_vllms_code_is_that_of_the_device(tmp_path, monkeypatch):
+    """It names its device by number. vLLM tells ranks of an agent apart, and the layout decides where a rank is."""
+    assert "device_guard(self.device_idx)" in source_of("torch._inductor.codegen.wrapper")
+    assert 'f"rank_{rank}_{dp_rank}"' in source_of("vllm.compilation.decorators")
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    split, in_turns = (RankMap(1, RANKS.agents, shares_devices=shares) for shares in (False, True))
+    found = []
+    for device in (split.device_number(1, 1), in_turns.device_number(1, 1)):  # the first rank of the second agent
+        for name in CACHES:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        own_caches("large", device)
+        found.append({name: os.environ[name] for name in CACHES})
+    assert {name for name in CACHES if found[0][name] != found[1][name]} == {"VLLM_CACHE_ROOT"}
+
+
 @pytest.mark.parametrize("found", ["link", "file"])
 def test_what_is_not_ours_is_not_used(found, tmp_path, monkeypatch):
     """A link that somebody laid there would lead our compiled code, and what we run, to a place of his."""
@@ -139,14 +163,31 @@ def test_what_is_not_ours_is_not_used(found, tmp_path, monkeypatch):
     own = tmp_path / f"hacpo_mega-{os.getuid()}"
     own.symlink_to(tmp_path / "elsewhere") if found == "link" else own.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    own_caches("small")
+    own_caches("small", 3)
     assert {os.environ.pop(name) for name in CACHES} == {
-        str(tmp_path / "cache/hacpo_mega" / socket.gethostname() / "small" / part) for part in CACHES.values()
+        str(tmp_path / "cache/hacpo_mega" / socket.gethostname() / "small" / part.format(device=3))
+        for part in CACHES.values()
     }
     (tmp_path / "cache/hacpo_mega").chmod(0o777)
     (tmp_path / "cache/hacpo_mega" / socket.gethostname()).chmod(0o777)
     with pytest.raises(ValueError, match=r"is a folder of yours, or can be made one: set TMPDIR"):
-        own_caches("small")
+        own_caches("small", 3)
+
+
+@pytest.mark.parametrize("home", ["there", "a file", "chosen"])
+def test_flashinfer_has_a_folder_where_the_home_takes_none(home, tmp_path, monkeypatch):
+    """It makes one when vLLM imports it, at the start of an engine on Hopper, which ended there."""
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in (*CACHES, FLASHINFER):
+        monkeypatch.setenv(name, "/of/the/user")
+    if home != "chosen":
+        monkeypatch.delenv(FLASHINFER)
+    monkeypatch.setenv("HOME", str(tmp_path if home == "there" else tmp_path / "nvidia-smi"))
+    own_caches("small", 3)
+    own = str(tmp_path / f"hacpo_mega-{os.getuid()}" / "small" / "flashinfer")
+    assert os.environ.get(FLASHINFER) == {"there": None, "chosen": "/of/the/user"}.get(home, own)
 
 
 NAMES_OF_OTHERS = (

@@ -79,9 +79,13 @@ EXPECTED = {
     "vllm.renderers.base": "Using None for EOS token id",
 }
 # Compiled code, of Triton, vLLM and torch, each in a folder of own_caches. torch makes its own when it is imported, and
-# loads what it finds there: else under a name in the temporary folder that anybody can take.
+# loads what it finds there: else under a name in the temporary folder that anybody can take. vLLM's code names its
+# device by number and lies under the rank in the agent, whose device is another one with another layout or placement.
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm", INDUCTOR: "inductor"}
+CACHES = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm/{device}", INDUCTOR: "inductor"}
+# Where nvcc and ninja are on PATH vLLM imports FlashInfer on Hopper and later, and that makes a folder in the home.
+# A user may have fetched kernels to there, so the folder moves only where that fails.
+FLASHINFER = "FLASHINFER_WORKSPACE_BASE"
 
 # Variables that a cluster may have to change; rank 0 of a Slurm job prints those that are set.
 SHOWN = re.compile(r"(MASTER|NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|PYTORCH)_\w+")
@@ -159,8 +163,8 @@ def _inductor_folder() -> str:
     return os.sep  # torch asks for a folder that is there
 
 
-def own_caches(agent: str) -> None:
-    """On CUDA, gives an agent's processes on this node a cache folder of their own for compiled code.
+def own_caches(agent: str, device: int) -> None:
+    """On CUDA, gives an agent's process with this device on its node a cache folder of its own for compiled code.
 
     On the node, because a home on the network is slow to compile in and is written by all nodes at once; the agent's,
     because vLLM's names do not tell two agents of one model apart. Under the temporary folder (TMPDIR), kept for the
@@ -174,7 +178,16 @@ def own_caches(agent: str) -> None:
     missing = [name for name in CACHES if name not in os.environ]
     folder = folder_on_node() if missing else Path()
     for name in missing:
-        os.environ[name] = str(folder / agent / CACHES[name])
+        os.environ[name] = str(folder / agent / CACHES[name].format(device=device))
+    if FLASHINFER not in os.environ and not _home_takes_folders():
+        os.environ[FLASHINFER] = str(folder_on_node() / agent / "flashinfer")
+
+
+def _home_takes_folders() -> bool:
+    """False where the home is read only, as a container may have it, or is another user's."""
+    cache = Path(os.path.expanduser("~/.cache"))
+    found = next(folder for folder in (cache, *cache.parents) if os.path.exists(folder))
+    return found.is_dir() and os.access(found, os.W_OK)
 
 
 def one_queue(tp: int) -> None:

@@ -3,16 +3,18 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import make_model
 
 from hacpo_mega.data.reading.files import PromptRow
+from hacpo_mega.evaluation import evaluate
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, read_answers
 from hacpo_mega.evaluation.benchmarks import (
     Benchmark,
 )
-from hacpo_mega.evaluation.evaluate import Request, batches_of, request_seed
+from hacpo_mega.evaluation.evaluate import WAIT_S, Request, batches_of, request_seed
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import (
     Answers,
@@ -186,3 +188,17 @@ def test_an_answer_of_another_shape_is_named_by_line_and_field(change, said, tmp
     file.close()
     with pytest.raises(ValueError, match=rf"b\.lane_0000\.jsonl:2: not an answer of an evaluation: {said}"):
         read_answers(tmp_path, "b")
+
+
+def test_an_engine_waits_for_its_judge_as_long_as_the_job(monkeypatch):
+    """With turns the other ranks of an engine wait in its groups while the first one judges what was said."""
+    monkeypatch.setattr(evaluate, "Engine", lambda spec: spec)
+    monkeypatch.setattr(evaluate, "agents_per_device", lambda place: 1)
+    monkeypatch.setattr(evaluate, "environment_of", lambda talk: None)
+    settings = SimpleNamespace(
+        stored=None, dtype="float32", conversation=None, folder=Path("model"), max_prompt_tokens=8, longest_answer=8,
+        trust_remote_code=False, vllm={},
+    )  # fmt: skip
+    place = SimpleNamespace(rank_map=SimpleNamespace(agents=[SimpleNamespace(engine_tp=2)]))
+    codec = SimpleNamespace(ends=SimpleNamespace(ids=(7,)))
+    assert evaluate.engine_of(settings, codec, place).timeout_s == WAIT_S
