@@ -82,6 +82,9 @@ def write_hostile_studies(folder: Path) -> None:
     }
     curves |= dict.fromkeys(("generated_answers", "trained_answers", "updates"), counts)
     run = points | {"regime": HOSTILE[2], "stage": "reported", "learning_rate": 0.1, "seed": 1, "curves": curves}
+    run |= {"versions": {HOSTILE[0]: HOSTILE[1]}, "machine": {"cpu": HOSTILE[2], "cores": 1}, "config_file": HOSTILE[0]}
+    identity = {"config": HOSTILE[0], "held_out": HOSTILE[1], "models": {HOSTILE[0]: HOSTILE[2]}}
+    run |= {"overrides": HOSTILE, "identity": identity, "diagnosis": {"steps_per_window": 1, "values": {}}}
     (folder / "grid").mkdir(parents=True)
     lines = (json.dumps(run | {"method": text}) + "\n" for text in HOSTILE)
     (folder / "grid" / "runs.jsonl").write_text("".join(lines))

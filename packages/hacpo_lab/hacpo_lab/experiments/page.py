@@ -46,7 +46,7 @@ def render_page(
     for name, regime in evidence.items():
         facts = (join(tag("dt", key), tag("dd", fact)) for key, fact in facts_of(regime).items())
         parts += [tag("h2", name), tag("dl", *facts, class_="facts-grid")]
-        parts += [_section(found) for found in tables_of(grid, regime)]
+        parts += [_section(found) for found in tables_of(regime, grid)]
         parts += [_picture(picture) for picture in pictures[name]]
     meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
     head = tag("head", meta, tag("title", f"{title} - hacpo_mega"), tag("style", Html(STYLE)))
