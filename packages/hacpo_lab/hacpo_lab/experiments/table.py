@@ -1,7 +1,8 @@
-"""The evidence as tables for people: cells of text, written as Markdown here and as HTML by page.py."""
+"""The evidence as tables for people: cells of text, for Markdown and the page of watch here, as HTML by page.py."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hacpo_lab.experiments.comparison import MIN_PAIRS, Difference
 from hacpo_lab.experiments.evidence import ALL_AGENTS, SAMPLED_MEAN, MethodEvidence, RegimeEvidence, WarmStarts
@@ -17,7 +18,12 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def of_watch(self, before: str = "") -> dict[str, Any]:
+        """The table as the page of watch draws it; `before` stands in front of the title."""
+        rows = [*map(list, self.rows)]
+        return {"title": f"{before}{self.title}", "head": self.head, "rows": rows, "notes": self.notes}
 
 
 def tables_of(regime: RegimeEvidence, grid: Grid | None = None) -> list[Table]:

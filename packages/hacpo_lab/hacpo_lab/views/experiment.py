@@ -54,15 +54,7 @@ def experiment(folder: Path, reference: str | None) -> dict[str, Any]:
         rates = {method: Tuned(found[0].learning_rate, {}) for method, found in by_method.items()}
         evidence = regime_evidence(by_method, chosen, rates, tuned_as={method: method for method in methods})
         charts += _charts(regime, by_method, evidence)
-        tables += [
-            {
-                "title": f"{regime}: {table.title}",
-                "head": table.head,
-                "rows": [*map(list, table.rows)],
-                "notes": table.notes,
-            }
-            for table in tables_of(evidence)
-        ]
+        tables += [table.of_watch(f"{regime}: ") for table in tables_of(evidence)]
     commits = sorted({str(run.commit)[:12] for run in reported})
     facts = {"reported runs": str(len(reported)), "tuning runs": str(len(runs) - len(reported))}
     facts |= {"commit": ", ".join(commits), "reference": chosen}
