@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from watched_run import AGENTS, WatchedRun
 
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
-from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
+from hacpo_mega.logbook.evaluation_file import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.models.files.visible import visible
 from hacpo_mega.watch import views_of
 from hacpo_mega.watch.answers import Judges
