@@ -7,6 +7,7 @@ learner.
 import datetime
 import json
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
     cards = tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
     parts = [_head(run, name), _unshared(run), cards, _facts(run), _accuracy_section(run)]
     parts.append(render_benchmarks(run.folder))
-    parts += [_picture(picture) for picture in pictures]
+    parts += [shown_picture(picture, "h2") for picture in pictures]
     if (samples := render_samples(run)) is not None:
         note = (
             "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied. "
@@ -50,22 +51,21 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
             "dotted below, solid above, thick beyond 20 %."
         )
         parts.append(join(tag("h2", "Sample prompts"), tag("p", note, class_="note"), samples))
-    parts.append(_appendix(run))
-    body = tag("body", *(part for part in parts if part))
+    return whole_page(name, [*parts, _appendix(run)])
+
+
+def whole_page(title: str, parts: Iterable[Html | None]) -> str:
+    """A page as text: it opens from disk, runs no script and refers to nothing outside."""
     meta = Html(f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">')
-    head = tag("head", meta, tag("title", f"{name} - hacpo_mega"), tag("style", Html(STYLE)))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    head = tag("head", meta, tag("title", f"{title} - hacpo_mega"), tag("style", Html(STYLE)))
+    return f"<!doctype html>\n{tag('html', head, tag('body', *filter(None, parts)), lang='en')}\n"
 
 
 def _head(run: Run, name: str) -> Html:
     planned = run.setting("num_steps")
     progress = f"{run.num_steps} of {planned} steps" if planned else f"{run.num_steps} steps"
-    return join(tag("h1", name), tag("div", " · ".join([*_method(run), progress]), class_="sub"))
-
-
-def _method(run: Run) -> list[str]:
-    parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
-    return [f"{' / '.join(str(part) for part in parts if part)}"] if any(parts) else []
+    method = " / ".join(str(part) for key in ("method", "preset") if (part := run.setting("algorithm", key)))
+    return join(tag("h1", name), tag("div", " · ".join(filter(None, (method, progress))), class_="sub"))
 
 
 def _unshared(run: Run) -> Html:
@@ -153,8 +153,12 @@ def _facts(run: Run) -> Html:
         "commit": (start.get("commit") or "").replace("+", " with local changes ").strip(),
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
     }
-    known = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
-    return tag("dl", *(join(tag("dt", name), tag("dd", fact)) for name, fact in known.items()), class_="facts-grid")
+    return facts_grid({name: str(fact) for name, fact in facts.items() if fact not in (None, "")})
+
+
+def facts_grid(facts: Mapping[str, str]) -> Html:
+    """Facts by their names."""
+    return tag("dl", *(join(tag("dt", name), tag("dd", fact)) for name, fact in facts.items()), class_="facts-grid")
 
 
 def _describe_agent(agent: dict[str, Any]) -> str:
@@ -221,10 +225,11 @@ def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:
     return "" if interval is None else f" [{interval[0]:{how}}, {interval[1]:{how}}]"
 
 
-def _picture(picture: Picture) -> Html:
+def shown_picture(picture: Picture, heading: str) -> Html:
+    """A figure below its title, a `heading` such as h2, what it says and its note."""
     drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
     told = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
-    return join(tag("h2", picture.title), *told, tag("p", picture.note, class_="note"), drawing)
+    return join(tag(heading, picture.title), *told, tag("p", picture.note, class_="note"), drawing)
 
 
 def _appendix(run: Run) -> Html:
