@@ -11,9 +11,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from hacpo_lab.experiments.evidence import ALL_AGENTS, evidence_of
-from hacpo_lab.experiments.final_answers import GREEDY
 from hacpo_lab.experiments.grid import load_grid
-from hacpo_lab.experiments.result import Result
+from hacpo_lab.experiments.result import GREEDY, Result
 from hacpo_lab.experiments.trust import read_results
 
 HERE = Path(__file__).parent

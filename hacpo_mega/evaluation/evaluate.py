@@ -36,8 +36,9 @@ from hacpo_mega.evaluation.answers import (
 )
 from hacpo_mega.evaluation.benchmarks import Benchmark
 from hacpo_mega.evaluation.settings import EvaluationSettings
-from hacpo_mega.evaluation.table import Evaluation, summarize, write_evaluation
+from hacpo_mega.evaluation.table import summarize
 from hacpo_mega.grading.run_judge import environment_judgement, judge_of
+from hacpo_mega.logbook.evaluation_file import Evaluation, write_evaluation
 from hacpo_mega.logbook.run.provenance import installed_versions, source_commit
 from hacpo_mega.megatron.checkpoint.stored_index import read_index
 from hacpo_mega.megatron.checkpoint.stored_state import model_weights

@@ -1,4 +1,4 @@
-"""The result of an evaluation: from answers to scores, `evaluation.json` for machines, a table for people.
+"""The result of an evaluation: from answers to scores, and as a table in the terminal.
 
     avg@k    mean reward: with rewards of 0 and 1 the expected accuracy of one answer, else shown as mean reward@k
     best@k   mean of the highest reward among the k answers to a problem, else shown as best reward@k
@@ -7,16 +7,16 @@
     maj@k    share of problems whose most frequent final answer is a success
 
 An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
-any judged answer is left out. Elsewhere: which answers are a success (hacpo_grading/judge.py), and the report page of a
-run (report/).
+any judged answer is left out. Elsewhere: which answers are a success (hacpo_grading/judge.py), `evaluation.json` and
+the cells of tables (logbook.evaluation_file.py).
 """
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from math import comb, nan
 from pathlib import Path
 from statistics import fmean
@@ -29,11 +29,18 @@ from scipy.stats import bootstrap
 
 from hacpo_mega.evaluation.answers import NO_ANSWER, Answer, read_answers
 from hacpo_mega.evaluation.benchmarks import Benchmark
-from hacpo_mega.logbook.steps.held_out import is_graded, score_name
-from hacpo_mega.models.files.replacing import replace_file
+from hacpo_mega.logbook.evaluation_file import (
+    COLUMNS,
+    BenchmarkResult,
+    Estimate,
+    Evaluation,
+    rows_of,
+    spoken_scores,
+    warnings_of,
+)
+from hacpo_mega.logbook.steps.held_out import is_graded
 from hacpo_mega.models.files.visible import one_line
 
-RESULT = "evaluation.json"
 LOG_WIDTH = 160  # of a table in a file
 LINE_SCORES = 3  # of graded rewards, whose names are long: a line of more is cut between a name and its number
 NUM_RESAMPLES = 2000
@@ -57,15 +64,6 @@ class Answers:
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.correct) == len(self.votes) > 0, (self.rewards, self.correct, self.votes)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over problems with its bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 def average(answers: Answers) -> float:
@@ -143,41 +141,6 @@ def are_graded(problems: Sequence[Answers]) -> bool:
     return bool(rewards) and is_graded(fmean(rewards), fmean(reward**2 for reward in rewards))
 
 
-@dataclass(frozen=True)
-class BenchmarkResult:
-    """One benchmark: its scores by name, such as "avg@30", and the counts behind them.
-
-    graded            a reward lay between 0 and 1: avg@k is shown as mean reward@k, best@k as best reward@k
-    num_repeated      rows of its file that repeat a problem and count nowhere
-    num_problems      that were asked                num_dropped       over the prompt limit, not asked
-    num_unscored      without any judged answer      num_unjudged      answers without a reward
-    no_answer, cut    shares of answers without a final answer, and ended by the length limit
-    """
-
-    name: str
-    headline: str
-    scores: dict[str, Estimate]
-    num_problems: int
-    num_dropped: int
-    num_unscored: int
-    num_answers: int
-    num_unjudged: int
-    no_answer: float
-    cut: float
-    tokens_mean: float
-    num_repeated: int = 0
-    graded: bool = False
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All benchmarks of one evaluation; `average` is the unweighted mean of their headline scores."""
-
-    settings: dict[str, Any]
-    benchmarks: tuple[BenchmarkResult, ...]
-    average: Estimate
-
-
 def summarize(
     settings: dict[str, Any], benchmarks: Sequence[Benchmark], num_dropped: Mapping[str, int], out: Path, seed: int
 ) -> Evaluation:
@@ -252,97 +215,22 @@ def _mean(values: Any) -> float:
     return fmean(found) if found else math.nan
 
 
-def write_evaluation(evaluation: Evaluation, out: Path) -> None:
-    """Writes `evaluation.json` atomically; NaN becomes null."""
-    replace_file(out / RESULT, json.dumps(_finite(asdict(evaluation)), indent=2, ensure_ascii=False) + "\n")
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
 def print_table(evaluation: Evaluation) -> None:
     """One line per benchmark, and their mean; caveats stand below."""
     table = Table(title=one_line(str(evaluation.settings["model"])), title_justify="left")
-    for column in ("benchmark", "problems", "score", "95 %", "others", "no answer", "cut", "tokens"):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("benchmark", "others") else "right")
-    for result in evaluation.benchmarks:
-        table.add_row(*_row(result))
-    if len(evaluation.benchmarks) > 1:
-        table.add_section()
-        average = evaluation.average
-        interval = "each all equal" if average.low == average.high else _interval(average)
-        table.add_row("mean", "", f"{average.value:.4f}", interval, "", "", "", "")
+    for result, row in zip_longest(evaluation.benchmarks, rows_of(evaluation)):
+        others = [row[4]]
+        if result is None:
+            table.add_section()
+        elif result.graded:
+            scores = list(spoken_scores(result).values())[1:]
+            others = [", ".join(scores[i : i + LINE_SCORES]) for i in range(0, len(scores), LINE_SCORES)]
+        table.add_row(*map(one_line, row[:4]), "\n".join(map(one_line, others)), *row[5:])
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
     console.print(table)
     for line in warnings_of(evaluation):
         console.print(one_line(line), highlight=False)
-
-
-def warnings_of(evaluation: Evaluation) -> list[str]:
-    """Caveats for a reader of the scores: repeated and dropped problems, unjudged answers, the meaning of a success."""
-    lines = []
-    for result in evaluation.benchmarks:
-        if result.num_repeated:
-            lines.append(
-                f"{result.name}: {result.num_repeated} rows repeat a problem of the file (same text, same gold); each "
-                "problem counts once"
-            )
-        if result.graded:
-            lines.append(f"{result.name}: {_success_note(result, evaluation.settings.get('reward_success'))}")
-        if result.num_dropped:
-            lines.append(f"{result.name}: {result.num_dropped} problems dropped, longer than the prompt limit")
-        if result.num_unjudged:
-            lines.append(
-                f"{result.name}: {result.num_unjudged} of {result.num_answers} answers are unjudged (a fault of the "
-                f"judge) and count nowhere; {result.num_unscored} problems are left out"
-            )
-    return lines
-
-
-def _row(result: BenchmarkResult) -> tuple[str, ...]:
-    headline = result.scores[result.headline]
-    shown = {name: f"{score_name(name, graded=result.graded)} {s.value:.4f}" for name, s in result.scores.items()}
-    others = [one_line(score) for name, score in shown.items() if name != result.headline]
-    lines = ["  ".join(others[i : i + LINE_SCORES]) for i in range(0, len(others), LINE_SCORES)]
-    return (
-        one_line(result.name),
-        str(result.num_problems),
-        one_line(shown[result.headline]),
-        _interval_of(headline, result.num_problems - result.num_unscored),
-        "\n".join(lines if result.graded else ["  ".join(others)]),
-        f"{result.no_answer:.1%}",
-        f"{result.cut:.1%}",
-        f"{result.tokens_mean:.0f}",
-    )
-
-
-def _interval_of(estimate: Estimate, num_problems: int) -> str:
-    """The interval as text; without a width it tells only how many values are equal."""
-    if num_problems and estimate.low == estimate.high:
-        return f"all {num_problems} equal" if num_problems > 1 else "1 problem"
-    return _interval(estimate)
-
-
-def _interval(estimate: Estimate) -> str:
-    return f"{estimate.low:.4f} to {estimate.high:.4f}"
-
-
-def _success_note(result: BenchmarkResult, success: str | float | None) -> str:
-    """A sentence on the successes that pass@k and maj@k count for graded rewards."""
-    if not any(name.startswith("pass@") for name in result.scores):
-        return (
-            "no answer has the full reward of 1, and nothing else says which are a success: pass@k and maj@k are left "
-            "out; reward.success says it"
-        )
-    if isinstance(success, str):
-        return f"pass@k and maj@k count successes, answers with the full reward of the part {success!r}"
-    return (
-        f"pass@k and maj@k count successes, answers with a reward of at least {1.0 if success is None else success:g}"
-    )

@@ -7,14 +7,14 @@ learner.
 import datetime
 import json
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hacpo_grading.texts.chat_messages import messages_of, tools_of
+from hacpo_mega.logbook.evaluation_file import COLUMNS, RESULT, read_evaluation, rows_of, warnings_of
 from hacpo_mega.logbook.files.rollout_log import logged_steps, prompt_text, read_rollouts
-from hacpo_mega.logbook.steps.held_out import score_name
 from hacpo_mega.logbook.steps.sharing import WORDS, Fates
-from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.catalogue import agent_colour
 from hacpo_mega.report.html import Html, join, table, tag
 from hacpo_mega.report.plots import Picture
@@ -42,7 +42,7 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
     cards = tag("div", *(_card(run, agent) for agent in run.agents), class_="cards")
     parts = [_head(run, name), _unshared(run), cards, _facts(run), _accuracy_section(run)]
     parts.append(render_benchmarks(run.folder))
-    parts += [_picture(picture) for picture in pictures]
+    parts += [shown_picture(picture, "h2") for picture in pictures]
     if (samples := render_samples(run)) is not None:
         note = (
             "Every answer was sampled while training. A is the advantage an answer has for a learner, omega applied. "
@@ -51,22 +51,21 @@ def render_page(run: Run, pictures: list[Picture]) -> str:
             "dotted below, solid above, thick beyond 20 %."
         )
         parts.append(join(tag("h2", "Sample prompts"), tag("p", note, class_="note"), samples))
-    parts.append(_appendix(run))
-    body = tag("body", *(part for part in parts if part))
+    return whole_page(name, [*parts, _appendix(run)])
+
+
+def whole_page(title: str, parts: Iterable[Html | None]) -> str:
+    """A page as text: it opens from disk, runs no script and refers to nothing outside."""
     meta = Html(f'<meta charset="utf-8">{POLICY}<meta name="viewport" content="width=device-width">')
-    head = tag("head", meta, tag("title", f"{name} - hacpo_mega"), tag("style", Html(STYLE)))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    head = tag("head", meta, tag("title", f"{title} - hacpo_mega"), tag("style", Html(STYLE)))
+    return f"<!doctype html>\n{tag('html', head, tag('body', *filter(None, parts)), lang='en')}\n"
 
 
 def _head(run: Run, name: str) -> Html:
     planned = run.setting("num_steps")
     progress = f"{run.num_steps} of {planned} steps" if planned else f"{run.num_steps} steps"
-    return join(tag("h1", name), tag("div", " · ".join([*_method(run), progress]), class_="sub"))
-
-
-def _method(run: Run) -> list[str]:
-    parts = [run.setting("algorithm", "method"), run.setting("algorithm", "preset")]
-    return [f"{' / '.join(str(part) for part in parts if part)}"] if any(parts) else []
+    method = " / ".join(str(part) for key in ("method", "preset") if (part := run.setting("algorithm", key)))
+    return join(tag("h1", name), tag("div", " · ".join(filter(None, (method, progress))), class_="sub"))
 
 
 def _unshared(run: Run) -> Html:
@@ -154,8 +153,12 @@ def _facts(run: Run) -> Html:
         "commit": (start.get("commit") or "").replace("+", " with local changes ").strip(),
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
     }
-    known = {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}
-    return tag("dl", *(join(tag("dt", name), tag("dd", fact)) for name, fact in known.items()), class_="facts-grid")
+    return facts_grid({name: str(fact) for name, fact in facts.items() if fact not in (None, "")})
+
+
+def facts_grid(facts: Mapping[str, str]) -> Html:
+    """Facts by their names."""
+    return tag("dl", *(join(tag("dt", name), tag("dd", fact)) for name, fact in facts.items()), class_="facts-grid")
 
 
 def _describe_agent(agent: dict[str, Any]) -> str:
@@ -222,10 +225,11 @@ def _between(interval: tuple[float, float] | None, how: str = ".3f") -> str:
     return "" if interval is None else f" [{interval[0]:{how}}, {interval[1]:{how}}]"
 
 
-def _picture(picture: Picture) -> Html:
+def shown_picture(picture: Picture, heading: str) -> Html:
+    """A figure below its title, a `heading` such as h2, what it says and its note."""
     drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
     told = [tag("p", text, class_=f"verdict {level}") for level, text in picture.verdicts]
-    return join(tag("h2", picture.title), *told, tag("p", picture.note, class_="note"), drawing)
+    return join(tag(heading, picture.title), *told, tag("p", picture.note, class_="note"), drawing)
 
 
 def _appendix(run: Run) -> Html:
@@ -239,41 +243,17 @@ def _appendix(run: Run) -> Html:
     return join(tag("h2", "Details"), *parts)
 
 
-HEAD = ["evaluation", "benchmark", "problems", "score", "95 % interval", "others"]
-
-
 def render_benchmarks(run_dir: Path) -> Html | None:
     """A table with a row per benchmark, or None without evaluations. ValueError names a file that is none."""
-    files = sorted((run_dir / "evaluations").glob("*/evaluation.json"))
-    rows = [row for file in files for row in _rows(file)]
+    files = sorted((run_dir / "evaluations").glob(f"*/{RESULT}"))
+    found = {file.parent.name: read_evaluation(file) for file in files}
+    rows = [[name, *row] for name, evaluation in found.items() for row in rows_of(evaluation)]
     if not rows:
         return None
     note = "Intervals are bootstraps over problems: they say how much a score depends on which problems there are."
-    return join(tag("h2", "Benchmarks"), tag("p", note, class_="note"), table(HEAD, rows, class_="numbers"))
-
-
-def _rows(file: Path) -> list[list[str]]:
-    try:
-        found = json_file(file)
-        return [_row(file.parent.name, benchmark) for benchmark in found["benchmarks"]]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{file} is not the result of hacpo-mega eval: {error!r}; move it out of the run") from error
-
-
-def _row(name: str, benchmark: dict[str, Any]) -> list[str]:
-    headline, scores = benchmark["headline"], benchmark["scores"]
-    low, high = scores[headline]["low"], scores[headline]["high"]
-    num_scored = benchmark["num_problems"] - benchmark.get("num_unscored", 0)
-    is_flat = low is not None and low == high
-    interval = f"all {num_scored} equal" if is_flat else f"{_number(low)} to {_number(high)}"
-    graded = bool(benchmark.get("graded"))
-    shown = {key: f"{score_name(key, graded=graded)} {_number(score['value'])}" for key, score in scores.items()}
-    others = ", ".join(score for key, score in shown.items() if key != headline)
-    return [name, str(benchmark["name"]), str(benchmark["num_problems"]), shown[headline], interval, others]
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    said = [f"{name}, {line}." for name, evaluation in found.items() for line in warnings_of(evaluation)]
+    notes = [tag("p", text, class_="note") for text in (note, *said)]
+    return join(tag("h2", "Benchmarks"), *notes, table(["evaluation", *COLUMNS], rows, class_="numbers"))
 
 
 def render_samples(run: Run) -> Html | None:

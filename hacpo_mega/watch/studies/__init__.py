@@ -21,7 +21,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hacpo_mega.watch.studies.evaluation import SCORES, answers, evaluation, side_by_side
+from hacpo_mega.logbook.evaluation_file import RESULT
+from hacpo_mega.watch.studies.evaluation import answers, evaluation, side_by_side
 
 Look = tuple[tuple[str, int, int], ...]
 
@@ -85,7 +86,7 @@ class Study:
 def kinds() -> Mapping[str, StudyKind]:
     """All kinds by name. Not before they are asked for: those of other packages import this file."""
     others = {entry.name: entry.load() for entry in entry_points(group="hacpo_mega.watch.studies")}
-    own = StudyKind(lambda _, names: SCORES in names, lambda folder, _: evaluation(folder / SCORES))
+    own = StudyKind(lambda _, names: RESULT in names, lambda folder, _: evaluation(folder))
     return others | {"eval": own}
 
 

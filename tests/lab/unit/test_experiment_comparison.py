@@ -206,7 +206,8 @@ def test_tables_of_graded_rewards_name_no_accuracy(tmp_path):
     write_evidence(grid, results)
     (study,) = studies_in(grid.work_dir)
     shown = study.shown()
-    assert [table["title"] for table in shown["tables"]] == ["skills: mean reward", "skills: difference to alone"]
+    titles = ["skills: mean reward", "skills: difference to alone", "skills: cost of a run"]
+    assert [table["title"] for table in shown["tables"]] == titles
     assert shown["charts"][0]["note"] == "Mean reward on held-out prompts, mean over seeds."
     assert "accuracy" not in json.dumps(shown).lower()
     assert "Mean reward of all agents at the end of a run, over the tuning seeds" in text
@@ -285,6 +286,7 @@ def test_the_page_of_watch_has_the_numbers_of_the_test_set(tmp_path):
         "skills: accuracy",
         "skills: difference to alone",
         "skills: accuracy by skill",
+        "skills: cost of a run",
     ]
     for table in tables:
         for row in table["rows"]:
@@ -296,8 +298,8 @@ def test_the_page_of_watch_has_the_numbers_of_the_test_set(tmp_path):
     for wrong, why in (
         ({"greedy": {"A": final["greedy"]["A"]}}, "the agents of its final answers"),
         ({"num_prompts": {"add": 13, "sub": 65}}, "not as many as its prompts"),
-        ({"sampled": {"A": {"add": "xy"}}}, "hexadecimal"),
-        ({"prompts": "other"}, "different test sets"),
+        ({"sampled": {"A": {"add": "xy"}}}, "final.sampled.A.add: String should match"),
+        ({"prompts": "other"}, "have answered other test sets"),
     ):
         file.write_text(json.dumps(run | {"final": final | wrong}))
         with pytest.raises(ValueError, match=why):

@@ -22,10 +22,10 @@ from hacpo_lab.throughput import memory_peak
 from hacpo_lab.throughput.flops import forward_flops, phase_flops
 from hacpo_lab.throughput.measure import AgentStep, MeasuredStep, measured_step, percentile
 from hacpo_lab.throughput.memory_peak import take_peak
-from hacpo_lab.throughput.scaling import scaling_blocks, scaling_markdown, scaling_rows
+from hacpo_lab.throughput.scaling import scaling_blocks, scaling_rows
 from hacpo_lab.throughput.schedules import load_schedule, schedules_of, with_and_without
 from hacpo_lab.throughput.summary import summarize
-from hacpo_lab.throughput.table import to_csv, to_markdown
+from hacpo_lab.throughput.table import markdown, size_tables, to_csv, to_markdown
 from hacpo_lab.throughput.workload import fixed, replayed
 from hacpo_mega.cli.app import app
 from hacpo_mega.cluster.rank_map import RankMap
@@ -99,8 +99,9 @@ def test_what_only_a_benchmark_counts_is_read_and_told():
     assert rows["hacpo", "a", "exchange"][2:4] == ["32", "0"]
     assert rows["hacpo", "b", "learn"] == ["", "", *["0"] * 7]
     text = to_markdown({"machine": "m"}, [summary])
-    assert "| CPU seconds | agent | learn |\n|---|---|---|\n| hacpo | a | 0.600 |\n| hacpo | b | 0.000 |" in text
-    assert "| KB sent | agent | exchange/lane |" in text
+    head = "### CPU seconds by phase\n\n| schedule | agent | learn |\n| --- | --- | --- |\n"
+    assert f"{head}| hacpo | a | 0.600 |\n| hacpo | b | 0.000 |" in text
+    assert "### KB sent by phase\n\n| schedule | agent | exchange/lane |" in text
 
 
 def test_learning_counts_the_lengths_that_are_trained():
@@ -287,7 +288,7 @@ def test_what_scaling_tells_is_of_a_rank_a_leader_and_a_core_second(config_file)
     assert row["trained_per_core_s"] == 100.0 / (2 * 3.0 + 4 * 1.0)
     assert (row["lane_bytes"], row["capability_bytes"], row["metrics_bytes"]) == (20.0, 3.0, 7.0)
     assert (row["cpu_s"]["exchange"], row["cpu_s"]["learn"], row["cpu_s"]["roll_out"]) == (2.0, 1.0, 0.0)
-    assert "| 2 | 2 | 6 | 10 |" in scaling_markdown({"machine": "m"}, [row])
+    assert "| 2 | 2 | 6 | 10.0 |" in markdown({"machine": "m"}, size_tables([row]))
 
 
 BAD_BENCHES = (

@@ -75,6 +75,11 @@ def test_seeds_are_a_mean_with_a_band() -> None:
     assert math.isclose(line["x"]["trained_answers"][-1], sum(spent) / len(spent), rel_tol=1e-12)
 
 
+def begun(values: Any) -> Any:
+    """The first three of numbers at five steps; anything else as it is."""
+    return values[:3] if isinstance(values, list) and len(values) == 5 else values
+
+
 def test_results_that_arrive_are_seen_and_a_wrong_one_is_a_line(tmp_path: Path) -> None:
     runs = map(json.loads, (EVIDENCE / "runs.jsonl").read_text().splitlines())
     run = next(run for run in runs if (run["method"], run["stage"]) == ("sgt", "reported"))
@@ -84,17 +89,29 @@ def test_results_that_arrive_are_seen_and_a_wrong_one_is_a_line(tmp_path: Path) 
         assert study.shown()["charts"][0]["lines"][0]["label"].endswith(f"{seed} seed{'s' * (seed > 1)}")
     other = run | {"seed": 3, "learning_rate": 0.0002}
     (tmp_path / "skills.sgt.lr-0.0002.seed-3.json").write_text(json.dumps(other))
-    names = {"sgt at 0.0002": "1", "sgt at 0.0004": "2"}
+    names = {"(start)": "", "sgt at 0.0002": "1", "sgt at 0.0004": "2"}
     assert {row[0]: row[-1] for row in study.shown()["tables"][0]["rows"]} == names
+    early = json.loads(json.dumps(run | {"seed": 4}), object_hook=lambda table: {k: begun(v) for k, v in table.items()})
+    (tmp_path / "skills.sgt.lr-0.0004.seed-4.json").write_text(json.dumps(early))
+    (_, line) = study.shown()["charts"][0]["lines"]
+    assert (line["label"], line["x"]["steps"], len(line["low"])) == ("sgt at 0.0004, 3 seeds", run["steps"][:3], 3)
+    assert line["x"]["seconds"] == run["seconds"][:3]
+    assert study.shown()["notes"] == [
+        "skills, sgt at 0.0004: seeds were evaluated at other steps; those in common are shown."
+    ]
     for content, why in (
-        (run | {"seed": "x"}, "seed is 'x'"),
+        (run | {"seed": "x"}, "(seed: Input should be a valid integer"),
         (run | {"steps": [0]}, "other lengths"),
         (run | {"agents": ["A"]}, "its agents"),
-        ([], "no table"),
-        (run | {"curves": {"accuracy": {"A": [math.nan]}}}, "curves.accuracy"),
+        ([], "(all: Input should be a valid dictionary"),
+        (run | {"curves": {"accuracy": {"A": [1e101]}}}, "(curves.accuracy.A.0: "),
+        (
+            run | {"regime": "other", "method": "a\nb", "curves": {"accuracy": {"a\nb": ["x"]}}},
+            "(curves.accuracy.a\\nb.0: ",
+        ),
     ):
         (tmp_path / "skills.sgt.lr-0.0004.seed-3.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=why) as error:
+        with pytest.raises(ValueError, match=re.escape(why)) as error:
             study.shown()
         assert "\n" not in str(error.value) and "seed-3.json" in str(error.value)
     with pytest.raises(ValueError, match="no method 'x'"):

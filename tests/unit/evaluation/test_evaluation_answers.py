@@ -20,8 +20,8 @@ from hacpo_mega.evaluation.table import (
     Answers,
     judged,
     summarize,
-    warnings_of,
 )
+from hacpo_mega.logbook.evaluation_file import warnings_of
 from hacpo_mega.models.files.folder import check_positions
 from hacpo_mega.models.files.weight_files import weights_fingerprint
 

@@ -23,7 +23,6 @@ from hacpo_mega.evaluation.benchmarks import (
 )
 from hacpo_mega.evaluation.table import (
     Answers,
-    Evaluation,
     average,
     best,
     majority,
@@ -33,6 +32,7 @@ from hacpo_mega.evaluation.table import (
     print_table,
     summarize,
 )
+from hacpo_mega.logbook.evaluation_file import Evaluation
 from hacpo_mega.records import Stop
 
 REAL = SHARED / "data"
@@ -190,8 +190,8 @@ def test_scores_of_graded_rewards_are_called_what_they_are(tmp_path, capsys):
     assert scores == pytest.approx(wanted, abs=1e-12) and list(scores) == list(wanted)
     print_table(evaluation)
     said = capsys.readouterr().out
-    assert "mean reward@4 0.3083" in said and "best reward@4 0.6000  maj@4 0.1667  pass@1 0.2500 " in said
-    assert "pass@2 0.4444  pass@4 0.6667 " in said and "avg@" not in said
+    assert "mean reward@4 0.3083" in said and "best reward@4 0.6000, maj@4 0.1667, pass@1 0.2500 " in said
+    assert "pass@2 0.4444, pass@4 0.6667 " in said and "avg@" not in said
     assert "b: pass@k and maj@k count successes, answers with the full reward of the part 'right'\n" in said
     assert "b: 6 rows repeat a problem of the file (same text, same gold); each problem counts once\n" in said
 

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from watched_run import AGENTS, WatchedRun
 
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
-from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
+from hacpo_mega.logbook.evaluation_file import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.models.files.visible import visible
 from hacpo_mega.watch import views_of
 from hacpo_mega.watch.answers import Judges
@@ -82,6 +82,9 @@ def write_hostile_studies(folder: Path) -> None:
     }
     curves |= dict.fromkeys(("generated_answers", "trained_answers", "updates"), counts)
     run = points | {"regime": HOSTILE[2], "stage": "reported", "learning_rate": 0.1, "seed": 1, "curves": curves}
+    run |= {"versions": {HOSTILE[0]: HOSTILE[1]}, "machine": {"cpu": HOSTILE[2], "cores": 1}, "config_file": HOSTILE[0]}
+    identity = {"config": HOSTILE[0], "held_out": HOSTILE[1], "models": {HOSTILE[0]: HOSTILE[2]}}
+    run |= {"overrides": HOSTILE, "identity": identity, "diagnosis": {"steps_per_window": 1, "values": {}}}
     (folder / "grid").mkdir(parents=True)
     lines = (json.dumps(run | {"method": text}) + "\n" for text in HOSTILE)
     (folder / "grid" / "runs.jsonl").write_text("".join(lines))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
-from hacpo_mega.evaluation.table import BenchmarkResult, Estimate, Evaluation, write_evaluation
+from hacpo_mega.logbook.evaluation_file import BenchmarkResult, Estimate, Evaluation, write_evaluation
 from hacpo_mega.watch.runs import Runs, studies_in
 from hacpo_mega.watch.studies import kinds_of
 
@@ -34,7 +34,7 @@ def test_an_evaluation_by_hand(tmp_path: Path) -> None:
         ["maths", "30", "mean reward@4 0.5000", "0.4000 to 0.6000", "best reward@4 0.7500", "12.5%", "25.0%", "17"],
         ["mean", "", "0.5000", "– to –", "", "", "", ""],
     ]
-    assert found["tables"][0]["notes"][0] == "maths: 2 problems over the prompt limit were not asked."
+    assert found["tables"][0]["notes"][1] == "maths: 2 problems dropped, longer than the prompt limit"
     lines = [
         Answer("q1", n, n, "2+2=", "4", f"it is {n}", str(n), "correct" if n == 4 else "wrong", float(n == 4), "eos", 5)
         for n in range(30)
@@ -78,7 +78,7 @@ def test_evaluations_lie_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "llama" / "evaluations" / "end" / "evaluation.json").write_text("[]")
     found = study.shown()
     assert [row[0] for row in found["tables"][0]["rows"]] == ["qwen/end"]
-    assert len(found["notes"]) == 1 and "is no evaluation: no table" in found["notes"][0]
+    assert len(found["notes"]) == 1 and "is no evaluation: all: Input should be a dict" in found["notes"][0]
     assert not list(Runs([tmp_path / "qwen"], print).studies.values())[1:], "one evaluation has nothing beside it"
 
 

@@ -144,13 +144,14 @@ def _tell(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
 def _tell_scaling(run: "Bench", out: Path, facts: Mapping[str, str]) -> None:
     import json
 
-    from hacpo_lab.throughput.scaling import scaling_markdown, scaling_rows
+    from hacpo_lab.throughput.scaling import scaling_rows
+    from hacpo_lab.throughput.table import markdown, size_tables
 
     rows = scaling_rows(run.blocks, run_blocks(run))
-    markdown = scaling_markdown(facts, rows)
-    (out / "scaling.md").write_text(markdown, encoding="utf-8")
+    text = markdown(facts, size_tables(rows))
+    (out / "scaling.md").write_text(text, encoding="utf-8")
     (out / "scaling.json").write_text(json.dumps({"facts": facts, "sizes": rows}, indent=1) + "\n", encoding="utf-8")
-    say(f"\n{markdown}\nwritten to {out}/scaling.*")
+    say(f"\n{text}\nwritten to {out}/scaling.*")
 
 
 def _facts(workload: "Workload", rounds: int, steps: int, warm_up: int) -> dict[str, str]:

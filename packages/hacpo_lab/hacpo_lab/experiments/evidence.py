@@ -10,10 +10,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from hacpo_lab.experiments.comparison import CONFIDENCE, Difference, Ends, Summary, paired_difference, summarize
-from hacpo_lab.experiments.final_answers import GREEDY, SAMPLED
 from hacpo_lab.experiments.grid import Cell, Grid
 from hacpo_lab.experiments.order import Tuned, known_cells, num_cells, num_done, reported_cells, tuned
-from hacpo_lab.experiments.result import Result, window_sizes
+from hacpo_lab.experiments.result import GREEDY, SAMPLED, Result, window_sizes
 
 ALL_AGENTS = "mean"  # what the mean over agents is called beside their names
 SAMPLED_MEAN = "mean sampled"  # the same of answers that are sampled as in training
@@ -101,7 +100,9 @@ def evidence_of(grid: Grid, results: Mapping[Cell, Result]) -> dict[str, RegimeE
             if cell in results:
                 reported.setdefault(cell.method, []).append(results[cell])
         if reported:
-            found[regime] = _regime(grid, regime, reported, scores)
+            rates = {method: tuned(grid, regime, method, scores) for method in reported}
+            tuned_as = {method: grid.tuned_as(method) for method in reported}
+            found[regime] = regime_evidence(reported, grid.reference_method, rates, tuned_as)
     return found
 
 
@@ -118,9 +119,13 @@ def as_table(grid: Grid, results: Mapping[Cell, Result]) -> dict[str, Any]:
     }
 
 
-def _regime(
-    grid: Grid, regime: str, reported: Mapping[str, list[Result]], scores: Mapping[Cell, float]
+def regime_evidence(
+    reported: Mapping[str, Sequence[Result]],
+    reference: str,
+    rates: Mapping[str, Tuned | None],
+    tuned_as: Mapping[str, str],
 ) -> RegimeEvidence:
+    """A regime by its reported runs, method by method: all of the same agents, those of a method at the same steps."""
     every = [result for results in reported.values() for result in results]
     agents = every[0].agents
     has_test_set = all(result.final is not None for result in every)
@@ -134,16 +139,16 @@ def _regime(
         agents=agents,
         start={name: _start(every, name) for name in (*agents, ALL_AGENTS)},
         measure="mean reward" if any(result.curves.is_graded for result in every) else "accuracy",
-        reference=grid.reference_method,
+        reference=reference,
         has_test_set=has_test_set,
         confidence=confidence,
         methods={
             method: _method(
                 results,
-                tuned(grid, regime, method, scores),
+                rates[method],
                 ends[method],
-                difference=_differences(grid.reference_method, method, ends, confidence),
-                ablation=_differences(grid.tuned_as(method), method, ends, confidence),
+                difference=_differences(reference, method, ends, confidence),
+                ablation=_differences(tuned_as[method], method, ends, confidence),
             )
             for method, results in reported.items()
         },
@@ -153,7 +158,7 @@ def _regime(
 def _start(results: Sequence[Result], name: str) -> float:
     of_seed: dict[int, list[float]] = {}
     for result in results:
-        of_seed.setdefault(result.seed, []).append(_accuracy(result, name)[0])
+        of_seed.setdefault(result.seed, []).append(accuracy_of(result, name)[0])
     return fmean(fmean(accuracies) for accuracies in of_seed.values())
 
 
@@ -180,7 +185,7 @@ def _ends(results: Sequence[Result], has_test_set: bool) -> dict[str, Ends]:
     agents = results[0].agents
     names = {name: (name,) for name in agents} | {ALL_AGENTS: agents}
     if not has_test_set:
-        return {name: Ends({result.seed: _accuracy(result, name)[-1] for result in results}) for name in names}
+        return {name: Ends({result.seed: accuracy_of(result, name)[-1] for result in results}) for name in names}
     found = {name: _answers(results, GREEDY, chosen) for name, chosen in names.items()}
     if all(result.final.sampled for result in results):
         found[SAMPLED_MEAN] = _answers(results, SAMPLED, agents)
@@ -214,7 +219,7 @@ def _method(
         difference=difference,
         ablation=ablation,
         steps=first.steps,
-        curves={name: _band([_accuracy(result, name) for result in results]) for name in names},
+        curves={name: _band([accuracy_of(result, name) for result in results]) for name in names},
         generated_answers=_over_agents([result.curves.generated_answers for result in results]),
         trained_answers=_over_agents([result.curves.trained_answers for result in results]),
         updates=_over_agents([result.curves.updates for result in results]),
@@ -240,7 +245,8 @@ def _cross(results: Sequence[Result], learner: str, source: str) -> dict[str, fl
     return found if found.keys() & set(CROSS) else {}
 
 
-def _accuracy(result: Result, name: str) -> tuple[float, ...]:
+def accuracy_of(result: Result, name: str) -> tuple[float, ...]:
+    """A run's accuracies at its steps, of an agent or of ALL_AGENTS."""
     return result.mean_accuracy if name == ALL_AGENTS else result.curves.accuracy[name]
 
 

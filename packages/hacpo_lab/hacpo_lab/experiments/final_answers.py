@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hacpo_lab.experiments.comparison import right_answers
+from hacpo_lab.experiments.result import GREEDY, SAMPLED, Bits, FinalAnswers
 from hacpo_mega.config import Config
-from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompts import rows_of_examples, to_prompts
 from hacpo_mega.data.reading.files import digest_of
 from hacpo_mega.data.tasks import examples_for_test
@@ -24,30 +23,6 @@ if TYPE_CHECKING:  # tables are made without torch
     from hacpo_mega.trainer.trainer import Trainer
 
 FOLDER = "final_answers"
-GREEDY, SAMPLED = "greedy", "sampled"
-
-Bits = dict[
-    str, str
-]  # by skill: right answers as bits, first prompt first, the last byte filled with 0, as hexadecimal
-
-
-class FinalAnswers(Section):
-    """The right answers of every agent to the test set, after the last step; an unjudged answer is not right."""
-
-    prompts: str
-    """Digest of the test set's prompts and golds, in order."""
-    num_prompts: dict[str, int]
-    """By skill."""
-    greedy: dict[str, Bits]
-    """By agent."""
-    sampled: dict[str, Bits]
-    """By agent; empty for conversations between roles, whose sampled answers are those of training."""
-
-    def right(self, how: str, agent: str) -> dict[str, np.ndarray]:
-        """Right answers of an agent by skill, 0 or 1, float64 [num_prompts], greedy or sampled."""
-        return {
-            skill: right_answers(bits, self.num_prompts[skill]) for skill, bits in getattr(self, how)[agent].items()
-        }
 
 
 def final_prompts(config: Config) -> tuple[Prompt, ...]:

@@ -7,24 +7,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from hacpo_lab.experiments.result import Identity
 from hacpo_mega.config import Config, RewardConfig
 from hacpo_mega.config.changes import effect_of
 from hacpo_mega.config.describe import flat
-from hacpo_mega.config.tables.section import Section
 from hacpo_mega.data.prompt_sets import held_out_prompts
 from hacpo_mega.data.reading.files import data_digest, digest_of, file_digest
 from hacpo_mega.logbook.run.run_inputs import own_code
-
-
-class Identity(Section):
-    """Equal for two runs of one method; `held_out` for two of one regime, `models` for two of one regime and seed."""
-
-    config: str
-    """Digest of configuration, training files, own code, without run_dir, seed, learning rates, checkpoint, logging."""
-    held_out: str
-    """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged, by what code."""
-    models: dict[str, str]
-    """Digest of every agent's model folder, by its name: the warm start."""
 
 
 def identity_of(config: Config) -> Identity:

@@ -12,7 +12,7 @@ from hacpo_lab.experiments.result import Result
 from hacpo_lab.experiments.table import Table, facts_of, summary_line, tables_of, to_markdown
 from hacpo_mega.models.files.replacing import replace_file
 from hacpo_mega.report.html import Html, join, table, tag
-from hacpo_mega.report.page import STYLE
+from hacpo_mega.report.page import facts_grid, shown_picture, whole_page
 from hacpo_mega.report.plots import Picture
 
 
@@ -41,16 +41,13 @@ def render_page(
     grid: Grid, evidence: Mapping[str, RegimeEvidence], pictures: Mapping[str, list[Picture]], state: str
 ) -> str:
     """The whole page as text: it opens from disk and refers to nothing outside."""
-    title = f"{', '.join(evidence) or 'no finished regime yet'}"
+    title = ", ".join(evidence) or "no finished regime yet"
     parts = [tag("h1", "Experiment"), tag("div", state, class_="sub")]
     for name, regime in evidence.items():
-        facts = (join(tag("dt", key), tag("dd", fact)) for key, fact in facts_of(regime).items())
-        parts += [tag("h2", name), tag("dl", *facts, class_="facts-grid")]
-        parts += [_section(found) for found in tables_of(grid, regime)]
-        parts += [_picture(picture) for picture in pictures[name]]
-    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
-    head = tag("head", meta, tag("title", f"{title} - hacpo_mega"), tag("style", Html(STYLE)))
-    return f"<!doctype html>\n{tag('html', head, tag('body', *parts), lang='en')}\n"
+        parts += [tag("h2", name), facts_grid(facts_of(regime))]
+        parts += [_section(found) for found in tables_of(regime, grid)]
+        parts += [shown_picture(picture, "h3") for picture in pictures[name]]
+    return whole_page(title, parts)
 
 
 def _section(found: Table) -> Html:
@@ -61,8 +58,3 @@ def _section(found: Table) -> Html:
 
 def _cell(text: str) -> str:
     return tag("b", text.strip("*")) if text.startswith("**") else text
-
-
-def _picture(picture: Picture) -> Html:
-    drawing = tag("figure", Html(picture.svg), role="img", aria_label=picture.title)
-    return join(tag("h3", picture.title), tag("p", picture.note, class_="note"), drawing)

@@ -13,17 +13,19 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+import numpy as np
+from pydantic import Field, ValidationError, model_validator
 
-from hacpo_lab.experiments.final_answers import FinalAnswers
+from hacpo_lab.experiments.comparison import right_answers
 from hacpo_lab.experiments.grid import Cell, Stage
-from hacpo_lab.experiments.identity import Identity
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.logbook.console import phase_seconds
+from hacpo_mega.logbook.files.json_lines import LARGEST, MOST
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
+from hacpo_mega.models.files.documents import one_line
 from hacpo_mega.models.files.replacing import replace_file
 
 # Metrics that follow from the configuration or say that a run is sound, and metrics kept at every evaluation.
@@ -32,6 +34,11 @@ WINDOW = 10
 PACKED = "runs.jsonl"
 # Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
 MOST_VALUES = 600
+GREEDY, SAMPLED = "greedy", "sampled"
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+# By skill: right answers as bits, first prompt first, the last byte filled with 0, as hexadecimal.
+Bits = dict[str, Annotated[str, Field(pattern=r"^(?:[0-9a-f]{2})+$")]]
 
 
 class Machine(Section):
@@ -46,26 +53,26 @@ class Machine(Section):
 class Diagnosis(Section):
     """Metrics of training over windows of steps; None where a window has none, or one that is not finite."""
 
-    steps_per_window: int
+    steps_per_window: Annotated[Count, Field(ge=1)]
     """Steps of a window; the last one may be shorter."""
-    values: dict[str, tuple[float | None, ...]]
+    values: dict[str, tuple[Number | None, ...]]
     """By metric name, four digits: the mean of a window's steps, of names that end in _max or _min their extreme."""
 
 
 class Curves(Section):
     """The findings of an evaluation and what had been spent on it, by agent, at the steps of `Result.steps`."""
 
-    accuracy: dict[str, tuple[float, ...]]
+    accuracy: dict[str, tuple[Number, ...]]
     """Over all held-out prompts: the mean reward."""
-    accuracy_by_skill: dict[str, dict[str, tuple[float, ...]]]
+    accuracy_by_skill: dict[str, dict[str, tuple[Number, ...]]]
     """By agent and skill; empty for prompts without skills."""
     is_graded: bool = False
     """Tells whether a reward lay between 0 and 1, so that the mean reward is no accuracy."""
-    generated_answers: dict[str, tuple[int, ...]]
+    generated_answers: dict[str, tuple[Count, ...]]
     """Answers that the agent has sampled for training."""
-    trained_answers: dict[str, tuple[int, ...]]
+    trained_answers: dict[str, tuple[Count, ...]]
     """Answers that the agent has been trained on, own and others'; empty when the run did not count them."""
-    updates: dict[str, tuple[int, ...]]
+    updates: dict[str, tuple[Count, ...]]
     """Optimizer updates that the agent has made; empty when the run did not count them."""
 
 
@@ -74,12 +81,42 @@ class Measured(Section):
 
     agents: tuple[str, ...]
     """In the order of the configuration."""
-    steps: tuple[int, ...]
+    steps: tuple[Count, ...]
     """Evaluated steps; step 0 is before training."""
-    seconds: tuple[float, ...]
+    seconds: tuple[Number, ...]
     """From the first evaluation to each evaluated step, evaluations not counted."""
     curves: Curves
     diagnosis: Diagnosis
+
+
+class Identity(Section):
+    """Equal for two runs of one method; `held_out` for two of one regime, `models` for two of one regime and seed."""
+
+    config: str
+    """Digest of configuration, training files, own code, without run_dir, seed, learning rates, checkpoint, logging."""
+    held_out: str
+    """Digest of the held-out prompts and golds, in order, and of how their answers are cut and judged, by what code."""
+    models: dict[str, str]
+    """Digest of every agent's model folder, by its name: the warm start."""
+
+
+class FinalAnswers(Section):
+    """The right answers of every agent to the test set, after the last step; an unjudged answer is not right."""
+
+    prompts: str
+    """Digest of the test set's prompts and golds, in order."""
+    num_prompts: dict[str, Count]
+    """By skill."""
+    greedy: dict[str, Bits]
+    """By agent."""
+    sampled: dict[str, Bits]
+    """By agent; empty for conversations between roles, whose sampled answers are those of training."""
+
+    def right(self, how: str, agent: str) -> dict[str, np.ndarray]:
+        """Right answers of an agent by skill, 0 or 1, float64 [num_prompts], greedy or sampled."""
+        return {
+            skill: right_answers(bits, self.num_prompts[skill]) for skill, bits in getattr(self, how)[agent].items()
+        }
 
 
 class Result(Measured):
@@ -89,8 +126,8 @@ class Result(Measured):
     """The format of this file."""
     regime: str
     method: str
-    learning_rate: float
-    seed: int
+    learning_rate: Number
+    seed: Count
     stage: Stage
     commit: str | None
     """The commit of the source; with `+` and a digest when files differed from it, None outside a checkout."""
@@ -104,6 +141,25 @@ class Result(Measured):
     identity: Identity
     final: FinalAnswers | None = None
     """Right answers to the test set at the end; None of a run that only tunes, or whose task has no test set."""
+
+    @model_validator(mode="after")
+    def _fits_itself(self) -> Self:
+        curves, final = self.curves, self.final
+        tables = (curves.accuracy, curves.generated_answers, curves.trained_answers, curves.updates)
+        every = [values for table in (*tables, *curves.accuracy_by_skill.values()) for values in table.values()]
+        if not self.steps or {len(self.seconds), *map(len, every)} != {len(self.steps)}:
+            raise ValueError("its curves and its steps have other lengths")
+        if not self.agents or set(self.agents) != curves.accuracy.keys():
+            raise ValueError("its agents are not those of its curves")
+        if final is None:
+            return self
+        sizes = {skill: -(-number // 8) * 2 for skill, number in final.num_prompts.items()}
+        answered = [*final.greedy.values(), *final.sampled.values()]
+        if not sizes or any({skill: len(bits) for skill, bits in skills.items()} != sizes for skills in answered):
+            raise ValueError("its final answers are not as many as its prompts")
+        if final.greedy.keys() != set(self.agents) or final.sampled.keys() not in (set(self.agents), set()):
+            raise ValueError("the agents of its final answers are others")
+        return self
 
     @property
     def cell(self) -> Cell:
@@ -209,17 +265,18 @@ def read_packed(folder: Path) -> Iterator[Result | ValueError]:
         return
     for number, line in enumerate(lines, 1):
         try:
-            yield _parsed(line, f"{path}:{number}")
+            yield parsed_result(line, f"{path}:{number}")
         except ValueError as error:
             yield error
 
 
-def _parsed(text: bytes, where: str) -> Result:
+def parsed_result(content: Any, where: str) -> Result:
+    """The result in the bytes of a file, or in what JSON made of them. ValueError, one line, begun with `where`."""
     try:
-        return Result.model_validate_json(text)
+        return (Result.model_validate_json if isinstance(content, bytes) else Result.model_validate)(content)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
+        field = one_line(".".join(map(str, first["loc"])))
         raise ValueError(
             f"{where}: not the result of a run ({field or 'all'}: {first['msg']}); remove it, and its run is made again"
         ) from error
@@ -228,7 +285,7 @@ def _parsed(text: bytes, where: str) -> Result:
 def read_result(path: Path) -> Result:
     """ValueError, one line, for a file that is no result or that is not called as its run is."""
     try:
-        result = _parsed(path.read_bytes(), str(path))
+        result = parsed_result(path.read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     if path.name != f"{result.cell.name}.json":

@@ -1,7 +1,8 @@
-"""The evidence as tables for people: cells of text, written as Markdown here and as HTML by page.py."""
+"""The evidence as tables for people: cells of text, for Markdown and the page of watch here, as HTML by page.py."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hacpo_lab.experiments.comparison import MIN_PAIRS, Difference
 from hacpo_lab.experiments.evidence import ALL_AGENTS, SAMPLED_MEAN, MethodEvidence, RegimeEvidence, WarmStarts
@@ -17,21 +18,26 @@ class Table:
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def of_watch(self, before: str = "") -> dict[str, Any]:
+        """The table as the page of watch draws it; `before` stands in front of the title."""
+        rows = [*map(list, self.rows)]
+        return {"title": f"{before}{self.title}", "head": self.head, "rows": rows, "notes": self.notes}
 
 
-def tables_of(grid: Grid, regime: RegimeEvidence) -> list[Table]:
-    """Accuracy, differences, what others' answers did, what it cost, and how the rates were tuned."""
+def tables_of(regime: RegimeEvidence, grid: Grid | None = None) -> list[Table]:
+    """Accuracy, differences, what others' answers did, what it cost; with its grid also how the rates were tuned."""
     compared = {method: found.difference for method, found in regime.methods.items()}
     ablations = {method: found.ablation for method, found in regime.methods.items()}
     tables = [
-        _accuracy(grid, regime),
+        _accuracy(regime, grid),
         _differences(f"difference to {regime.reference}", regime, compared),
         _differences("ablations: difference to the method whose learning rate they take", regime, ablations),
         _skills(regime),
         _cross(regime),
         _cost(regime),
-        _tuning(grid, regime),
+        *([_tuning(grid, regime)] if grid else []),
     ]
     return [table for table in tables if table.rows]
 
@@ -66,7 +72,7 @@ def to_markdown(grid: Grid, evidence: dict[str, RegimeEvidence], num_used: int, 
     for name, regime in evidence.items():
         lines += [f"## {name}", ""]
         lines += [f"- {key}: {fact}" for key, fact in facts_of(regime).items()]
-        for table in tables_of(grid, regime):
+        for table in tables_of(regime, grid):
             lines += ["", markdown_of(table, f"{name}: ")]
         lines.append("")
     return "\n".join(lines)
@@ -82,13 +88,14 @@ def _markdown_rows(table: Table) -> Iterator[str]:
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
+def _accuracy(regime: RegimeEvidence, grid: Grid | None) -> Table:
     names = _measured(regime)
     starts = (_number(regime.start[name]) if name in regime.start else NOTHING for name in names)
-    rows = [("(start)", "", *starts, "", "")]
+    rows = [("(start)", "", *starts, "", *([""] if grid else []))]
     for method, found in regime.methods.items():
         accuracies = (str(found.accuracy[name]) for name in names)
-        rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), grid.methods[method].about))
+        about = [grid.methods[method].about] if grid else []
+        rows.append((method, _rate(found), *accuracies, str(len(found.seeds)), *about))
     notes = [
         f"{regime.measure.capitalize()} on the test set, each skill alike, at the end of a run, greedy unless it says "
         "sampled (start: on the validation set): mean over seeds ± sample standard deviation."
@@ -104,9 +111,9 @@ def _accuracy(grid: Grid, regime: RegimeEvidence) -> Table:
         f"{method}: {found.tuned.learning_rate:g} is the {found.tuned.edge} rate that was tried; a better one may lie "
         "beyond."
         for method, found in regime.methods.items()
-        if found.tuned and found.tuned.edge and grid.methods[method].learning_rate_of is None
+        if grid and found.tuned and found.tuned.edge and grid.methods[method].learning_rate_of is None
     ]
-    head = ("method", "learning rate", *_spoken(names), "seeds", "what it is")
+    head = ("method", "learning rate", *spoken(names), "seeds", *(["what it is"] if grid else []))
     return Table(regime.measure, head, tuple(rows), tuple(notes))
 
 
@@ -126,7 +133,7 @@ def _differences(title: str, regime: RegimeEvidence, by_method: Mapping[str, Map
     notes = [f"Mean difference over the seeds that both have; {how}; in how many seeds it was positive."]
     if any(found[ALL_AGENTS].interval is None for found in compared.values()):
         notes.append(f"Fewer than {MIN_PAIRS} common seeds: no interval is given.")
-    return Table(title, ("method", *_spoken(names), "common seeds"), tuple(rows), tuple(notes))
+    return Table(title, ("method", *spoken(names), "common seeds"), tuple(rows), tuple(notes))
 
 
 def _skills(regime: RegimeEvidence) -> Table:
@@ -211,7 +218,7 @@ def _tuning(grid: Grid, regime: RegimeEvidence) -> Table:
     return Table("tuning of the learning rate", head, tuple(rows) if rates else (), notes)
 
 
-def _names(regime: RegimeEvidence) -> tuple[str, ...]:
+def names_of(regime: RegimeEvidence) -> tuple[str, ...]:
     """The agents, and their mean unless there is only one."""
     return regime.agents if len(regime.agents) == 1 else (*regime.agents, ALL_AGENTS)
 
@@ -219,12 +226,13 @@ def _names(regime: RegimeEvidence) -> tuple[str, ...]:
 def _measured(regime: RegimeEvidence) -> tuple[str, ...]:
     """The names of all accuracies at the end of a run."""
     has_sampled = any(SAMPLED_MEAN in found.accuracy for found in regime.methods.values())
-    return (*_names(regime), SAMPLED_MEAN) if has_sampled else _names(regime)
+    return (*names_of(regime), SAMPLED_MEAN) if has_sampled else names_of(regime)
 
 
-def _spoken(names: Sequence[str]) -> list[str]:
-    spoken = {ALL_AGENTS: "mean of agents", SAMPLED_MEAN: "mean, sampled"}
-    return [spoken.get(name, name) for name in names]
+def spoken(names: Sequence[str]) -> list[str]:
+    """Names of agents and of their means for people."""
+    means = {ALL_AGENTS: "mean of agents", SAMPLED_MEAN: "mean, sampled"}
+    return [means.get(name, name) for name in names]
 
 
 def _rate(found: MethodEvidence) -> str:

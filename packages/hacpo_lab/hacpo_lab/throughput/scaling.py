@@ -9,7 +9,6 @@ from typing import Any
 
 from hacpo_lab.throughput.bench import Block
 from hacpo_lab.throughput.measure import MeasuredStep, means
-from hacpo_lab.throughput.table import fact_lines, markdown_table
 from hacpo_lab.throughput.workload import Workload
 from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import AgentConfig, Config
@@ -86,26 +85,3 @@ def _core_seconds(step: MeasuredStep, ranks: RankMap) -> float:
     """Processor seconds of all ranks."""
     of_agent = {shape.name: ranks.agent_world_size(number) for number, shape in enumerate(ranks.agents)}
     return sum(of_agent[name] * sum(agent.cpu_s.values()) for name, agent in step.agents.items())
-
-
-def scaling_markdown(facts: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Facts, then processor seconds, then bytes."""
-    cpu = markdown_table(
-        ("agents", "lanes", "ranks", "trained answers a core-second", *(f"{phase} s" for phase in PHASES)),
-        [
-            (*_size(row), f"{row['trained_per_core_s']:.0f}", *(f"{row['cpu_s'][phase]:.4f}" for phase in PHASES))
-            for row in rows
-        ],
-    )
-    sizes = ("lane_bytes", "capability_bytes", "published_bytes", "metrics_bytes")
-    sent = markdown_table(
-        ("agents", "lanes", "ranks", "answers, a leader", "capability, a leader", "published, a rank", "metrics, all"),
-        [(*_size(row), *(f"{row[name]:,.0f}" for name in sizes)) for row in rows],
-    )
-    parts = [fact_lines(facts), ["CPU seconds of a rank of the first agent in a step:", "", *cpu]]
-    parts.append(["Bytes sent in a step:", "", *sent])
-    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
-
-
-def _size(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return str(row["agents"]), str(row["lanes"]), str(row["ranks"])
