@@ -84,7 +84,7 @@ class Machine:
         self.config, self.workload, self.asked, self._peer = config, workload, asked, peer
         self.server = JobServer(PRELOAD)
         self._codecs = agent_codecs(config.agents)
-        sampler, _ = training_sampler(config, longest_encodings(self._codecs))
+        sampler, _ = training_sampler(config, longest_encodings(config.agents, self._codecs))
         self._prompts = [prompt.text for step in range(WARM_UP + asked.steps) for prompt in sampler.at(step)]
 
     def ours(self, places: Sequence[int], folder: Path) -> Turn:

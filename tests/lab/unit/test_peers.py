@@ -6,9 +6,13 @@ Both trainers are measured by launch/peers/bench.py alone: TRL is in no environm
 import json
 import runpy
 import sys
+from argparse import Namespace
 
 import pytest
 from repository import ROOT
+from run_cases import CHARACTERS, agent_table, write_config
+
+from hacpo_mega.config import load_config
 
 FOLDER = ROOT / "launch" / "peers"
 TABLE = runpy.run_path(str(FOLDER / "table.py"))
@@ -104,3 +108,13 @@ def test_what_cannot_be_compared_is_one_line(arguments, complaint, peer, monkeyp
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert said.count("\n") == 1 and complaint in said, said
+
+
+def test_both_answer_the_prompts_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    bench = runpy.run_path(str(FOLDER / "bench.py"))
+    sys.modules.pop("table")
+    config = load_config(write_config(tmp_path, [agent_table(tmp_path, "wide", "qwen3", CHARACTERS)]))
+    machine = bench["Machine"](config, None, Namespace(steps=2), {})
+    assert len(machine._prompts) == (bench["WARM_UP"] + 2) * config.training.prompts_per_step
+    assert all(machine._prompts)
