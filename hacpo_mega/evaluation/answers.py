@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, as_line, checked
+from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 from hacpo_mega.models.files.replacing import replace_file
@@ -97,10 +98,16 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     return found
 
 
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Prepares the folder of this evaluation, by one process of the job. Its content has been checked."""
+def claim(folder: Path, settings: Mapping[str, Any]) -> RunLock:
+    """Prepares the folder of this evaluation, by one process of the job. Its content has been checked.
+
+    ValueError where another evaluation writes it.
+    """
+    lock = RunLock(folder, "--out")
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    lock.enter()
+    return lock
 
 
 def require_place(folder: Path) -> None:

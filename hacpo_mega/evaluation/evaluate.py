@@ -86,7 +86,7 @@ def evaluate(
             codec = codec_of(settings)
         asked = settings.record(fingerprint)
         if is_first:
-            claim(out, asked)
+            place.at_end(stack.enter_context(claim(out, asked)).leave)
             if line := codec.added_end_line:
                 say(f"{settings.model}: {line}")
         place.barrier()

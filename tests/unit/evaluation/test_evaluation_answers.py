@@ -115,7 +115,9 @@ def test_a_half_written_line_is_dropped(tmp_path):
 def test_another_evaluation_does_not_continue_here(tmp_path):
     settings = EvaluationSettings(Path("m"), (Benchmark("b", (PromptRow("x", "1", "1"),), 1, 0.0),)).record("f00d")
     check_folder(tmp_path / "new", settings)
-    claim(tmp_path / "new", settings)
+    for _ in range(2):
+        with claim(tmp_path / "new", settings), pytest.raises(ValueError, match="--out .*new is being written by proc"):
+            claim(tmp_path / "new", settings)  # two jobs of an array, one folder
     check_folder(tmp_path / "new", settings | {"model": "elsewhere/m"})
     with pytest.raises(ValueError, match=r"other settings[^\n]*\n  seed: there 0, asked 7\n  weights: .*beef"):
         check_folder(tmp_path / "new", settings | {"seed": 7, "weights": "beef"})
