@@ -86,7 +86,8 @@ class AnswerFile:
 
 
 def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
-    """The complete lines of all engines by (problem, rollout). ValueError for a line that is no answer."""
+    """The complete lines of all engines by (problem, rollout), a judged one before another. ValueError for a line that
+    is no answer."""
     found = {}
     for path in sorted((folder / "answers").glob(f"{glob.escape(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -94,7 +95,8 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
                 answer = Answer(**checked(parse_json(line), FIELDS))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
-            found[answer.id, answer.rollout] = answer
+            if answer.is_judged or (answer.id, answer.rollout) not in found:
+                found[answer.id, answer.rollout] = answer
     return found
 
 
