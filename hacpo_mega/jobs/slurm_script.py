@@ -135,7 +135,8 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     log = job.folder() / f"{number}.log"
     if others:
         yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
-    yield f"job {number}, log {log}\nwatch: tail -F {log}\nstate: hacpo-mega slurm --status {job.run_dir}"
+    watch, state = (shlex.quote(str(path)) for path in (log, job.run_dir))
+    yield f"job {number}, log {log}\nwatch: tail -F {watch}\nstate: hacpo-mega slurm --status {state}"
     yield f"end:   scancel {number}"
 
 

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import math
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -242,7 +243,7 @@ class _FileReader:
         rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
         if kind == "in the other set":
             other = first.what.removeprefix("is the prompt of ").rpartition(":")[0]
-            command = f"`{self._convert(other)} --without {self._file}`"
+            command = f"`{self._convert(other)} --without {shlex.quote(str(self._file))}`"
             return f"{rows}, which would be trained on and measured on; {command} leaves them out of training"
         command = f"`{self._convert(self._file)}` writes each prompt once"
         return f'{rows}; data.repeated = "keep_first" takes the first of each, {command}'
@@ -250,8 +251,8 @@ class _FileReader:
     def _convert(self, file: Path | str) -> str:
         """The command that reads a file with these fields."""
         options = zip(("--prompt-field", "--gold-field"), self._fields)
-        own = "" if self._fields == ("prompt", "answer") else "".join(f" {name} {field}" for name, field in options)
-        return f"hacpo-mega data convert {file}{own} --out NEW.jsonl"
+        own = [] if self._fields == ("prompt", "answer") else [word for option in options for word in option]
+        return f"{shlex.join(['hacpo-mega', 'data', 'convert', str(file), *own])} --out NEW.jsonl"
 
     def _field_problems(self, line: int, record: dict[str, Any]) -> list[DataProblem]:
         problems = []
@@ -259,7 +260,9 @@ class _FileReader:
             value = record.get(field)
             what = absence(record, field) if value is None else problem_of(value)
             if field not in record and not self._problems and not problems:  # reported once
-                what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
+                what += (
+                    f"; `hacpo-mega data convert {shlex.quote(str(self._file))} --out NEW.jsonl` reads public layouts"
+                )
             if what:
                 problems.append(DataProblem(self._file, line, field, what))
         problems += [DataProblem(self._file, line, field, what) for field, what in media_problems(record)]
