@@ -42,6 +42,18 @@ def test_a_number_that_is_none_is_null_in_the_fields_of_a_row(tmp_path):
         assert row.row == '{"answer": "1", "x": null, "y": [null, 0.5]}'
 
 
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()])
+def test_a_narrow_float_is_the_number_that_its_file_means(kind, tmp_path):
+    """0.1 of 32 bits is 0.10000000149011612, which no answer is."""
+    numbers = [0.1, None, -2.5, 3.0, 1234.0]
+    golds = pyarrow.array(numbers, pyarrow.float64()).cast(kind)
+    table = pyarrow.table({"prompt": list("abcde"), "answer": golds, "x": golds})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = read_prompts([tmp_path / "a.parquet"], "prompt", "answer")
+    assert [row.gold for row in found.rows] == ["0.1", "-2.5", "3", "1234"]
+    assert found.rows[0].row == '{"answer": 0.1, "x": 0.1}' and len(found.problems) == 1
+
+
 def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
     file = tmp_path / "n.jsonl"
     file.write_bytes(
