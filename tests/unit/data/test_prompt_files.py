@@ -138,7 +138,7 @@ def test_rows_that_an_evaluation_leaves_out_are_counted(tmp_path):
 
 def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
     train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
-    held_out = write_lines(tmp_path / "a test.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
+    held_out = write_lines(tmp_path / "a b.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
     met = PromptsMet()
     trained = read_prompts([train], "prompt", "answer", met, keep_first=True)
     (contradiction,) = trained.problems
