@@ -149,7 +149,7 @@ def hold(job: Job) -> Iterator[str]:
     folder = _own_folder(job)
     text = HOLD.replace("@directives@", "\n".join(_directives(held)))
     number = _accepted(submitted([sbatch, "--parsable"], job.run_dir, text, held=True), "the job")
-    yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'{number}.log'}"
+    yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'held.{number}.log'}"
     yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
     yield f"end:    scancel {number}"
 
@@ -242,7 +242,8 @@ def _directives(job: Job) -> Iterator[str]:
     """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir, held=job.held)}"'
-    yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
+    # Of held nodes not by their number alone, as logs of the run are: a run on them says what it says elsewhere.
+    yield f'#SBATCH --output="{job.run_dir}/slurm/{"held." * job.held}%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'
     if not job.held:
