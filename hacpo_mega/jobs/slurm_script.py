@@ -242,7 +242,7 @@ def _directives(job: Job) -> Iterator[str]:
     """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir, held=job.held)}"'
-    # Of held nodes not by their number alone, as logs of the run are: a run on them says what it says elsewhere.
+    # The name of a number alone is for logs of the run: one on held nodes says elsewhere what it says.
     yield f'#SBATCH --output="{job.run_dir}/slurm/{"held." * job.held}%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'
