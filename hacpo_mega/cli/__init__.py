@@ -13,6 +13,10 @@ def main() -> None:
     joined and exit handlers run as always: this is the last of them.
     """
     status, process = 1, os.getpid()
+    for name in ("stdin", "stdout", "stderr"):  # in the order of their numbers, of which each file takes the first
+        if getattr(sys, name) is None:  # closed: a file of ours would take its number, and what libraries print
+            os.set_inheritable(nowhere := os.open(os.devnull, os.O_RDWR), True)
+            setattr(sys, name, os.fdopen(nowhere, "r+", encoding="utf-8"))
 
     def end() -> None:
         if os.getpid() != process:  # forked from it, with an end of its own

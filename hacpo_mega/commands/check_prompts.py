@@ -32,6 +32,7 @@ from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.data.prompt_files import require_good_files
 from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line, training_rows, training_sampler
 from hacpo_mega.data.reading.files import PromptRow
+from hacpo_mega.data.reading.row_values import has_no_answer, quoted
 from hacpo_mega.grading.reward_trial import MOST_ROWS, servers_of, try_reward
 from hacpo_mega.grading.run_judge import judge_of
 from hacpo_mega.models.families.architecture import Architecture
@@ -70,8 +71,19 @@ def check_prompts(config: Config) -> str:
         f"{f', {left_out_line(num_left_out)}' if num_left_out else ''}"
     )
     rows = sampler.groups[0]
+    found += _without_answer(config, [row for group in sampler.groups for row in group])
     talk = () if environment is None else _conversation(config, environment, codecs, rows[0])
     return "\n".join((found, *_as_read(config, codecs, rows[0]), *_tried_reward(config, rows[:MOST_ROWS]), *talk))
+
+
+def _without_answer(config: Config, rows: Sequence[PromptRow]) -> str:
+    marked = [row for row in rows if has_no_answer(config.data.prompt_field, row.gold)]
+    if not marked:
+        return ""
+    return (
+        f"\nwarning: the gold of {len(marked):,} prompts ({quoted(marked[0].gold)}) is no answer, so that none to them "
+        "is right: `hacpo-mega data convert --skip-bad` leaves them out"
+    )
 
 
 def _conversation(

@@ -6,6 +6,7 @@ All complaints come at once.
 import copy
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -69,7 +70,8 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
     require_inside_its_run(path)
     table = toml_file(path, "the path of a TOML configuration")
     if {"regimes", "methods"} <= table.keys():
-        raise ValueError(f"{path}: an experiment's grid, no run's configuration: use hacpo-mega experiment {path}")
+        use = f"hacpo-mega experiment {shlex.quote(str(path))}"
+        raise ValueError(f"{path}: an experiment's grid, no run's configuration: use {use}")
     if _is_of_a_run(path):
         table = _with_results_of_before(of_today(table), table)
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()

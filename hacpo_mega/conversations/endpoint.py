@@ -58,9 +58,9 @@ READ |= {"max_completion_tokens", "stream", "stream_options", "logprobs"}
 NEUTRAL = {
     "n": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "stop": ([], ""), "logit_bias": ({},),
-    "ignore_eos": (False,), "response_format": ({"type": "text"},), "tool_choice": ("auto",),
+    "ignore_eos": (False,), "response_format": ({"type": "text"},), "tool_choice": ("auto",), "top_logprobs": (0,),
 }  # fmt: skip
-WITHOUT_EFFECT = {"seed", "user", "metadata", "store", "request_id", "top_logprobs", "skip_special_tokens"}
+WITHOUT_EFFECT = {"seed", "user", "metadata", "store", "request_id", "skip_special_tokens"}
 WITHOUT_EFFECT |= {"spaces_between_special_tokens", "return_token_ids", "parallel_tool_calls", "cache_salt", "priority"}
 WITHOUT_EFFECT |= {"routed_experts_prompt_start", "include_stop_str_in_output", "detokenize", "prompt_cache_key"}
 

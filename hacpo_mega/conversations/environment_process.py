@@ -46,6 +46,7 @@ MAX_TEXT = 1 << 20  # characters of a result; longer than any model reads
 MEMORY_BYTES = 4 << 30  # of a process, beside what the import took
 ORDER_BYTES = 1 << 12
 PR_SET_PDEATHSIG = 1
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 NOT_TOOLS = ("reset", "get_reward")
 ROLES = ("user", "tool")
 BLOCKS = ("text", "image", "image_url", "audio", "video")
@@ -146,6 +147,9 @@ def tool_names(kind: type) -> list[str]:
 
 
 def _schema(schema_of: Callable, kind: str, name: str, tool: Callable) -> dict[str, Any]:
+    unnamed = [one for one in inspect.signature(tool).parameters.values() if one.kind not in BY_NAME]
+    if unnamed:
+        raise WrongUse(f"the tool {kind}.{name} takes {unnamed[0]}, and a model gives each argument by its own name")
     try:
         return schema_of(tool)
     except Exception as error:

@@ -14,7 +14,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -42,9 +42,11 @@ from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
     gold_problem,
     gold_text,
+    has_no_answer,
     media_problems,
     prompt_problem,
     prompt_text,
+    quoted,
     row_tools_problem,
     unread_problems,
 )
@@ -60,6 +62,9 @@ NO_LAYOUT = "fits no known layout"
 # A file of a split by its name or folder: train.jsonl, data/test-00000-of-00001.parquet, MATH/test/algebra/1.json.
 SPLIT = re.compile(r"/(train|test|validation|valid|val|dev)(?:[./]|-\d+-of-)")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
+# Data in a folder that nothing reads there, and, where there is no other, texts: beside data they are licences.
+UNREAD = (*ARCHIVES, ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".bz2", ".xz")
+ALONE = (*UNREAD, ".txt")
 # Entries of an archive that say something of the next one: a long name, a size, times.
 ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # commas of 1,234,567, not of 3,4
@@ -225,7 +230,7 @@ def layouts_of(
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
     """The problems of a file, archive or folder in any of the layouts; faults are returned as defects."""
     path = Path(path)
-    problems, defects = [], []
+    problems, defects, marked = [], [], []
     layout_of_file = ""
     for row in rows_of(path):
         if len(defects) > MAX_BAD_ROWS:
@@ -243,7 +248,13 @@ def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset
             defects.append(DataProblem(row.file, row.line, None, what))
         else:
             found = _problem(row, row.record, layouts[layout])
+            if isinstance(found, Problem) and has_no_answer(layouts[layout].prompt_field, found.gold):
+                what = f"is {quoted(found.gold)}, which is no answer"
+                marked.append(DataProblem(row.file, row.line, layouts[layout].gold_field, what))
+                continue
             (problems if isinstance(found, Problem) else defects).append(found)
+    if marked:  # a line for all: they are a seventh of NuminaMath
+        defects.append(replace(marked[0], what=f"{marked[0].what} (the first of {len(marked):,} such rows)"))
     if not problems and not defects:
         defects.append(DataProblem(path, None, None, "has no rows"))
     return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
@@ -262,13 +273,19 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
-        files = [file for file in sorted(path.rglob("*")) if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
+        there = sorted(filter(Path.is_file, path.rglob("*")))
+        files = [file for file in there if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
         splits = sorted({found[1] for file in files if (found := SPLIT.search(f"/{file.relative_to(path)}"))})
         if len(splits) > 1:
             what = f"holds the splits {', '.join(splits)}; give the files or the folder of one"
             yield Row(path, 0, path.name, DataProblem(path, None, None, what))
             return
-        for file in filter(Path.is_file, files):
+        others = sorted(set(there) - set(files))
+        if unread := [file for file in others if file.name.endswith(UNREAD if files else ALONE)]:
+            more = f", nor are {len(unread) - 1} others" if len(unread) > 1 else ""
+            what = f"is not read in a folder{more}: give the files to be read"
+            yield Row(unread[0], 0, path.name, DataProblem(unread[0], None, None, what))
+        for file in files:
             yield from _rows_of_file(file, str(file.relative_to(path)))
     elif path.name.endswith(ARCHIVES) and path.is_file():
         yield from _rows_of_archive(path)

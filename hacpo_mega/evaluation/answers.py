@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, as_line, checked
+from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.models.files.documents import json_file, parse_json
 from hacpo_mega.models.files.links import require_inside, require_inside_its_run
 from hacpo_mega.models.files.replacing import replace_file
@@ -85,7 +86,8 @@ class AnswerFile:
 
 
 def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
-    """The complete lines of all engines by (problem, rollout). ValueError for a line that is no answer."""
+    """The complete lines of all engines by (problem, rollout), a judged one before another. ValueError for a line that
+    is no answer."""
     found = {}
     for path in sorted((folder / "answers").glob(f"{glob.escape(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -93,14 +95,21 @@ def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
                 answer = Answer(**checked(parse_json(line), FIELDS))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
-            found[answer.id, answer.rollout] = answer
+            if answer.is_judged or (answer.id, answer.rollout) not in found:
+                found[answer.id, answer.rollout] = answer
     return found
 
 
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Prepares the folder of this evaluation, by one process of the job. Its content has been checked."""
+def claim(folder: Path, settings: Mapping[str, Any]) -> RunLock:
+    """Prepares the folder of this evaluation, by one process of the job. Its content has been checked.
+
+    ValueError where another evaluation writes it.
+    """
+    lock = RunLock(folder, "--out")
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    lock.enter()
+    return lock
 
 
 def require_place(folder: Path) -> None:

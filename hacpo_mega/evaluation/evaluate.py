@@ -28,6 +28,7 @@ from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation.answers import (
     Answer,
     AnswerFile,
+    Key,
     begun_at,
     check_folder,
     claim,
@@ -87,7 +88,7 @@ def evaluate(
             codec = codec_of(settings)
         asked = settings.record(fingerprint)
         if is_first:
-            claim(out, asked)
+            place.at_end(stack.enter_context(claim(out, asked)).leave)
             if line := codec.added_end_line:
                 say(f"{settings.model}: {line}")
         place.barrier()
@@ -134,6 +135,10 @@ class _Run:
 
     def answer_everything(self) -> None:
         """Draws, judges and writes the answers that are missing. The engine starts only if there are any."""
+        if self.place.coordinate.global_rank == 0:
+            for benchmark in self.settings.benchmarks:
+                self._judge_again(benchmark)
+        self.place.barrier()
         missing = {b.name: self._missing(b) for b in self.settings.benchmarks}
         self.place.barrier()  # nobody writes before all have seen the same files
         if not any(missing.values()):
@@ -150,10 +155,35 @@ class _Run:
         )
         return tuple(row for row, n in zip(rows, lengths, strict=True) if n <= most)
 
+    def _wanted(self, benchmark: Benchmark) -> list[Request]:
+        return [Request(row, i) for row in self.kept[benchmark.name] for i in range(benchmark.num_answers)]
+
     def _missing(self, benchmark: Benchmark) -> list[Request]:
-        answered = read_answers(self.out, benchmark.name)
-        wanted = [Request(row, i) for row in self.kept[benchmark.name] for i in range(benchmark.num_answers)]
-        return [request for request in wanted if (request.row.id, request.rollout) not in answered]
+        answered = self._there(benchmark)
+        return [request for request in self._wanted(benchmark) if (request.row.id, request.rollout) not in answered]
+
+    def _there(self, benchmark: Benchmark) -> dict[Key, Answer]:
+        """Answers that are not drawn again. An unjudged conversation is: its environment may have failed."""
+        found, plays = read_answers(self.out, benchmark.name), self.settings.conversation.environment is not None
+        return {key: answer for key, answer in found.items() if answer.is_judged or not plays}
+
+    def _judge_again(self, benchmark: Benchmark) -> None:
+        """Judges the answers that a fault of the judge left unjudged, before others are drawn."""
+        there = self._there(benchmark)
+        problems = {answer.id for answer in there.values() if not answer.is_judged}
+        wanted = [one for one in self._wanted(benchmark) if one.row.id in problems]
+        if not (asked := [one for one in wanted if (one.row.id, one.rollout) in there]):
+            return
+        with closing(AnswerFile(self.out, benchmark.name, self.place.lane)) as file:
+            for batch in batches_of(asked, 0, 1, by_problem=True):
+                answers = [there[one.row.id, one.rollout] for one in batch]
+                questions = [self._stored(one.row, answer) for one, answer in zip(batch, answers)]
+                judged = zip(answers, self._judge_of(benchmark).judge(questions), strict=True)
+                file.append(
+                    replace(answer, verdict=found.verdict.name.lower(), reward=finite(found.reward))
+                    for answer, found in judged
+                    if not answer.is_judged and found.is_judged
+                )
 
     def _start(self, first: Benchmark) -> None:
         settings = self.settings
@@ -182,7 +212,7 @@ class _Run:
     def _answer(self, benchmark: Benchmark, missing: Sequence[Request]) -> None:
         place, by_problem = self.place, self.compares_groups
         # left by a killed evaluation; what other lanes write meanwhile belongs to other problems
-        there = read_answers(self.out, benchmark.name).values() if by_problem and place.is_leader else ()
+        there = self._there(benchmark).values() if by_problem and place.is_leader else ()
         writing = closing(AnswerFile(self.out, benchmark.name, place.lane)) if place.is_leader else nullcontext()
         with writing as file:
             for batch in batches_of(missing, place.lane, place.rank_map.lanes, by_problem=by_problem):

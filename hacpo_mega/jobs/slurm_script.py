@@ -135,7 +135,8 @@ def submit(job: Job, *, fresh: bool) -> Iterator[str]:
     log = job.folder() / f"{number}.log"
     if others:
         yield f"this run has a job already: {spoken(others)}; this one begins when it has ended"
-    yield f"job {number}, log {log}\nwatch: tail -F {log}\nstate: hacpo-mega slurm --status {job.run_dir}"
+    watch, state = (shlex.quote(str(path)) for path in (log, job.run_dir))
+    yield f"job {number}, log {log}\nwatch: tail -F {watch}\nstate: hacpo-mega slurm --status {state}"
     yield f"end:   scancel {number}"
 
 
@@ -148,7 +149,7 @@ def hold(job: Job) -> Iterator[str]:
     folder = _own_folder(job)
     text = HOLD.replace("@directives@", "\n".join(_directives(held)))
     number = _accepted(submitted([sbatch, "--parsable"], job.run_dir, text, held=True), "the job")
-    yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'{number}.log'}"
+    yield f"job {number} holds {len(job.plan.nodes)} nodes, log {folder / f'held.{number}.log'}"
     yield f"start:  hacpo-mega slurm CONFIG --job {number}     one configuration after the other, as soon as it runs"
     yield f"end:    scancel {number}"
 
@@ -241,7 +242,8 @@ def _directives(job: Job) -> Iterator[str]:
     """The #SBATCH lines: of the job, then of each component. Held nodes belong to no run, and come once."""
     slurm = job.slurm
     yield f'#SBATCH --job-name="{job_name(job.run_dir, held=job.held)}"'
-    yield f'#SBATCH --output="{job.run_dir}/slurm/%j.log"'
+    # The name of a number alone is for logs of the run: one on held nodes says elsewhere what it says.
+    yield f'#SBATCH --output="{job.run_dir}/slurm/{"held." * job.held}%j.log"'
     yield "#SBATCH --open-mode=append"
     yield f'#SBATCH --chdir="{Path.cwd()}"'
     if not job.held:

@@ -142,7 +142,7 @@ def warnings_of(evaluation: Evaluation) -> list[str]:
         if result.num_unjudged:
             lines.append(
                 f"{result.name}: {result.num_unjudged} of {result.num_answers} answers are unjudged (a fault of the "
-                f"judge) and count nowhere; {result.num_unscored} problems are left out"
+                f"judge) and count nowhere; {result.num_unscored} problems are left out; the same command judges again"
             )
     return lines
 

@@ -7,6 +7,7 @@ Every rank calls every observer, in the order in which they are listed.
 import inspect
 import json
 import math
+import shlex
 import subprocess
 import sys
 import time
@@ -263,7 +264,8 @@ class Reports(Observer):
                 return line.decode()
         if self._process is not None:
             self._process.kill()
-        return f"no report: told to end before it was written; hacpo-mega report {self._run_dir} writes it"
+        report = f"hacpo-mega report {shlex.quote(str(self._run_dir))}"
+        return f"no report: told to end before it was written; {report} writes it"
 
     def _go_on(self) -> str:
         """Waits a moment for the last report, once an earlier one is done; the line about it when it has ended."""

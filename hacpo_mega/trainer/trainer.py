@@ -5,6 +5,7 @@ stands before step 1, observers.py examines the run, logbook/step_report.py sums
 Elsewhere: the thread that answers one step ahead (rollout/vllm/engine_thread.py).
 """
 
+import shlex
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -271,7 +272,8 @@ class Trainer:
         with self.phase("export", "after the last step"):
             self.disk.export(self.agent, self.checkpoint.safe_step, self.checkpoint.lost)
         run_dir = self.config.run_dir
-        self.console.say(f"done: the models are in {run_dir / 'agents'}; `hacpo-mega watch {run_dir}` shows the run")
+        watch = f"`hacpo-mega watch {shlex.quote(str(run_dir))}`"
+        self.console.say(f"done: the models are in {run_dir / 'agents'}; {watch} shows the run")
         return True
 
     def write_report(self) -> None:

@@ -195,6 +195,17 @@ def test_the_tolerance_is_of_the_gold():
         ("<think>The answer is A", None),
         ("<think>no</think><think>\\boxed{A}", None),
         ("", None),
+        ("So.\n#### B", "B"),
+        ("#### (b)", "B"),
+        ("[B]", "B"),
+        ("Answer: [[B]]", "B"),
+        ("The answer is [A] or [B].", ""),
+        ("The array x[B]", None),
+        ("I don't think the answer is B.", None),
+        ("I do not believe that the answer is B. It is C", "C"),
+        ("The answer is C. I don't think the answer is B.", "C"),
+        ("I don't think so: the answer is B", "B"),
+        ("I can't believe the answer is B", "B"),
     ],
 )
 def test_the_letter_of_an_answer(answer, letter):

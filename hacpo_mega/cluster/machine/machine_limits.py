@@ -146,6 +146,8 @@ def stay_near_gpu(task: Mapping[str, str], root: Path = Path("/")) -> None:
 
     `root` holds the kernel's /sys and /proc. Silent where something is not known: Slurm's own binding stays.
     """
+    if "SLURM_LOCALID" not in task:
+        return
     local_rank = int(task["SLURM_LOCALID"])
     masks = [_processors(mask) for mask in MASK.findall(task.get("SLURM_CPU_BIND_LIST", ""))]
     buses = _gpu_buses(task, root)

@@ -7,6 +7,7 @@ Elsewhere: checks of all rows of a data file (data/prompt_sets.py) and of a mode
 import codecs
 import importlib.util
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,9 +150,8 @@ def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None
     if file.suffix == ".parquet" or start.startswith(PARQUET_MAGIC):
         return _parquet_problem(file, start, end)
     if start.startswith(b"["):
-        return (
-            f"{file} is a JSON array, needs one object per line; `hacpo-mega data convert {file} --out ...` writes it"
-        )
+        convert = f"`hacpo-mega data convert {shlex.quote(str(file))} --out ...`"
+        return f"{file} is a JSON array, needs one object per line; {convert} writes it"
     return _first_row_problem(file, start, fields)
 
 
@@ -173,7 +173,7 @@ def _first_row_problem(file: Path, start: bytes, fields: tuple[tuple[str, str], 
     if not missing:
         return None
     has = ", ".join(map(one_line, row)) or "none"
-    convert = f"`hacpo-mega data convert {file} --out NEW.jsonl` reads public layouts"
+    convert = f"`hacpo-mega data convert {shlex.quote(str(file))} --out NEW.jsonl` reads public layouts"
     return f"{file}: the first row has no field {' and no field '.join(missing)}; it has: {has}; {convert}"
 
 

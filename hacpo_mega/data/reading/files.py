@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import math
+import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+import numpy as np
 import pyarrow
 
 from hacpo_mega.data.reading.row_values import (
@@ -50,6 +52,7 @@ from hacpo_mega.models.files.replacing import replacing as replacing_bytes
 NUM_PROBLEMS_SHOWN = 20
 NUM_NAMES_SHOWN = 20
 GZIP_MAGIC = b"\x1f\x8b"
+NARROW_FLOATS = {pyarrow.float16(): np.float16, pyarrow.float32(): np.float32}
 # Size of a row, packed or not: a program's test cases take a few MiB.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_BAD_ROWS = 100_000  # of a file; after so many it is another kind of file
@@ -242,7 +245,7 @@ class _FileReader:
         rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
         if kind == "in the other set":
             other = first.what.removeprefix("is the prompt of ").rpartition(":")[0]
-            command = f"`{self._convert(other)} --without {self._file}`"
+            command = f"`{self._convert(other)} --without {shlex.quote(str(self._file))}`"
             return f"{rows}, which would be trained on and measured on; {command} leaves them out of training"
         command = f"`{self._convert(self._file)}` writes each prompt once"
         return f'{rows}; data.repeated = "keep_first" takes the first of each, {command}'
@@ -250,8 +253,8 @@ class _FileReader:
     def _convert(self, file: Path | str) -> str:
         """The command that reads a file with these fields."""
         options = zip(("--prompt-field", "--gold-field"), self._fields)
-        own = "" if self._fields == ("prompt", "answer") else "".join(f" {name} {field}" for name, field in options)
-        return f"hacpo-mega data convert {file}{own} --out NEW.jsonl"
+        own = [] if self._fields == ("prompt", "answer") else [word for option in options for word in option]
+        return f"{shlex.join(['hacpo-mega', 'data', 'convert', str(file), *own])} --out NEW.jsonl"
 
     def _field_problems(self, line: int, record: dict[str, Any]) -> list[DataProblem]:
         problems = []
@@ -259,7 +262,9 @@ class _FileReader:
             value = record.get(field)
             what = absence(record, field) if value is None else problem_of(value)
             if field not in record and not self._problems and not problems:  # reported once
-                what += f"; `hacpo-mega data convert {self._file} --out NEW.jsonl` reads public layouts"
+                what += (
+                    f"; `hacpo-mega data convert {shlex.quote(str(self._file))} --out NEW.jsonl` reads public layouts"
+                )
             if what:
                 problems.append(DataProblem(self._file, line, field, what))
         problems += [DataProblem(self._file, line, field, what) for field, what in media_problems(record)]
@@ -385,6 +390,7 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
+    batch = _as_meant(batch)
     is_small = num_bytes(batch) <= MAX_LINE_BYTES
     # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
     for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
@@ -395,6 +401,15 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
         for record in rows.to_pylist():
             line += 1
             yield line, record
+
+
+def _as_meant(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """The batch with its narrow floats as their shortest text says: 0.1 of 32 bits would be 0.10000000149011612."""
+    for number, column in enumerate(batch.columns):
+        if (narrow := NARROW_FLOATS.get(column.type)) is not None:
+            values = [value if value is None else float(str(narrow(value))) for value in column.to_pylist()]
+            batch = batch.set_column(number, batch.schema.names[number], pyarrow.array(values, pyarrow.float64()))
+    return batch
 
 
 def refuse_overwriting(out: Path, inputs: Sequence[Path]) -> None:

@@ -19,6 +19,7 @@ EXACT_FLOATS = 2.0**53  # below which each whole number is one
 WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
 CHOICES, PASSAGES = ("choices", "options"), ("context", "passage", "article")
+NO_ANSWERS = ("proof", "notfound")  # NuminaMath's words for a problem that has none
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 # Messages as JSON or Python writes them: tables of an older writer, and columns of JSON, have a list as its text.
 CHAT_IN_A_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(?:role|content|from)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
@@ -59,6 +60,11 @@ def value_problem(value: object, types: tuple[type, ...]) -> str | None:
 def gold_problem(value: object) -> str | None:
     """The reason why a value is not a gold answer; None if it is."""
     return value_problem(value, GOLD_TYPES)
+
+
+def has_no_answer(prompt_field: str, gold: object) -> bool:
+    """True if a gold is NuminaMath's mark of a problem without an answer; elsewhere the word may be one."""
+    return prompt_field == "problem" and isinstance(gold, str) and gold.strip().lower() in NO_ANSWERS
 
 
 def prompt_problem(value: object) -> str | None:

@@ -101,4 +101,5 @@ def test_a_process_moves_near_its_gpu(tmp_path, monkeypatch):
     machine_limits.stay_near_gpu(task, Path(tmp_path))
     machine_limits.stay_near_gpu(task | {"SLURM_CPU_BIND_LIST": "0x3,0xC0"}, Path(tmp_path))  # one would lose two
     machine_limits.stay_near_gpu(task | {"SLURM_STEP_GPUS": "GPU-aa,GPU-bb"}, Path(tmp_path))
+    machine_limits.stay_near_gpu({"SLURM_PROCID": "0"}, Path(tmp_path))  # a shell within a task has not all variables
     assert moved == [{6, 7}]

@@ -39,6 +39,13 @@ def test_a_folder_that_is_gone_and_a_full_disk_are_a_line(config_file, tmp_path)
     assert done.stderr == "what this command prints cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed, config_file):
+    """A daemon or a cron job has none; a file that took the number of one would get what is printed."""
+    done = check(config_file, f"exec {closed}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_login_node_with_little_memory_blames_no_template(config_file):
     """A limit that an administrator has set can only be lowered."""
     allowed = MEMORY_BYTES // 2  # enough for check itself

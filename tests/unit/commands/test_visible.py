@@ -175,10 +175,11 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(tmp_path, monkeypat
     agents = [agent_table(tmp_path, "a", "qwen3", (*CHARACTERS, "\n"))]
     agents[0]["prompt_template"] = "".join(f"{n}=\n" for n in range(10, 50)) + "{prompt}"
     (tmp_path / "grader.py").write_text("def own(prompt, answer, gold, *, bonus=0.0):\n    return bonus\n")
-    rows = [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in range(8)]
+    rows = [{"problem": f"{n}+{n}=", "answer": str(2 * n) if n < 5 else "proof"} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = {"kind": f"{tmp_path}/grader.py:own", "options": {"bonus": 0.5}}
-    tables = {"reward": reward, "data": {"files": [str(tmp_path / "rows.jsonl")]}, "algorithm": {"method": "gspo"}}
+    data = {"files": [str(tmp_path / "rows.jsonl")], "prompt_field": "problem"}
+    tables = {"reward": reward, "data": data, "algorithm": {"method": "gspo"}}
     write_config(tmp_path, agents, rollout={"max_prompt_tokens": 200, "max_answer_tokens": 12}, **tables)
     capsys.readouterr()
     code, shown, complaint = run(
@@ -186,6 +187,7 @@ def test_a_long_prompt_is_shown_by_its_beginning_and_its_end(tmp_path, monkeypat
     )
     assert (code, complaint) == (0, "")
     assert "  | 19=\n  | ... 21 lines ...\n  | 41=\n" in shown and "  | 49=\n  | 0+0=\n" in shown
+    assert "\nwarning: the gold of 3 prompts ('proof') is no answer" in shown
     assert f"reward: {tmp_path}/grader.py:own(prompt, answer, gold, *, bonus=0.0); options set: bonus = 0.5\n" in shown
 
 

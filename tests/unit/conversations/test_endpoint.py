@@ -250,6 +250,20 @@ def test_a_key_of_any_bytes_is_refused():
         endpoint.stop()
 
 
+def test_log_probs_of_other_tokens_are_refused():
+    """The engine has those of the sampled tokens; a program got empty lists for the others."""
+    endpoint = Endpoint(Answering().queue, "m", "key", None, TERMS, seed=0)
+    connection = HTTPConnection(endpoint.start().removeprefix("http://"))
+    asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 5}
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Authorization": "Bearer key"})
+        said = json.loads((answer := connection.getresponse()).read())["error"]["message"]
+        assert answer.status == 400 and said.startswith("'top_logprobs' may only be 0 here")
+    finally:
+        connection.close()
+        endpoint.stop()
+
+
 def test_tools_reach_the_template_as_the_program_has_written_them():
     """A template shows the keys in this order, as it does in training and in vLLM's own server."""
     tools = [{"type": "function", "function": {"name": "order", "parameters": {"type": "object", "properties": {}}}}]

@@ -97,9 +97,27 @@ def without_arguments(self, x: int):
     """Doc."""
 
 
+def with_any_number(self, *numbers: int):
+    """Doc.
+
+    Args:
+        numbers: to add
+    """
+
+
+def by_place(self, number: int, /):
+    """Doc.
+
+    Args:
+        number: to double
+    """
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        (class_with(tool=with_any_number), r"tool Shop.tool takes \*numbers: int, and a model gives each argument by"),
+        (class_with(tool=by_place), "tool Shop.tool takes number: int, and a model"),
         (class_with(tool=undescribed), "tool Shop.tool cannot be described: .*no docstring"),
         (class_with(tool=without_hint), "tool Shop.tool cannot be described: .*missing a type hint"),
         (class_with(tool=without_arguments), "tool Shop.tool cannot be described: .*no description for the argument"),

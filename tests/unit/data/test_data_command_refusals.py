@@ -81,6 +81,19 @@ def test_rows_that_cannot_be_read_are_left_out_on_request(tmp_path):
     assert message.endswith(f"{tmp_path / 'x.jsonl'} not written"), "a row may be the one that was copied"
 
 
+def test_golds_that_mark_a_problem_without_an_answer_are_one_line(tmp_path):
+    """NuminaMath's `proof` and `notfound`: a seventh of its rows, to which no answer would be right."""
+    golds = ["4", "proof", "notfound", "Proof", "not a proof"]
+    numina = write(tmp_path / "n.jsonl", *({"problem": str(i), "answer": gold} for i, gold in enumerate(golds)))
+    out = tmp_path / "out.jsonl"
+    line = f"{numina}:2: field 'answer' is 'proof', which is no answer (the first of 3 such rows)"
+    assert refused("data", "convert", numina, "--out", out).startswith(f"{line}\n{out} not written")
+    done = CliRunner().invoke(app, ["data", "convert", str(numina), "--out", str(out), "--skip-bad"])
+    assert line in done.output and [json.loads(row)["answer"] for row in out.read_text().splitlines()] == golds[::4]
+    words = write(tmp_path / "words.jsonl", {"prompt": "A word of p, r, o, o, f", "answer": "proof"})
+    assert not read_dataset(words).defects
+
+
 def test_an_evaluation_file_with_bad_rows_is_no_proof(tmp_path, train):
     """A row that cannot be read may be the one that was copied: not written, and a finding."""
     torn = write(tmp_path / "torn.jsonl", {"prompt": "Other", "answer": "1"}, {"prompt": "Torn"})

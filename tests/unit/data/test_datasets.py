@@ -158,4 +158,20 @@ def test_packed_and_odd_files_are_read(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["P é", "Q"], "answer": ["1", "2"]}), folder / "a.parquet")
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(text))
     (folder / "notes.txt").write_text("no data")
-    assert golds(read_dataset(folder)) == expected * 2
+    assert golds(found := read_dataset(folder)) == expected * 2 and found.defects == ()
+
+
+def test_data_in_a_folder_that_is_not_read_is_named_once(tmp_path):
+    for name in ("b.csv", "c.jsonl.zst", "d/e.parquet.gz", "LICENSE.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    there = read_dataset(tmp_path)
+    assert list(map(str, there.defects)) == [
+        f"{tmp_path / 'LICENSE.txt'}: is not read in a folder, nor are 3 others: give the files to be read"
+    ]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "P", "answer": "1"}\n')
+    there = read_dataset(tmp_path)
+    assert golds(there) == [("P", "1", 1)]
+    assert list(map(str, there.defects)) == [
+        f"{tmp_path / 'b.csv'}: is not read in a folder, nor are 2 others: give the files to be read"
+    ]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,18 @@ def test_a_number_that_is_none_is_null_in_the_fields_of_a_row(tmp_path):
     for file in (table, lines):
         (row,) = load_prompts([file])
         assert row.row == '{"answer": "1", "x": null, "y": [null, 0.5]}'
+
+
+@pytest.mark.parametrize("kind", [pyarrow.float16(), pyarrow.float32(), pyarrow.float64()])
+def test_a_narrow_float_is_the_number_that_its_file_means(kind, tmp_path):
+    """0.1 of 32 bits is 0.10000000149011612, which no answer is."""
+    numbers = [0.1, None, -2.5, 3.0, 1234.0]
+    golds = pyarrow.array(numbers, pyarrow.float64()).cast(kind)
+    table = pyarrow.table({"prompt": list("abcde"), "answer": golds, "x": golds})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    found = read_prompts([tmp_path / "a.parquet"], "prompt", "answer")
+    assert [row.gold for row in found.rows] == ["0.1", "-2.5", "3", "1234"]
+    assert found.rows[0].row == '{"answer": 0.1, "x": 0.1}' and len(found.problems) == 1
 
 
 def test_numbers_are_answers_and_a_byte_order_mark_is_no_error(tmp_path):
@@ -97,7 +110,7 @@ def test_every_problem_of_every_file_at_once(tmp_path):
 def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
     """Ten prompts a hundred times each, as public sets have them; in two files, so a line each."""
     rows = [{"q": str(i), "a": f"gold {i}"} for _ in range(100) for i in range(10)]
-    one, other = write_lines(tmp_path / "one.jsonl", *rows), write_lines(tmp_path / "other.jsonl", *rows[:3])
+    one, other = write_lines(tmp_path / "all my 'one'.jsonl", *rows), write_lines(tmp_path / "other.jsonl", *rows[:3])
     found = read_prompts([one, other], "q", "a")
     assert [str(problem).partition(" (")[0] for problem in found.problems] == [
         f"{one}:11: field 'q' is the prompt of {one}:1 again",
@@ -105,7 +118,9 @@ def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
     ]
     told = found.problems[0].what
     assert "the first of 990 such rows" in told and 'data.repeated = "keep_first"' in told
-    assert f"`hacpo-mega data convert {one} --prompt-field q --gold-field a --out NEW.jsonl`" in told
+    command = told.partition("`")[2].partition("`")[0]
+    options = ["--prompt-field", "q", "--gold-field", "a", "--out", "NEW.jsonl"]
+    assert shlex.split(command) == ["hacpo-mega", "data", "convert", str(one), *options]  # as pasted
     kept = read_prompts([one, other], "q", "a", keep_first=True)
     assert (kept.problems, kept.num_repeated) == ([], 993)
     assert [(row.text, row.gold) for row in kept.rows] == [(str(i), f"gold {i}") for i in range(10)]
@@ -123,7 +138,7 @@ def test_rows_that_an_evaluation_leaves_out_are_counted(tmp_path):
 
 def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
     train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
-    held_out = write_lines(tmp_path / "test.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
+    held_out = write_lines(tmp_path / "a b.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
     met = PromptsMet()
     trained = read_prompts([train], "prompt", "answer", met, keep_first=True)
     (contradiction,) = trained.problems
@@ -133,14 +148,14 @@ def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path
     (leak,) = measured.problems
     assert (leak.line, measured.num_repeated) == (2, 1)
     assert f"is the prompt of {train}:2 again (the first of 2 such rows, which would be trained on" in leak.what
-    assert f"`hacpo-mega data convert {train} --out NEW.jsonl --without {held_out}`" in leak.what
+    assert f"`hacpo-mega data convert {train} --out NEW.jsonl --without '{held_out}'`" in leak.what
 
 
 def test_a_missing_field_names_the_command_that_reads_public_layouts_once(tmp_path):
-    table = tmp_path / "verl.parquet"
+    table = tmp_path / "of verl.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL] * 3), table)
     told = [problem.what for problem in check_data([table], "prompt", "reward_model.ground_truth")]
-    command = f"`hacpo-mega data convert {table} --out NEW.jsonl` reads public layouts"
+    command = f"`hacpo-mega data convert '{table}' --out NEW.jsonl` reads public layouts"
     assert [command in what for what in told] == [True, False, False]
 
 

@@ -2,12 +2,15 @@
 
 import json
 from collections import Counter
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from tiny_models import make_model
 
+from hacpo_mega.config import RewardConfig
+from hacpo_mega.config.tables.schema import ConversationConfig
 from hacpo_mega.data.reading.files import PromptRow
 from hacpo_mega.evaluation import evaluate
 from hacpo_mega.evaluation.answers import Answer, AnswerFile, check_folder, claim, read_answers
@@ -62,7 +65,8 @@ def test_an_unjudged_answer_counts_nowhere(tmp_path):
     assert (result.no_answer, result.cut) == (pytest.approx(3 / 9), pytest.approx(3 / 9))
     assert warnings_of(evaluation) == [
         "b: 4 problems dropped, longer than the prompt limit",
-        "b: 4 of 9 answers are unjudged (a fault of the judge) and count nowhere; 1 problems are left out",
+        "b: 4 of 9 answers are unjudged (a fault of the judge) and count nowhere; 1 problems are left out; the "
+        "same command judges again",
     ]
 
 
@@ -117,13 +121,35 @@ def test_a_half_written_line_is_dropped(tmp_path):
 def test_another_evaluation_does_not_continue_here(tmp_path):
     settings = EvaluationSettings(Path("m"), (Benchmark("b", (PromptRow("x", "1", "1"),), 1, 0.0),)).record("f00d")
     check_folder(tmp_path / "new", settings)
-    claim(tmp_path / "new", settings)
+    for _ in range(2):
+        with claim(tmp_path / "new", settings), pytest.raises(ValueError, match=r"--out .*new is being written by"):
+            claim(tmp_path / "new", settings)  # two jobs of an array, one folder
     check_folder(tmp_path / "new", settings | {"model": "elsewhere/m"})
     with pytest.raises(ValueError, match=r"other settings[^\n]*\n  seed: there 0, asked 7\n  weights: .*beef"):
         check_folder(tmp_path / "new", settings | {"seed": 7, "weights": "beef"})
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(ValueError, match="is not empty and holds no evaluation"):
         check_folder(tmp_path, settings)
+
+
+@pytest.mark.parametrize("environment", [None, "mine.py:Play"])
+def test_an_unjudged_answer_is_judged_by_the_next_start(environment, tmp_path, monkeypatch):
+    """Without an engine, unless it is a conversation: that is played again, since the environment may have failed."""
+    file = AnswerFile(tmp_path, "b", 3)
+    file.append([answer("x", 0, "error", text="So it is 4"), answer("x", 1, "wrong", text="4")])
+    file.close()
+    talk = ConversationConfig(environment=environment)
+    benchmark = Benchmark("b", (PromptRow("x", "1", "4"),), 2, 1.0)
+    settings = EvaluationSettings(Path("m"), (benchmark,), reward=RewardConfig(kind="number"), conversation=talk)
+    place = SimpleNamespace(coordinate=SimpleNamespace(global_rank=0), lane=0)
+    place.barrier = place.enter_phase = lambda *_: None
+    codec = SimpleNamespace(prompt_lengths=lambda rows, _: [1 for _ in rows], opened_thinking=lambda _: "")
+    monkeypatch.setattr(evaluate, "engine_of", lambda *_: 1 / 0)
+    with ExitStack() as stack, pytest.raises(ZeroDivisionError) if environment else nullcontext():
+        evaluate._Run(settings, codec, tmp_path, place, 1, stack).answer_everything()
+    found = read_answers(tmp_path, "b")
+    assert [found["x", i].verdict for i in (0, 1)] == ["error" if environment else "correct", "wrong"]
+    assert found["x", 0].text == "So it is 4"
 
 
 def test_settings_tell_apart_what_changes_an_answer():

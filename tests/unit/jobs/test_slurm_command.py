@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -122,6 +123,23 @@ def test_nodes_that_stay_have_no_other_options(config, monkeypatch, words, said)
     done = run_here("slurm", config, *words)
     assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
     assert not (config.parent / "run").exists()
+
+
+def test_a_run_on_held_nodes_tells_of_its_trouble(config, monkeypatch):
+    """The log of the job that holds them says nothing of it."""
+    programs, run = config.parent / "bin", config.parent / "run"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f"#!/bin/sh\ncat >{programs}/script\necho 12\n")
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    done = run_here("slurm", config, "--hold")
+    assert done.returncode == 0, done.stderr
+    log = done.stdout.partition("nodes, log ")[2].splitlines()[0]
+    assert f'\n#SBATCH --output="{log.replace("12", "%j")}"\n' in (programs / "script").read_text()
+    Path(log).write_text("[slurm 2026] job 12 holds node[1-2]\n")
+    (run / "logs/attempt_1").mkdir(parents=True)
+    (run / "logs/attempt_1/rank_0.log").write_text("ValueError: the reason\n")
+    assert "trouble  ValueError: the reason\n" in run_here("slurm", "--status", run).stdout
 
 
 def test_who_submits_needs_no_torch(config):

@@ -3,7 +3,7 @@ r"""The judge of multiple-choice questions: one letter from A to J, exactly.
 The letter of an answer is, in this order:
 1. in the last box or <answer>: the letter alone ("B", "(b)", "\text{B}"), or before its option ("B. 42", "(B) 42");
 2. in the last statement "answer is B", "answer: (b)", "I think it's B", "B is correct";
-3. the last line, when that is nothing but the letter.
+3. the last line, when that is nothing but the letter ("B", "[B]", "#### B").
 Two letters ("A or B") are no choice: wrong. Text without a letter at these places has no answer.
 """
 
@@ -21,6 +21,7 @@ ALONE = re.compile(
 # A formula may begin with a letter in brackets: behind "(A)" an option begins with a word or a number, apart from it.
 OPTION = re.compile(r"(?:(?i:option|choice) )?\(?[A-Ja-j][).:]?(?:\s+(?:[\w.({\[\"']|-?\\?(?:\d|.?frac|sqrt|pi\b))|\Z)")
 IN_BRACKETS = re.compile(r"(?<![\w)])\([a-j]\)(?![\w(])")
+SQUARE = re.compile(r"(?<![\w)\]])(?:\[\[([A-J])\]\]|\[([A-J])\])(?![\w(\[])")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 # A and I are words too: "the answer is a matrix", "the answer is I think B".
 SAID = re.compile(
@@ -37,6 +38,11 @@ MEANT = re.compile(
 CLAUSE = re.compile(r"[.,;:!?\n]|\b(?i:so|but|hence|thus|therefore)\b")
 # "I don't think option A is correct", "either option A or option B is correct"
 DENIED = re.compile(r"(?i:n['’]t|\b(?:not?|never|n?either|nor|doubt|unlikely|if|both))\b|\b[A-J]\)? (?:or|and) \Z")
+# "I don't think the answer is B", but not "I can't believe the answer is B" and "I don't think so: the answer is B"
+UNBELIEVED = re.compile(
+    r"(?i:\b(?:do|does|did|would)(?:n['’]t| not) (?:think|believe|say)(?: that)?(?: the| my)?(?: final| correct)? )\Z"
+)
+UNBELIEVED_CHARACTERS = 50  # that may be before "answer"
 ANOTHER = re.compile(  # but not "B, I think" and "B, and A is wrong"
     r"\)? ?(?:[,;/&]|\(?(?:or|and)\b) ?(?:(?:or|and|possibly|maybe) )?"
     r"\(?(?!I (?!or |and )[a-z])[A-J](?!\w| is (?:wrong|incorrect|not)\b)"
@@ -73,14 +79,18 @@ def _letter(answer: str) -> tuple[str | None, str]:
     if content is not None:
         return _alone(content) or "", "the last box"
     tagged = TAGGED.findall(text)
-    text = IN_BRACKETS.sub(lambda letter: letter[0].upper(), _unmarked(tagged[-1] if tagged else text))
-    *_, said = None, *SAID.finditer(text)
+    text = IN_BRACKETS.sub(lambda letter: letter[0].upper(), _rounded(_unmarked(tagged[-1] if tagged else text)))
+    *_, said = None, *(said for said in SAID.finditer(text) if not _is_unbelieved(text, said.start()))
     if said := said or _meant(text):
         return "" if ANOTHER.match(text, said.end()) else said[1], "the last 'answer is'"
     if tagged:
         return _alone(text) or "", "the last <answer>"
-    lines = text.strip().split("\n")
-    return (_alone(lines[-1]) if lines and len(lines[-1].strip()) <= 4 else None), "the last line"
+    last = text.strip().rpartition("\n")[2].strip().removeprefix("####").strip()  # as GSM8K writes an answer
+    return (_alone(last) if len(last) <= 4 else None), "the last line"
+
+
+def _is_unbelieved(text: str, start: int) -> bool:
+    return UNBELIEVED.search(text[max(0, start - UNBELIEVED_CHARACTERS) : start]) is not None
 
 
 def _meant(text: str) -> re.Match[str] | None:
@@ -97,9 +107,13 @@ def _unmarked(text: str) -> str:
 
 
 def _alone(text: str) -> str | None:
-    stripped = _unmarked(text).strip()
+    stripped = _rounded(_unmarked(text)).strip()
     found = ALONE.fullmatch(stripped[:1].upper() + stripped[1:] if len(stripped) == 1 else _upper_in_brackets(stripped))
     return None if found is None else found[1] or found[2] or found[3]
+
+
+def _rounded(text: str) -> str:
+    return SQUARE.sub(r"(\1\2)", text)
 
 
 def _upper_in_brackets(text: str) -> str:

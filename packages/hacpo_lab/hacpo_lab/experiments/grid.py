@@ -5,6 +5,7 @@ Elsewhere: which run comes when (order.py).
 """
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,8 @@ def load_grid(path: Path) -> Grid:
     """Reads an experiment. ValueError with one line per problem; looks at no other file."""
     table = toml_file(path, "the path of an experiment's TOML")
     if "agents" in table:
-        raise ValueError(f"{path}: a run's configuration, no experiment's grid: use hacpo-mega train {path}")
+        use = f"hacpo-mega train {shlex.quote(str(path))}"
+        raise ValueError(f"{path}: a run's configuration, no experiment's grid: use {use}")
     try:
         grid = Grid.model_validate(table)
     except ValidationError as error:
