@@ -382,6 +382,12 @@ def test_a_job_that_slurm_ends_at_its_limit_queues_again(tmp_path):
     assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["cut", "told"]
 
 
+def test_a_job_that_is_being_signalled_queues_again(tmp_path):
+    """Slurm 22.05 says so of a job near its limit, whose signal was under way when the controller went away."""
+    attempt = Attempt(tmp_path, ended(75, 75), variables={"STATE": "SIGNALING"})
+    assert attempt.status == 0 and attempt.asked[-1] == "requeue 7" and attempt.ends == ["told"]
+
+
 def test_a_cancelled_job_is_said_to_be_one(tmp_path):
     attempt = Attempt(tmp_path, ended(9), variables={"STATE": "CANCELLED"})
     assert attempt.status == 9 and "does not queue again: Slurm ends this job (CANCELLED)" in attempt.said
