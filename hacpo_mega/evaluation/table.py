@@ -8,7 +8,7 @@
 
 An unjudged answer (a fault of the judge) is in no statistic, since it says nothing about the model; a problem without
 any judged answer is left out. Elsewhere: which answers are a success (hacpo_grading/judge.py), `evaluation.json` and
-the cells of tables (logbook.evaluation_file.py).
+the cells of tables (logbook/evaluation_file.py).
 """
 
 import math
