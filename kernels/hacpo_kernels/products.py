@@ -1,12 +1,15 @@
 """Matrix products in the dtype of their sum: bf16 operands are summed in float32, not rounded between partial sums.
 
-torch's own float32 products on a CPU are MKL's, which leaves half of an AMD processor's vector width unused. oneDNN's,
-which come with torch, use all of it, so they run here (docs/measurements/profile.md), unless
-`torch.backends.mkldnn.enabled` is off.
+torch's own float32 products on a CPU are MKL's, which leaves half of AVX-512's width unused on AMD processors. oneDNN's,
+which come with torch, use all of it, so they run there (docs/measurements/profile.md), unless
+`torch.backends.mkldnn.enabled` is off. Without AVX-512 MKL's are the faster ones. The rule asks the processor, not a
+clock: all ranks of a kind and a resumed run get the same bits.
 """
 
 import torch
 
+# False with ATEN_CPU_CAPABILITY=avx2, too.
+PREFERS_ONEDNN = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 # Numbers of a product that are added to a sum at once: they are still in the cache then.
 ADDED_AT_ONCE = 1 << 20
 
@@ -44,6 +47,7 @@ def _suits_onednn(left_MK: torch.Tensor, right_KN: torch.Tensor) -> bool:
     return (
         left_MK.dtype == right_KN.dtype == torch.float32
         and left_MK.device.type == "cpu"
+        and PREFERS_ONEDNN
         and torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
         and (right_KN.is_contiguous() or right_KN.t().is_contiguous())

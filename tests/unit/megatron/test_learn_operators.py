@@ -119,8 +119,10 @@ LIES = {
 @pytest.mark.parametrize("right_lies", LIES)
 @pytest.mark.parametrize("left_lies", LIES)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (37, 64, 19), (3, 5, 2000), (0, 4, 4), (4, 0, 4), (4, 4, 0)])
-def test_a_product_is_float64s_however_its_matrices_lie(sizes, left_lies, right_lies, monkeypatch):
+@pytest.mark.parametrize("is_onednn", [True, False])
+def test_a_product_is_float64s_however_its_matrices_lie(sizes, left_lies, right_lies, is_onednn, monkeypatch):
     """A sum of K terms and one more: an error of K + 1 roundings at most. Sums are added in blocks of some rows."""
+    monkeypatch.setattr(products, "PREFERS_ONEDNN", is_onednn)
     torch.manual_seed(1)
     rows, inner, columns = sizes
     left, right, total = LIES[left_lies](rows, inner), LIES[right_lies](inner, columns), torch.randn(rows, columns)
@@ -134,9 +136,13 @@ def test_a_product_is_float64s_however_its_matrices_lie(sizes, left_lies, right_
     assert ((summed - total.double() - exact).abs() <= roundoff * (terms + total.double().abs())).all()
 
 
-def test_products_are_torchs_without_onednn_or_with_a_gradient():
+def test_products_are_torchs_without_onednn_or_with_a_gradient(monkeypatch):
     torch.manual_seed(1)
     left, right = torch.randn(300, 200), torch.randn(200, 100)
+    with monkeypatch.context() as without_avx512:
+        without_avx512.setattr(products, "PREFERS_ONEDNN", False)
+        assert torch.equal(product(left, right), left @ right)
+    monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(product(left, right), left @ right)
     for dtype in (torch.bfloat16, torch.float64):
@@ -154,6 +160,7 @@ def test_megatrons_layers_multiply_so_forward_and_backward(tmp_path, monkeypatch
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
     samples, found, calls = random_samples(4, seed=3), {}, []
     monkeypatch.setattr(linear, "product", lambda *given: calls.append(given) or product(*given))
+    monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
     with one_rank():
         for enabled in (True, False):
             actor = make_actor(folder)
