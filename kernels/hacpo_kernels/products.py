@@ -1,9 +1,9 @@
 """Matrix products in the dtype of their sum: bf16 operands are summed in float32, not rounded between partial sums.
 
-torch's own float32 products on a CPU are MKL's, which leaves half of AVX-512's width unused on AMD processors. oneDNN's,
-which come with torch, use all of it, so they run there (docs/measurements/profile.md), unless
-`torch.backends.mkldnn.enabled` is off. Without AVX-512 MKL's are the faster ones. The rule asks the processor, not a
-clock: all ranks of a kind and a resumed run get the same bits.
+torch's own float32 products on a CPU are MKL's, which leaves half of AVX-512's width unused on AMD processors.
+oneDNN's, which come with torch, use all of it, so they run there unless `torch.backends.mkldnn.enabled` is off. Without
+AVX-512 MKL's are the faster ones (docs/measurements/profile.md). The rule asks the processor, not a clock: all ranks on
+a kind of processor, and a run that is resumed there, get the same bits.
 """
 
 import torch
