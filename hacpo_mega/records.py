@@ -448,7 +448,8 @@ class ReencodingCounts:
     `num_compared` answers were decoded again after encoding; `num_changed` of them differ. `token_ratio_sum` adds up
     learner's tokens / source's tokens over the `num_reencoded` answers that are trained on. Counts of parts of a pool
     add up (`+`). `dropped` names every answer that is not trained on, for one reason each: also others' without
-    a token to train, "no_token", which no count has. Comparisons look at the counts alone.
+    a token to train, "no_token", which no count has. `num_empty` trained ones have no text, and `num_truncated` did not
+    end by themselves. Comparisons look at the counts alone.
     """
 
     num_own: int = 0

@@ -51,12 +51,23 @@ def commands() -> str:
 
 
 def metrics() -> str:
-    """The docstring of logbook/files/metrics.py, which lists every name."""
-    source = (ROOT / "hacpo_mega" / "logbook" / "files" / "metrics.py").read_text(encoding="utf-8")
-    text = ast.get_docstring(ast.parse(source)) or ""
+    """The docstrings that list all names: of metrics, of what becomes of answers, of the fields of rollouts/."""
+    text = _docstring("logbook/files/metrics.py")
     more = "[Monitoring](../guide/monitoring.md) says which to watch."
     blocks = [f"```\n{block}\n```" if block.startswith("    ") else block for block in text.split("\n\n")]
-    return _page(["# Metrics", NOTE, more, *blocks])
+    parts = {
+        "Counts below view": _docstring("records.py", "ReencodingCounts"),
+        "Lines of rollouts": _docstring("logbook/files/rollout_log.py"),
+    }
+    added = (f"## {name}\n\n```\n{text}\n```" for name, text in parts.items())
+    return _page(["# Metrics", NOTE, more, *blocks, *added])
+
+
+def _docstring(file: str, name: str | None = None) -> str:
+    """The docstring of a file of the product, or of a class in it."""
+    tree = ast.parse((ROOT / "hacpo_mega" / file).read_text(encoding="utf-8"))
+    found = tree if name is None else next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    return ast.get_docstring(found) or ""
 
 
 def models() -> str:
