@@ -24,10 +24,11 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.backlog import Backlog
+from hacpo_mega.logbook.files.json_lines import dated_line
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, metrics_lines
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
+from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.replacing import replace_file
@@ -96,7 +97,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_alarm(self, step: int, text: str) -> None:
         """Notes a warning that a step has raised, on rank 0."""
         if self._metrics is not None:
-            self._backlog.append(self._path / ALARMS, alarm_line(step, text))
+            self._backlog.append(self._path / ALARMS, dated_line(step=step, text=text))
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
         """Logs a lane's answers with this learner's advantages and notes. Collective over the leaders."""
