@@ -266,24 +266,15 @@ class RankMap:
             block_rank=block_rank,
         )
 
-    def rank_of(
-        self, agent: int, lane: int, cell_in_lane: int = 0, pp_rank: int = 0, tp_rank: int = 0, cp_rank: int = 0
-    ) -> int:
-        """The global rank at a place: the inverse of `coordinate`. Raises ValueError where there is no such place."""
-        if not 0 <= agent < len(self.agents):
-            raise ValueError(f"there is no agent {agent}; this job has {len(self.agents)}")
+    def leader_of(self, agent: int, lane: int, cell_in_lane: int = 0) -> int:
+        """The first global rank of a cell."""
         shape = self.agents[agent]
-        inside = ((pp_rank, shape.pp), (cp_rank, shape.cp), (tp_rank, shape.tp))
-        place = ((lane, self.lanes), (cell_in_lane, shape.cells_per_lane), *inside)
-        if any(not 0 <= index < size for index, size in place):
-            raise ValueError(f"agent {shape.name} has no (lane, cell, pp, cp, tp) = {[i for i, _ in place]}: {shape}")
-        cell = lane * shape.cells_per_lane + cell_in_lane
-        return self.first_ranks[agent] + cell * shape.cell_size + (pp_rank * shape.cp + cp_rank) * shape.tp + tp_rank
+        return self.first_ranks[agent] + (lane * shape.cells_per_lane + cell_in_lane) * shape.cell_size
 
     def leaders(self, lane: int) -> list[int]:
         """Global ranks of the leaders of a lane, by agent, then by cell: the senders of an exchange, in its order."""
         return [
-            self.rank_of(agent, lane, cell)
+            self.leader_of(agent, lane, cell)
             for agent, shape in enumerate(self.agents)
             for cell in range(shape.cells_per_lane)
         ]
@@ -313,7 +304,7 @@ class RankMap:
             prompt, cell = divmod(position, self.lanes * theirs.cells_per_lane)
             lane, cell = divmod(cell, theirs.cells_per_lane)
         engine = (prompt * per_prompt + g) % theirs.engines_per_cell
-        leader = self.rank_of(agent, lane, cell)
+        leader = self.leader_of(agent, lane, cell)
         return leader + theirs.cell_size - theirs.answering + engine * theirs.engine_tp
 
     def arithmetic(self) -> str:
@@ -354,7 +345,7 @@ class RankMap:
             if lane < 0:
                 yield "..."
                 continue
-            first = self.rank_of(agent, lane)
+            first = self.leader_of(agent, lane)
             last = first + shape.cells_per_lane * shape.cell_size - 1
             span = f"{first}" if first == last else f"{first}-{last}"
             yield span if shape.cells_per_lane == 1 else f"{span} in {shape.cells_per_lane} cells"

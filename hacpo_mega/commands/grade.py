@@ -7,8 +7,7 @@ side. Elsewhere: reading the command line, and the graders themselves (judge.py)
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,83 +31,79 @@ ROWS_AT_A_TIME = 2048
 STOPS = {"eos": Stop.EOS, "length": Stop.LENGTH, "abort": Stop.ABORT, "cut": Stop.CUT}
 
 
-@dataclass(frozen=True)
-class GradedFile:
-    """Verdict counts of rows, problems of the other rows, and the speed."""
-
-    num_by_verdict: dict[Verdict, int]
-    problems: tuple[DataProblem, ...]
-    counts: JudgeReport
-
-    @property
-    def speed(self) -> str:
-        """The speed in words: wall time of the judge, CPU time of the graders."""
-        number, seconds, cpu_s = self.counts.num_answers, self.counts.wall_s, self.counts.cpu_s
-        if not number or not seconds:
-            return "no answer judged"
-        return f"{number / seconds:.0f} answers per second, {1000 * cpu_s / number:.2f} CPU seconds per 1,000 answers"
-
-    @property
-    def unjudged(self) -> str | None:
-        """Number of answers on which the judge failed, and its first message; None if there are none."""
-        number, error = self.counts.num_unjudged, self.counts.first_error
-        return f"{number} unjudged, the fault of the judge; the first error: {error}" if number else None
-
-
-@dataclass(frozen=True)
-class _Row:
-    line: int
-    asked: Asked
-
-
-def grade_file(
+def grade(
     file: Path,
     out: Path,
     judge: Judge,
-    gold_field: str = "gold",
-    pred_field: str | None = None,
     is_explained: bool = False,
-) -> GradedFile:
+    pred_field: str | None = None,
+    gold_field: str = "gold",
+) -> Findings:
     """Judges every row of `file` and writes {"line", "verdict", "reward"} to `out`; a bad row has "problem" instead.
 
     Where no `pred_field` is named it is "pred" or, in the answers of an evaluation, "text". With `is_explained` a line
     has "explanation" too: what was extracted, how both sides were read, which rule decided. Optional fields: `prompt`,
     a text or chat messages for a grader that wants it, and `stop` ("eos", "length", "abort", "cut"; none: eos).
     Answers to an equal prompt (in eval's files `prompt_seen`) with an equal gold are a group; without prompts, those of
-    equal rows. The reward of an
-    unjudged answer is null. Unreadable rows are in `problems`, with their lines; nothing is raised for them. ValueError
-    when `out` is the file itself.
+    equal rows. The reward of an unjudged answer is null.
+    The findings are how many got which verdict, how fast, and which rows could not be read. ValueError when there is no
+    such file, `out` is the same, or one field is to be both sides.
     """
+    if pred_field == gold_field:
+        raise ValueError(f"the field {gold_field!r} is read as the gold answer and as the one that is judged: give two")
+    require_inside_its_run(file)
+    if not file.is_file():
+        raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
+    refuse_overwriting(out, [file])
     verdicts: Counter[Verdict] = Counter()
     problems: list[DataProblem] = []
-    refuse_overwriting(out, [file])
     with replacing(out) as lines:
         for rows in _batches(file, gold_field, pred_field, math.inf if judge.compares_groups else ROWS_AT_A_TIME):
-            good = [row.asked for row in rows if isinstance(row, _Row)]
+            good = [row for _, row in rows if isinstance(row, Asked)]
             judged = iter(judge.judge_and_explain(good) if is_explained else [(one, {}) for one in judge.judge(good)])
-            for row in rows:
-                judgement, explanation = next(judged) if isinstance(row, _Row) else (None, None)
-                shown = {"explanation": explanation} if is_explained and judgement is not None else {}
-                lines.write(json.dumps(_reply(row, judgement) | shown, default=str) + "\n")
-                verdicts.update([] if judgement is None else [judgement.verdict])
-            problems += [row for row in rows if isinstance(row, DataProblem)]
+            for line, row in rows:
+                if isinstance(row, DataProblem):
+                    what = row.what if row.field is None else f"field {row.field!r} {row.what}"
+                    lines.write(json.dumps({"line": row.line, "problem": what}) + "\n")
+                    problems.append(row)
+                    continue
+                judgement, explanation = next(judged)
+                shown = {"explanation": explanation} if is_explained else {}
+                lines.write(json.dumps({"line": line} | _reply(judgement) | shown, default=str) + "\n")
+                verdicts[judgement.verdict] += 1
     if not verdicts and not problems:
         problems.append(DataProblem(file, None, None, "has no rows"))
-    return GradedFile(dict(verdicts), tuple(problems), judge.take_report())
+    return _findings(out, verdicts, problems, judge.take_report())
 
 
-def _reply(row: _Row | DataProblem, judgement: Judgement | None) -> dict[str, Any]:
-    if judgement is None:
-        return {"line": row.line, "problem": row.what if row.field is None else f"field {row.field!r} {row.what}"}
+def _reply(judgement: Judgement) -> dict[str, Any]:
     reward = None if math.isnan(judgement.reward) else judgement.reward
-    return {"line": row.line, "verdict": judgement.verdict.name.lower(), "reward": reward}
+    return {"verdict": judgement.verdict.name.lower(), "reward": reward}
 
 
-def _batches(file: Path, gold: str, pred: str | None, most: float) -> Iterator[list[_Row | DataProblem]]:
-    batch: list[_Row | DataProblem] = []
+def _findings(out: Path, verdicts: Counter[Verdict], problems: Sequence[DataProblem], counts: JudgeReport) -> Findings:
+    """The findings for people; the speed is wall time of the judge and CPU time of the graders."""
+    lines = [f"{verdict.name.lower()}: {verdicts[verdict]}" for verdict in sorted(verdicts)]
+    speed, number = "no answer judged", counts.num_answers
+    if number and counts.wall_s:
+        cpu_ms = 1000 * counts.cpu_s / number
+        speed = f"{number / counts.wall_s:.0f} answers per second, {cpu_ms:.2f} CPU seconds per 1,000 answers"
+    lines.append(f"{speed}; one verdict per line in {out}")
+    if counts.num_unjudged:
+        unjudged = f"{counts.num_unjudged} unjudged, the fault of the judge"
+        lines.append(f"{unjudged}; the first error: {counts.first_error}")
+    lines += [describe(problems)] if problems else []
+    lines += ["--gold-field and --pred-field name other columns"] if any(p.field for p in problems) else []
+    return Findings(tuple(lines), is_sound=not problems and not counts.num_unjudged)
+
+
+def _batches(
+    file: Path, gold: str, pred: str | None, most: float
+) -> Iterator[list[tuple[int | None, Asked | DataProblem]]]:
+    """Numbers of lines, with what each asks of the judge."""
+    batch = []
     for line, record in read_records(file):
-        is_read = isinstance(record, dict)
-        batch.append(_row(file, line, record, gold, pred) if is_read else record)
+        batch.append((line, _row(file, line, record, gold, pred) if isinstance(record, dict) else record))
         if len(batch) >= most:
             yield batch
             batch = []
@@ -116,7 +111,7 @@ def _batches(file: Path, gold: str, pred: str | None, most: float) -> Iterator[l
         yield batch
 
 
-def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: str | None) -> _Row | DataProblem:
+def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: str | None) -> Asked | DataProblem:
     is_of_evaluation = "pred" not in record and {"text", "verdict"} <= record.keys()
     pred_field = given or ("text" if is_of_evaluation else "pred")
     gold, pred, stop = record.get(gold_field), record.get(pred_field), record.get("stop") or "eos"
@@ -133,30 +128,4 @@ def _row(file: Path, line: int, record: dict[str, Any], gold_field: str, given: 
     place = hash((str(question), gold_text(gold))) if question else None
     asked = record.get("prompt") or ""
     prompt = prompt_text(asked, {}, None) if prompt_problem(asked) is None else str(asked)
-    return _Row(line, Asked(prompt, gold_text(pred), gold_text(gold), STOPS[stop], row, place=place))
-
-
-def grade(
-    file: Path,
-    out: Path,
-    judge: Judge,
-    is_explained: bool = False,
-    pred_field: str | None = None,
-    gold_field: str = "gold",
-) -> Findings:
-    """Grades a file of answers; how many got which verdict, how fast, and which rows could not be read.
-
-    ValueError when there is no such file, `out` is the same, or one field is to be both sides.
-    """
-    if pred_field == gold_field:
-        raise ValueError(f"the field {gold_field!r} is read as the gold answer and as the one that is judged: give two")
-    require_inside_its_run(file)
-    if not file.is_file():
-        raise ValueError(f"{file}: {'is a folder' if file.is_dir() else 'does not exist'}")
-    graded = grade_file(file, out, judge, gold_field, pred_field, is_explained)
-    counts = [f"{verdict.name.lower()}: {graded.num_by_verdict[verdict]}" for verdict in sorted(graded.num_by_verdict)]
-    lines = [*counts, f"{graded.speed}; one verdict per line in {out}"]
-    lines += [graded.unjudged] if graded.unjudged else []
-    lines += [describe(graded.problems)] if graded.problems else []
-    lines += ["--gold-field and --pred-field name other columns"] if any(p.field for p in graded.problems) else []
-    return Findings(tuple(lines), is_sound=not graded.problems and not graded.unjudged)
+    return Asked(prompt, gold_text(pred), gold_text(gold), STOPS[stop], row, place=place)

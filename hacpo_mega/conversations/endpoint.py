@@ -22,7 +22,6 @@ import socket
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -292,16 +291,11 @@ class Endpoint:
     async def _answered(self, turn: AskedTurn, beat: Callable[[], Awaitable[None]]) -> ServedTurn:
         """Waits for a turn, and calls `beat` every BEAT_S. The last call that hangs up aborts it."""
         turn.num_waiting += 1
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        turn.future.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        ended = asyncio.wrap_future(turn.future)
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # read: asyncio would report it
         try:
-            while not ended.is_set():
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT_S):
-                        await ended.wait()
-                if not ended.is_set():
-                    await beat()
+            while not (await asyncio.wait({ended}, timeout=BEAT_S))[0]:
+                await beat()
         finally:
             turn.num_waiting -= 1
             if not turn.num_waiting:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.config.user_code import ENVIRONMENTS, environment_problem
@@ -52,13 +52,6 @@ main(int(control), name, float(limit), float(call_s))
 """
 # Sets have the same order in every run, and a process of a conversation has one thread of a numeric library.
 SETTINGS = ("PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1")
-
-
-class CallOfTool(Protocol):
-    """An own turn as `TurnFormat.parse` gives it: `content`, and `tool_calls` as (name, arguments)."""
-
-    content: str
-    tool_calls: Sequence[tuple[str, Mapping[str, Any]]]
 
 
 class _Failed(Exception):
@@ -323,13 +316,16 @@ class Episode:
                 self.fail(error.name, str(error))
             return str(error)
 
-    async def react(self, turn: CallOfTool, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages that follow an own turn, the last of `messages`; none where the conversation is over."""
-        if not turn.tool_calls:
+    async def react(
+        self, tool_calls: Sequence[tuple[str, Mapping[str, Any]]], messages: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """The messages that follow an own turn, the last of `messages`, with these (name, arguments); none where the
+        conversation is over."""
+        if not tool_calls:
             return await self.respond(messages) or []
         return [
             {"role": "tool", "name": name, "content": await self.call(name, arguments)}
-            for name, arguments in turn.tool_calls
+            for name, arguments in tool_calls
         ]
 
     async def reward(self, roles: Sequence[str] = ()) -> float | dict[str, float] | None:

@@ -18,7 +18,7 @@ import json
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -74,7 +74,7 @@ class Course:
             self._note(speaker, spoken)
             if spoken.stop is not Stop.EOS:
                 return
-            said = await self._episode.react(spoken, self.messages)
+            said = await self._episode.react(spoken.tool_calls, self.messages)
             self.num_call_errors += sum(message["content"].startswith("{'error': ") for message in said)
             others = [{**message, "content": _writable(message["content"])} for message in said]
             passes_on = len(self._seats) > 1 and not spoken.tool_calls
@@ -206,14 +206,11 @@ class Player:
         endpoint = Endpoint(turns, "agent", secrets.token_hex(32), self._format_of, terms, codec=self._codec)
         await endpoint.begin()
 
-        async def one(n: int) -> Completion:
-            completion = await self._run_program(endpoint, str(n), places[n][0], seeds[n])
-            if on_answer is not None:
-                on_answer(n, completion)
-            return completion
+        def one(n: int) -> Awaitable[Completion]:
+            return self._run_program(endpoint, str(n), places[n][0], seeds[n])
 
         try:
-            return await _all(one(n) for n in range(len(places)))
+            return await _all(one, len(places), on_answer)
         finally:
             await endpoint.end()
 
@@ -261,16 +258,13 @@ class Player:
                 roles = () if self._partners is None else self._partners.names
                 everyone = self._all_seats(n, seats[n], keys[n], how)
                 await _drive(self._environment, seats[n], everyone, roles, self._limits.max_turns)
-            completion = await seats[n].completion
-            if on_answer is not None:
-                on_answer(n, completion)
-            return completion
+            return await seats[n].completion
 
         if self._partners is not None:
             for key, seat in zip(keys, seats, strict=True):
                 self._expected(key).set_result(seat)
         try:
-            return await _all(one(n) for n in range(len(places)))
+            return await _all(one, len(places), on_answer)
         finally:
             for key in keys:
                 self._seats.pop(key, None)
@@ -428,9 +422,18 @@ async def _with_error_read(work: Coroutine[Any, Any, list[Completion]]) -> list[
     return await work
 
 
-async def _all(conversations: Iterable[Coroutine[Any, Any, Completion]]) -> list[Completion]:
-    """The results of all, in order. After an error the others end, too."""
-    playing = [asyncio.ensure_future(conversation) for conversation in conversations]
+async def _all(
+    play: Callable[[int], Awaitable[Completion]], number: int, on_answer: Callable[[int, Completion], None] | None
+) -> list[Completion]:
+    """The results of so many conversations, in order, each told as it ends. After an error the others end, too."""
+
+    async def told(n: int) -> Completion:
+        completion = await play(n)
+        if on_answer is not None:
+            on_answer(n, completion)
+        return completion
+
+    playing = [asyncio.ensure_future(told(n)) for n in range(number)]
     try:
         return await asyncio.gather(*playing)
     finally:

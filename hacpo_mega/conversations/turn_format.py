@@ -259,7 +259,7 @@ class TemplateFormat(TurnFormat):
     def rewritten(
         self, head: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int] | None:
-        ids = self._encode(self._rendered(self._plain_messages(messages), tools, opens=True))
+        ids = self.opening(messages, tools)
         return None if self._shown(ids) == self._shown(head) else ids
 
     def _shown(self, ids: Sequence[int]) -> str:

@@ -11,42 +11,39 @@ A job whose attempts die after the same step dies of something that starting aga
 often as they like. Elsewhere: which attempt this process is in (environment.py).
 """
 
-import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.machine.environment import attempt_of_job, ends_are_noted
-from hacpo_mega.models.files.documents import parse_json, short
+from hacpo_mega.logbook.files.json_lines import COUNT, TEXT, Kind, add_dated_line, is_number, wrong_field
+from hacpo_mega.models.files.documents import parse_json
 
 LATEST_S = 1e11  # later times have no date
 MOST_IN_VAIN = 3  # attempts that die after the same step
 DIED, TOLD, LOST = "died", "told", "lost"
-BEGIN = {"time_unix_s": (int, float), "job": str, "attempt": int, "step": int}
-END = {"time_unix_s": (int, float), "job": str, "attempt": int, "ended": str}
+FIELDS = {
+    "time_unix_s": Kind("a time", lambda value: is_number(value) and 0 <= value < LATEST_S),
+    **{"job": TEXT, "attempt": COUNT, "step": COUNT.if_given},
+    "ended": Kind("an end", lambda value: value in (DIED, TOLD, LOST)).if_given,
+}
 
 
 def record_attempt(run_dir: Path, job: str, attempt: int, step: int) -> None:
     """Notes that an attempt begins, after a committed step (0: none). Written before anything that can fail."""
     # A job script that notes every end of its own: without such a line Slurm has ended the attempt.
-    _append(run_dir, {"job": job, "attempt": attempt, "step": step, "ended": TOLD if ends_are_noted() else DIED})
+    _add(run_dir, job=job, attempt=attempt, step=step, ended=TOLD if ends_are_noted() else DIED)
 
 
 def record_termination(run_dir: Path) -> None:
     """Notes that the attempt of this process was told to end, if a launcher starts jobs again."""
     if (found := attempt_of_job()) is not None:
-        _append(run_dir, {"job": found[0], "attempt": found[1], "ended": TOLD})
+        _add(run_dir, job=found[0], attempt=found[1], ended=TOLD)
 
 
-def _append(run_dir: Path, line: dict[str, Any]) -> None:
+def _add(run_dir: Path, **line: Any) -> None:
     path = run_dir / "logs" / "attempts.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        if file.tell():  # a line that a full disk has cut would take this one with it
-            file.seek(-1, os.SEEK_END)
-        begin = b"" if file.read(1) in (b"\n", b"") else b"\n"
-        file.write(begin + json.dumps({"time_unix_s": round(time.time(), 3)} | line).encode() + b"\n")
+    add_dated_line(path, **line)
 
 
 def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
@@ -55,34 +52,21 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
     Lines that a full disk has cut are left out: no attempt ends for them.
     """
     path = run_dir / "logs" / "attempts.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     attempts = []
-    for line in lines:
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
         try:
-            found = _attempt(parse_json(line))
+            found = parse_json(line)
         except ValueError:
+            continue
+        if not isinstance(found, dict) or wrong_field(found, FIELDS):
             continue
         if "step" in found:
             attempts.append({"ended": DIED} | found)
-            continue
-        same = (other for other in reversed(attempts) if all(other[key] == found[key] for key in ("job", "attempt")))
-        if (begun := next(same, None)) is not None:  # else it ended before rank 0 began
-            begun["ended"] = found["ended"]
+        elif "ended" in found:
+            same = (one for one in reversed(attempts) if all(one[key] == found[key] for key in ("job", "attempt")))
+            if (begun := next(same, None)) is not None:  # else it ended before rank 0 began
+                begun["ended"] = found["ended"]
     return attempts
-
-
-def _attempt(line: Any) -> dict[str, Any]:
-    """The attempt that a line notes. ValueError if it is neither a begin nor an end."""
-    if not isinstance(line, dict):
-        raise ValueError("no object")
-    kinds = BEGIN if "step" in line or "ended" not in line else END
-    if wrong := [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]:
-        raise ValueError(f"{wrong[0]} is {short(line.get(wrong[0]))}")
-    if not 0 <= line["time_unix_s"] < LATEST_S:  # nan is neither
-        raise ValueError(f"time_unix_s is {short(line['time_unix_s'])}")
-    if line.get("ended", DIED) not in (DIED, TOLD, LOST):
-        raise ValueError(f"ended is {short(line['ended'])}")
-    return line
 
 
 def goes_in_circles(run_dir: Path, job: str, attempt: int, step: int) -> bool:

@@ -20,7 +20,7 @@ from hacpo_mega.config import Config, load_config
 from hacpo_mega.config.checks.input_checks import missing_models
 from hacpo_mega.jobs.local import run_on_this_machine, words_of
 from hacpo_mega.logbook.console import warn
-from hacpo_mega.logbook.files.metrics import StepMetrics, metrics_of, read_metrics
+from hacpo_mega.logbook.files.metrics import StepMetrics, by_step, metrics_of, read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_parts, read_rollouts
 from hacpo_mega.logbook.run.run_folder import resolved_toml
 from hacpo_mega.logbook.run.run_inputs import start_with_same_inputs
@@ -57,7 +57,9 @@ class TrainedRun:
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         """Every number of every step (docs/reference/metrics.md), step 0 is the evaluation before training."""
-        return {step: of_step.values | of_step.timing for step, of_step in _metrics(self.run_dir).items()}
+        path = self.run_dir / "metrics.jsonl"
+        found = read_metrics(path) if path.exists() else {}
+        return {step: of_step.values | of_step.timing for step, of_step in found.items()}
 
 
 def train(
@@ -116,26 +118,26 @@ class _Seen:
         self._on_step, self._on_answers, self._on_evaluation = on_step, on_answers, on_evaluation
         done = [] if is_new else committed_steps(config.run_dir)
         self._step = self._answers_of = max(done, default=-1)
-        self._stamp = self._stamp_now()  # what an older run has written is not this one's
         self._inode, self._offset = 0, 0  # the file of metrics that was read, and how far
+        with suppress(OSError):  # what an older run has written is not this one's
+            found = os.stat(self._run_dir / "metrics.jsonl")
+            self._inode, self._offset = found.st_ino, found.st_size
         self._reported: set[str] = set()  # which reading has failed; the run is not ended by it
 
     def look(self, *, is_over: bool = False) -> None:
         """Passes records that are new since the last call to the callbacks."""
         if self._on_step is self._on_answers is self._on_evaluation is None:
             return
-        if (stamp := self._stamp_now()) != self._stamp:
-            self._stamp = stamp
-            for step, of_step in (self._read("on_step", self._new_metrics) or {}).items():
-                if step > self._step:
-                    self._step = step
-                    self._show(step, of_step.values, of_step.values | of_step.timing)
+        for step, of_step in (self._read("on_step", self._new_metrics) or {}).items():
+            if step > self._step:
+                self._step = step
+                self._show(step, of_step.values, of_step.values | of_step.timing)
         if self._on_answers is not None:
             self._show_answers(is_over)
 
     def _new_metrics(self) -> dict[int, StepMetrics]:
         """The steps that have been written since the last call; all of a file that is another one, or has shrunk."""
-        path, steps = self._run_dir / "metrics.jsonl", dict[int, StepMetrics]()
+        path, lines = self._run_dir / "metrics.jsonl", list[bytes]()
         require_inside(self._run_dir, path)
         with suppress(FileNotFoundError), path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -144,10 +146,7 @@ class _Seen:
             file.seek(self._offset)
             lines = file.read().split(b"\n")[:-1]
             self._offset += sum(len(line) + 1 for line in lines)
-            for step, line in (metrics_of(parse_json(line)) for line in lines if line):
-                known = steps.get(step, StepMetrics({}, {}))
-                steps[step] = StepMetrics(known.values | line.values, known.timing | line.timing)
-        return dict(sorted(steps.items()))
+        return by_step(metrics_of(parse_json(line)) for line in lines if line)
 
     def _show(self, step: int, values: Mapping[str, float], everything: Mapping[str, float]) -> None:
         if self._on_step is not None:
@@ -177,17 +176,3 @@ class _Seen:
                 reason = f"{type(error).__name__}: {error}"
                 warn(f"{what} is not shown a step ({reason}); this is said once, training goes on")
             return None
-
-    def _stamp_now(self) -> tuple[int, ...] | None:
-        try:
-            found = os.stat(self._run_dir / "metrics.jsonl")
-        except OSError:
-            return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _metrics(run_dir: Path) -> dict[int, StepMetrics]:
-    try:
-        return read_metrics(run_dir / "metrics.jsonl")
-    except FileNotFoundError:
-        return {}

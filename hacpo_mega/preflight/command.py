@@ -25,7 +25,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.cluster.rendezvous import own_address
 from hacpo_mega.cluster.security.secret import Secret
 from hacpo_mega.models.files.replacing import replace_file
-from hacpo_mega.models.files.visible import columns, say
+from hacpo_mega.models.files.visible import columns, ranges, say
 from hacpo_mega.preflight.meeting import (
     LOST,
     Door,
@@ -158,7 +158,7 @@ def table(outcome: Outcome, seconds: float) -> str:
     lines += warnings(outcome.reports)
     lines += [outcome.failure or outcome.shortage]
     if outcome.missing:
-        lines.append(f"ranks that did not come: {_spans(outcome.missing)}")
+        lines.append(f"ranks that did not come: {ranges(outcome.missing)}")
     lines.append(f"--exclude={','.join(outcome.bad_nodes)}" if outcome.bad_nodes else "")
     lines.append(f"{len(reports)} node(s), {len(outcome.words)} rank(s), {seconds:.1f} s since rank 0 came")
     return "\n".join(line for line in lines if line)
@@ -195,17 +195,6 @@ def _measured_lines(measured: Sequence[Mapping[str, Any]]) -> list[str]:
         sent = size(last["num_bytes"]) if last["num_bytes"] else "-"
         rows.append((kind, str(len(groups)), str(last["num_ranks"]), sent, *speeds, last["group"]))
     return columns(rows) if len(rows) > 1 else []
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers with their runs shortened: "3, 8-15"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
 class Preflight:

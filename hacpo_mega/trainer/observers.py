@@ -29,7 +29,6 @@ from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
 from hacpo_mega.logbook.step_report import StepReport, StepResult
-from hacpo_mega.logbook.steps.skipped_updates import SkippedUpdates
 from hacpo_mega.logbook.steps.step_metrics import add_diagnosis, add_held_out
 from hacpo_mega.models.flops import PEAK_TFLOPS, learning_flops, shared_learning_flops
 from hacpo_mega.records import Pool, Prompt, Sample, UpdateStats
@@ -82,17 +81,6 @@ class Observers:
     def _call(self, moment: str, *what: Any) -> None:
         for observer in self._all:
             getattr(observer, moment)(*what)
-
-
-class Skips(Observer):
-    """Ends a run with too many skipped updates in a row."""
-
-    def __init__(self, skips: SkippedUpdates) -> None:
-        self._skips = skips
-
-    def after_update(self, step: int, m: int, update: Sequence[Sample], stats: UpdateStats) -> None:
-        """Counts the update; RunStopped at the limit."""
-        self._skips.see(step, m, update, stats)
 
 
 class Diagnosis(Observer):

@@ -62,7 +62,7 @@ from hacpo_mega.trainer.build import (
 )
 from hacpo_mega.trainer.joint_checkpoint import JointCheckpoint, RunState, TerminationRequested
 from hacpo_mega.trainer.joint_disk import JointDisk
-from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Reports, Skips
+from hacpo_mega.trainer.observers import Evaluation, Observer, Observers, Reports
 from hacpo_mega.trainer.phases import Phases
 from hacpo_mega.trainer.rollout_judge import RolloutJudge
 
@@ -234,7 +234,6 @@ class Trainer:
         )  # fmt: skip
         self._reports = Reports(config, place)
         chosen = [
-            Skips(self.skips),
             self._reports,
             *config_observers(config, self.agent, rollout, metrics, self.phase, trackers),
             Evaluation(config, data.held_out, rollout, self.judge, metrics, self.report, self.phase),
@@ -318,6 +317,7 @@ class Trainer:
                 self.observers.before_update(step, m, update)
                 with self.phase("learn"):
                     updates.append(self.agent.learn(update, m, step))
+                    self.skips.see(step, m, update, updates[-1])
                     self.observers.after_update(step, m, update, updates[-1])
         self.observers.after_learning(step, updates)
         self.schedule.finish(self.phase)  # one step off: the engine has answered the next step's prompts

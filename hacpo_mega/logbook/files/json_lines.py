@@ -1,6 +1,7 @@
 """Files of one JSON object per line that a run has written, read back; a line of another shape is named."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +76,20 @@ def checked(line: dict[str, Any], fields: Mapping[str, Kind], where: str = "") -
 def as_line(value: Mapping[str, Any]) -> bytes:
     """A line of such a file. A lone surrogate in a text has no UTF-8; its backslash form is the JSON escape of it."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+
+
+def dated_line(**fields: Any) -> bytes:
+    """A line that begins with the time of now."""
+    return json.dumps({"time_unix_s": round(time.time(), 3)} | fields).encode() + b"\n"
+
+
+def add_dated_line(path: Path, **fields: Any) -> None:
+    """Adds a line to a file that nobody else writes now. A line that a full disk has cut goes: it would take this one
+    with it."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(dated_line(**fields))
 
 
 def json_lines(

@@ -55,7 +55,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,8 +328,13 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
     A last line without its end (the job was killed while writing) is left out. Raises ValueError for any other line
     that is not a metrics line, with its number; FileNotFoundError when there is no file.
     """
+    return by_step(metrics_lines(path))
+
+
+def by_step(lines: Iterable[tuple[int, StepMetrics]]) -> dict[int, StepMetrics]:
+    """The numbers of lines by step, as `read_metrics`."""
     steps: dict[int, StepMetrics] = {}
-    for step, found in metrics_lines(path):
+    for step, found in lines:
         known = steps.get(step, StepMetrics({}, {}))
         steps[step] = StepMetrics(known.values | found.values, known.timing | found.timing)
     return dict(sorted(steps.items()))

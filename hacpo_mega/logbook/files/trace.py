@@ -12,9 +12,9 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hacpo_mega.cluster.groups.spans import Span
 from hacpo_mega.cluster.place import Place
@@ -39,13 +39,6 @@ class Track:
         return [
             span._replace(begin_s=span.begin_s + self.offset_s, end_s=span.end_s + self.offset_s) for span in self.spans
         ]
-
-    @classmethod
-    def from_payload(cls, payload: bytes) -> Self:
-        """The inverse of json.dumps of its fields."""
-        fields = json.loads(payload)
-        spans = tuple(Span(*span) for span in fields["spans"])
-        return cls(Coordinate(**fields["who"]), fields["offset_s"], fields["accuracy_s"], spans)
 
 
 class StepTrace:
@@ -75,11 +68,14 @@ class StepTrace:
         self._finish(step)
 
     def _finish(self, step: int) -> None:
-        spans, clock, me = self._place.spans.stop(), self._place.clock_offset(), self._place.coordinate
-        own = Track(me, clock.offset_s, clock.accuracy_s, tuple(spans))
-        payloads = self._place.gather_to_first(json.dumps(asdict(own)).encode())
-        if me.global_rank == 0:
-            table = chrome_trace(step, [Track.from_payload(payload) for payload in payloads])
+        spans, clock = self._place.spans.stop(), self._place.clock_offset()
+        payloads = self._place.gather_to_first(json.dumps([*clock, spans]).encode())
+        if self._place.coordinate.global_rank == 0:
+            tracks = []
+            for rank, (offset_s, accuracy_s, found) in enumerate(map(json.loads, payloads)):
+                who = self._place.rank_map.coordinate(rank)
+                tracks.append(Track(who, offset_s, accuracy_s, tuple(Span(*span) for span in found)))
+            table = chrome_trace(step, tracks)
             if problem := self._misplaced() or write_trace(self._run_dir, step, table):
                 self._say(f"{problem}; training goes on")
 

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.machine.environment import num_threads_set, place_in_cluster
-from hacpo_mega.logbook.files.json_lines import COUNT, NUMBER, TEXT, checked, json_lines, table_of, wrong_field
+from hacpo_mega.logbook.files.json_lines import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    add_dated_line,
+    checked,
+    json_lines,
+    table_of,
+    wrong_field,
+)
 from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.models.files.hub import model_name
 
@@ -42,21 +50,16 @@ FIELDS = {
 
 def record_start(run_dir: Path, steps_done: int, models: Mapping[str, Path]) -> None:
     """Adds a line for this start: when, after which step, which models, commit, versions, threads, job, nodes."""
-    start = {
-        "time_unix_s": round(time.time(), 3),
-        "steps_done": steps_done,
-        "models": {agent: model_name(folder) for agent, folder in models.items()},
-        "commit": source_commit(),
-        "python": platform.python_version(),
-        "packages": installed_versions(),
-        "threads": num_threads_set(),
+    add_dated_line(
+        run_dir / "starts.jsonl",
+        steps_done=steps_done,
+        models={agent: model_name(folder) for agent, folder in models.items()},
+        commit=source_commit(),
+        python=platform.python_version(),
+        packages=installed_versions(),
+        threads=num_threads_set(),
         **place_in_cluster(),
-    }
-    with (run_dir / "starts.jsonl").open("ab+") as file:
-        file.seek(0)
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)  # a line that a full disk has cut would take this one with it
-        file.write(json.dumps(start).encode() + b"\n")
+    )
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
@@ -65,11 +68,6 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     with suppress(FileNotFoundError):
         return [start for _, _, start in json_lines(run_dir / "starts.jsonl", LINE, read)]
     return []
-
-
-def alarm_line(step: int, text: str) -> bytes:
-    """The line of `alarms.jsonl` for a warning that a step has raised now."""
-    return json.dumps({"time_unix_s": round(time.time(), 3), "step": step, "text": text}).encode() + b"\n"
 
 
 def read_alarms(run_dir: Path) -> list[dict[str, Any]]:

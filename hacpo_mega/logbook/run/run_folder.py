@@ -10,7 +10,7 @@ this run itself, which goes on from a checkpoint. Nor does it write into a folde
 which may have been moved, removed or unmounted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -24,13 +24,15 @@ from hacpo_mega.config import Config
 from hacpo_mega.config.checks.run_dirs import CONFIG, METRICS, STARTS
 from hacpo_mega.logbook.console import warn
 from hacpo_mega.logbook.files.backlog import Backlog
+from hacpo_mega.logbook.files.json_lines import dated_line
 from hacpo_mega.logbook.files.metrics import MetricsWriter, StepMetrics, metrics_lines
 from hacpo_mega.logbook.files.rollout_log import AnswerNotes, RolloutLog, logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, alarm_line, read_starts, record_end, record_start
+from hacpo_mega.logbook.run.provenance import ALARMS, FINISHED, read_starts, record_end, record_start
 from hacpo_mega.logbook.run.run_lock import RunLock, not_the_folder
 from hacpo_mega.models.files.links import require_inside
 from hacpo_mega.models.files.replacing import replace_file
+from hacpo_mega.models.files.visible import ranges
 from hacpo_mega.records import Pool
 
 
@@ -96,7 +98,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def write_alarm(self, step: int, text: str) -> None:
         """Notes a warning that a step has raised, on rank 0."""
         if self._metrics is not None:
-            self._backlog.append(self._path / ALARMS, alarm_line(step, text))
+            self._backlog.append(self._path / ALARMS, dated_line(step=step, text=text))
 
     def write_rollouts(self, step: int, pool: Pool, advantages_PNG: Tensor, notes: AnswerNotes) -> None:
         """Logs a lane's answers with this learner's advantages and notes. Collective over the leaders."""
@@ -150,23 +152,12 @@ def missing_logs(run_dir: Path, steps_done: int) -> Iterator[str]:
         first = read_starts(run_dir)[0]["steps_done"]
     except (ValueError, KeyError, IndexError):  # nothing is known of where it began, and other files tell of it
         first = 0
-    expected = range(first + 1, steps_done + 1)
+    expected, done = range(first + 1, steps_done + 1), "which this run has done; it goes on without them"
     path = run_dir / "metrics.jsonl"
     known = {step for step, _ in metrics_lines(path)} if path.exists() else ()
     if missing := [step for step in expected if step not in known]:
-        yield f"warning: {path} has no line of {_spoken(missing)}, which this run has done; it goes on without them"
+        yield f"warning: {path} has no line of steps {ranges(missing)}, {done}"
     lanes = logged_parts(run_dir)
     if missing := [step for step in expected if set(range(max(lanes.get(step, [0])) + 1)) != lanes.get(step, set())]:
         folder = run_dir / "rollouts"
-        yield f"warning: {folder} lacks answers of {_spoken(missing)}, which this run has done; it goes on without them"
-
-
-def _spoken(steps: Sequence[int]) -> str:
-    """Ascending steps as text: "steps 1 to 4, 7"."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and runs[-1][-1] == step - 1:
-            runs[-1] = [runs[-1][0], step]
-        else:
-            runs.append([step])
-    return ("steps " if len(steps) > 1 else "step ") + ", ".join(" to ".join(map(str, run)) for run in runs)
+        yield f"warning: {folder} lacks answers of steps {ranges(missing)}, {done}"

@@ -36,6 +36,14 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with their runs shortened: "3, 8-15"."""
+    known = set(numbers)
+    firsts = (number for number in numbers if number - 1 not in known)
+    lasts = (number for number in numbers if number + 1 not in known)
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts))
+
+
 def say(text: object, file: TextIO | None = None) -> None:
     """Prints `text` at once, with control characters escaped; to standard output unless a file is given."""
     print(visible(str(text)), file=sys.stdout if file is None else file, flush=True)

@@ -52,7 +52,7 @@ def test_ranks_are_counted_as_nested_loops_count_them(rank_map):
                         assert place.block * shape.block_size + place.block_rank == place.agent_rank
                         assert leader + place.engine * shape.engine_tp + place.engine_rank == rank
                         assert place.engine_rank < shape.engine_tp
-                        assert rank_map.rank_of(agent, lane, cell, pp_rank, tp_rank, cp_rank) == rank
+                        assert rank_map.leader_of(agent, lane, cell) == leader
                         rank += 1
     assert rank_map.world_size == rank
 
@@ -124,8 +124,6 @@ def test_errors_say_what_was_asked_and_what_to_do():
         AgentShape("A", tp=2, pp=3, engine_tp=4)
     with pytest.raises(ValueError, match="rank 98304 is outside this job of 98304 ranks: small: 4096 lanes x 4 cells"):
         HUGE.coordinate(98_304)
-    with pytest.raises(ValueError, match="agent small has no"):
-        HUGE.rank_of(agent=0, lane=0, cell_in_lane=4)
 
 
 def test_counting_processes_needs_no_torch():

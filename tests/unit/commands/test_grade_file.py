@@ -9,10 +9,8 @@ from hacpo_grading.graders.graders import arithmetic, exact, length_penalised, r
 from hacpo_grading.judge import Judge
 from hacpo_mega.cli.app import app
 from hacpo_mega.commands import grade
-from hacpo_mega.commands.grade import grade_file
 from hacpo_mega.config.user_code import parse_options
 from hacpo_mega.evaluation.answers import Answer, AnswerFile
-from hacpo_mega.records import Verdict
 
 
 def lines(path, *records):
@@ -39,23 +37,25 @@ def test_every_row_has_its_line(tmp_path):
         {"gold": "3", "pred": "\\boxed{3}", "stop": "tired"},
     )
     with Judge("math", num_workers=1, timeout_s=20.0, require_stop=True) as judge:
-        found = grade_file(file, tmp_path / "out.jsonl", judge)
+        found = grade.grade(file, tmp_path / "out.jsonl", judge)
     replies = graded(tmp_path / "out.jsonl")
     assert [reply["line"] for reply in replies] == list(range(1, 11))
     assert [reply.get("verdict") for reply in replies] == [
         "correct", "wrong", "no_answer", None, None, None, "no_answer", "correct", None, None
     ]  # fmt: skip
     assert [reply["reward"] for reply in replies if "reward" in reply] == [1.0, 0.0, 0.0, 0.0, 1.0]
-    assert found.num_by_verdict == {Verdict.CORRECT: 2, Verdict.WRONG: 1, Verdict.NO_ANSWER: 2}
-    assert [(p.line, p.field, p.what.split(" (")[0].split(":")[0]) for p in found.problems] == [
-        (4, "pred", "is missing"),
-        (5, None, "invalid JSON"),
-        (6, "gold", "is empty"),
-        (9, "pred", "is a list, needs text"),
-        (10, "stop", "is 'tired', needs one of eos, length, abort, cut"),
-    ]
-    assert found.counts.num_answers == 5
-    assert "CPU seconds per 1,000 answers" in found.speed and found.unjudged is None
+    *counts, speed = found.lines[:4]
+    assert counts == ["correct: 2", "wrong: 1", "no_answer: 2"] and "CPU seconds per 1,000 answers" in speed
+    rest = "\n".join(found.lines[4:])
+    for line, what in (
+        (4, "field 'pred' is missing"),
+        (5, "invalid JSON"),
+        (6, "field 'gold' is empty"),
+        (9, "field 'pred' is a list, needs text"),
+        (10, "field 'stop' is 'tired', needs one of eos, length, abort, cut"),
+    ):
+        assert replies[line - 1]["problem"].startswith(what) and f"in.jsonl:{line}: {what}" in rest
+    assert rest.endswith("\n--gold-field and --pred-field name other columns") and not found.is_sound
 
 
 def test_an_unjudged_answer_has_no_reward(tmp_path):
@@ -65,8 +65,9 @@ def test_an_unjudged_answer_has_no_reward(tmp_path):
         "reward = length_penalised(Number(), 1, 5)\n"
     )
     with Judge(f"{tmp_path / 'mine.py'}:reward", num_workers=1) as judge:
-        found = grade_file(file, tmp_path / "out.jsonl", judge)
-    assert found.unjudged.startswith("1 unjudged, the fault of the judge; the first error: ValueError: the gold answer")
+        found = grade.grade(file, tmp_path / "out.jsonl", judge)
+    (unjudged,) = [line for line in found.lines if " unjudged, " in line]
+    assert unjudged.startswith("1 unjudged, the fault of the judge; the first error: ValueError: the gold answer")
     assert graded(tmp_path / "out.jsonl") == [
         {"line": 1, "verdict": "error", "reward": None},
         {"line": 2, "verdict": "wrong", "reward": 0.5},  # 3 characters, half way from 1 to 5
@@ -76,22 +77,22 @@ def test_an_unjudged_answer_has_no_reward(tmp_path):
 def test_a_gold_that_cannot_be_graded_costs_its_own_row(tmp_path):
     file = lines(tmp_path / "in.jsonl", {"gold": "no number", "pred": "7"}, {"gold": "7", "pred": "7.0"})
     with Judge("number") as judge:
-        grade_file(file, tmp_path / "out.jsonl", judge)
+        grade.grade(file, tmp_path / "out.jsonl", judge)
     assert [(r["verdict"], r["reward"]) for r in graded(tmp_path / "out.jsonl")] == [("error", None), ("correct", 1.0)]
 
 
 def test_more_rows_than_one_batch_and_a_file_without_any(tmp_path):
     file = lines(tmp_path / "in.jsonl", *[{"gold": str(i % 7), "pred": str(i % 5)} for i in range(5000)])
     with Judge("exact") as judge:
-        found = grade_file(file, tmp_path / "out.jsonl", judge)
+        found = grade.grade(file, tmp_path / "out.jsonl", judge)
         replies = graded(tmp_path / "out.jsonl")
         assert [r["line"] for r in replies] == list(range(1, 5001))
         assert [r["reward"] for r in replies] == [float(i % 7 == i % 5) for i in range(5000)]
-        assert found.num_by_verdict[Verdict.CORRECT] == sum(i % 7 == i % 5 for i in range(5000))
+        assert f"correct: {sum(i % 7 == i % 5 for i in range(5000))}" in found.lines
         (tmp_path / "none.jsonl").write_text("\n\n")
-        assert grade_file(tmp_path / "none.jsonl", tmp_path / "out2.jsonl", judge).problems[0].what == "has no rows"
-        absent = grade_file(tmp_path / "absent.jsonl", tmp_path / "out3.jsonl", judge)
-        assert absent.problems[0].what == "does not exist"
+        assert "has no rows" in grade.grade(tmp_path / "none.jsonl", tmp_path / "out2.jsonl", judge).lines[-1]
+        with pytest.raises(ValueError, match=r"absent\.jsonl: does not exist"):
+            grade.grade(tmp_path / "absent.jsonl", tmp_path / "out3.jsonl", judge)
 
 
 def test_the_answers_of_an_evaluation_and_fields_of_other_names_are_read(tmp_path):
@@ -107,8 +108,8 @@ def test_the_answers_of_an_evaluation_and_fields_of_other_names_are_read(tmp_pat
     (tmp_path / "own.py").write_text("def own(answer, gold, verdict): return float(verdict == 'correct')\n")
     file = tmp_path / "answers/bench.lane_0000.jsonl"
     with Judge(f"{tmp_path}/own.py:own") as judge:
-        found = grade_file(file, tmp_path / "out.jsonl", judge)
-    assert found.problems == () and [reply["verdict"] for reply in graded(tmp_path / "out.jsonl")] == [
+        found = grade.grade(file, tmp_path / "out.jsonl", judge)
+    assert found.is_sound and [reply["verdict"] for reply in graded(tmp_path / "out.jsonl")] == [
         "correct", "wrong", "correct"
     ]  # fmt: skip
     other = lines(tmp_path / "in.jsonl", {"target": "5", "said": "5"}, {"target": "5", "said": "6", "gold": "6"})
@@ -124,7 +125,7 @@ def test_prompts_that_are_chat_messages_are_so_for_a_grader_of_trls(tmp_path):
     )
     rows = [{"prompt": [{"role": "user", "content": "a"}], "gold": "1", "pred": said} for said in "ab"]
     with Judge(f"{tmp_path}/own.py:own") as judge:
-        grade_file(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
+        grade.grade(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
     assert [reply["reward"] for reply in graded(tmp_path / "out.jsonl")] == [1.0, 0.0]
 
 
@@ -135,7 +136,7 @@ def test_all_answers_to_a_prompt_are_a_group_wherever_they_stand(tmp_path, monke
     asked = "aabcabaa"
     rows = [{field: p, "gold": "1", "text": "1", "verdict": "wrong", "rollout": i} for i, p in enumerate(asked)]
     with Judge(f"{tmp_path}/own.py:own") as judge:
-        grade.grade_file(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
+        grade.grade(lines(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", judge)
     assert [reply["reward"] for reply in graded(tmp_path / "out.jsonl")] == [asked.count(p) / 8 for p in asked]
 
 

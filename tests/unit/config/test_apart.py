@@ -3,9 +3,7 @@
 Whole runs are in jobs/test_answers_ahead.py and jobs/test_apart_faults.py, wrong values in bad_values.py.
 """
 
-import json
 import re
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -93,9 +91,7 @@ def test_a_device_that_trains_has_no_engine_and_one_that_answers_no_actor(tmp_pa
 def test_a_trace_says_which_ranks_only_answer():
     ranks = RankMap(1, (AgentShape("a", rollout=1),))
     tracks = [Track(ranks.coordinate(rank), 0.0, 0.0, ()) for rank in range(2)]
-    events = chrome_trace(1, [Track.from_payload(json.dumps(asdict(track)).encode()) for track in tracks])[
-        "traceEvents"
-    ]
+    events = chrome_trace(1, tracks)["traceEvents"]
     names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names == ["rank 0 lane 0 cell 0", "rank 1 lane 0 cell 0, answers"]
 

@@ -315,11 +315,11 @@ def test_logs_that_have_vanished_are_said(tmp_path):
         part.unlink()
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2] + lines[5:]))
     metrics, answers = missing_logs(tmp_path, 7)
-    assert metrics.startswith(f"warning: {tmp_path}/metrics.jsonl has no line of steps 4 to 6, which ")
+    assert metrics.startswith(f"warning: {tmp_path}/metrics.jsonl has no line of steps 4-6, which ")
     assert answers.startswith(f"warning: {tmp_path}/rollouts lacks answers of steps 4, 6, which ")
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "rollouts")
-    assert ["steps 3 to 7" in line for line in missing_logs(tmp_path, 7)] == [True, True]
+    assert ["steps 3-7" in line for line in missing_logs(tmp_path, 7)] == [True, True]
 
 
 def test_a_start_holds_one_line_of_a_long_run_at_a_time(tmp_path):

@@ -20,9 +20,10 @@ from repository import ROOT
 from watched_run import AGENTS, WatchedRun
 from written_run import write_run
 
+from hacpo_mega.logbook.files.json_lines import dated_line
 from hacpo_mega.logbook.files.metrics import read_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_steps, read_rollouts
-from hacpo_mega.logbook.run.provenance import alarm_line, read_alarms
+from hacpo_mega.logbook.run.provenance import read_alarms
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.report.run import agents_of
 from hacpo_mega.watch.answers import Judges, exported, one_answer, page_of_answers
@@ -167,7 +168,7 @@ def test_a_resumed_run_replaces_what_it_does_again(run: WatchedRun) -> None:
         file.write(run.metrics_line(5)[:100])  # killed in the middle
     found = watched(run.folder)
     before, first = rows(found), curves(found, ["agent/qwen/lr"], None, None)
-    (run.folder / "alarms.jsonl").write_bytes(alarm_line(2, "kept") + alarm_line(4, "overtaken"))
+    (run.folder / "alarms.jsonl").write_bytes(dated_line(step=2, text="kept") + dated_line(step=4, text="overtaken"))
     time.sleep(0.01)
     run.start(2)
     run.add_metrics(3, lr=0.25)

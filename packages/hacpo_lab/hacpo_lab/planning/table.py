@@ -15,6 +15,7 @@ from hacpo_lab.planning.search import Ways
 from hacpo_lab.planning.seconds import PHASES
 from hacpo_lab.planning.store_cost import job_cost
 from hacpo_mega.config.checks.device_memory import memory_table
+from hacpo_mega.models.files.visible import ranges
 from hacpo_mega.models.sharding.publish_plan import whole_summary
 
 Rows = Sequence[Sequence[str]]
@@ -123,7 +124,7 @@ def _publications(plan: Plan) -> str:
         for rank, sizes in enumerate(zip(*(getattr(moved, what) for what in PUBLISHED), strict=True)):
             ranks.setdefault(sizes, []).append(rank)
         rows.append([agent.name])
-        rows += [[f"  {_spans(alike)}", *(f"{size / MB:.1f}" for size in sizes)] for sizes, alike in ranks.items()]
+        rows += [[f"  {ranges(alike)}", *(f"{size / MB:.1f}" for size in sizes)] for sizes, alike in ranks.items()]
     return f"MB of a publish by rank of a cell\n{aligned(rows)}"
 
 
@@ -133,13 +134,6 @@ def _name(agent: AgentPlan) -> str:
 
 def _whole(agent: AgentPlan) -> dict[str, str]:
     return whole_tensors(agent.budget.actor.architecture, agent.agent.vllm)
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    firsts = [rank for rank in ranks if rank - 1 not in ranks]
-    lasts = [rank for rank in ranks if rank + 1 not in ranks]
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts, strict=True))
 
 
 def _ways(ways: Ways) -> Iterator[str]:
