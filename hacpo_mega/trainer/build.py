@@ -214,9 +214,11 @@ def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData,
     if problem := place.first_message(refusal):
         raise ValueError(problem)
     options = {"while_sampling": reward.while_sampling, "is_leader": place.is_leader, "agent": agent}
+    environment = environment_of(job.config.conversation, has_roles=bool(job.config.roles))
     options |= {
         "opened": data.codecs[place.agent].opened_thinking,
         "of_environment": partial(environment_judgement, reward),
+        "last_error": lambda: "" if environment is None else environment.last_error,
     }
     return stack.enter_context(kind(judge, **options))
 

@@ -10,6 +10,7 @@ Elsewhere: what a judgement is (judge.py).
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,10 +20,12 @@ from hacpo_grading.judge import AnyJudge, JudgeReport
 from hacpo_grading.judgement import Asked
 from hacpo_mega.config.tables.schema import RewardConfig
 from hacpo_mega.grading.run_judge import environment_judgement
-from hacpo_mega.records import Judgement, Prompt, Rollout
+from hacpo_mega.records import EVENTS, Judgement, Prompt, Rollout
 
 # Most answers in one call of the judge: ending the thread waits for one call at most.
 MOST_AT_ONCE = 64
+# Counts of a conversation that say why it was lost, beside the name of its environment's failure.
+REASONS = ("unencodable", "too_long")
 
 AnswerKey = tuple[int, int]  # prompt index, rollout index
 
@@ -42,17 +45,20 @@ class RolloutJudge(AbstractContextManager["RolloutJudge"]):
         agent: str = "",
         opened: Callable[[str], str] = lambda _prompt: "",
         of_environment: Callable[[float | None], Judgement] = partial(environment_judgement, RewardConfig()),  # noqa: B008
+        last_error: Callable[[], str] = str,
     ) -> None:
         """`agent` writes the answers. `opened` returns the start of an answer that a prompt, as the agent reads it,
         already contains (a <think>): it is judged as part of the answer. Turns of a conversation know theirs.
         `of_environment` judges a conversation by its environment's reward; the judge is asked about those without one.
+        `last_error` is the text of the environment's last failure in this process, by its name.
 
         `while_sampling` asks for judging beside the engine. A grader in this process cannot do that, nor one that
         compares the answers of a group. On other ranks than the leader it judges nothing: only the leader needs
         judgements.
         """
         self._judge, self._is_leader, self._agent, self._opened = judge, is_leader, agent, opened
-        self._of_environment = of_environment
+        self._of_environment, self._last_error = of_environment, last_error
+        self._settled = JudgeReport()  # of conversations that no judge was asked about, since the last report
         self._goes_beside = while_sampling and is_leader and judge.has_workers and not judge.compares_groups
         self._ended: queue.SimpleQueue[tuple[Prompt, Rollout] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -83,15 +89,34 @@ class RolloutJudge(AbstractContextManager["RolloutJudge"]):
             return []
         found = self._finish()
         by_index = {prompt.index: prompt for prompt in prompts}
-        settled = (rollout for rollout in rollouts if _is_settled(rollout))
+        settled = [rollout for rollout in rollouts if _is_settled(rollout)]
         found = {**found, **{_key(r): self._of_environment(r.conversation.reward) for r in settled}}
+        # A role that was not reached is nobody's failure.
+        lost = [r for r in settled if not (found[_key(r)].is_judged or "silent" in r.conversation.counts)]
+        errors = Counter(map(self._lost, lost))
+        self._settled = JudgeReport(num_answers=len(settled), num_unjudged=len(lost), errors=errors)
         rest = [rollout for rollout in rollouts if _key(rollout) not in found]
         judged = self._judge_all([(by_index[rollout.prompt_index], rollout) for rollout in rest])
         return [(found | judged)[_key(rollout)] for rollout in rollouts]
 
     def take_report(self) -> JudgeReport:
-        """Problems since the last report, and the seconds that the last `judge` did not have to wait for."""
-        return replace(self._judge.take_report(), hidden_s=self.hidden_s)
+        """Problems since the last report, and the seconds that the last `judge` did not have to wait for.
+
+        Conversations that their environment left unjudged count as answers that a grader did.
+        """
+        report, mine, self._settled = self._judge.take_report(), self._settled, JudgeReport()
+        added = {name: getattr(report, name) + getattr(mine, name) for name in ("num_answers", "num_unjudged")}
+        return replace(report, hidden_s=self.hidden_s, errors={**report.errors, **mine.errors}, **added)
+
+    def _lost(self, rollout: Rollout) -> str:
+        """The reason why an environment left a conversation unjudged."""
+        talk = rollout.conversation
+        if talk.reward is not None:
+            return "the environment's reward lies outside reward.range"
+        names = [name for name in talk.counts if name in REASONS or name not in (*EVENTS, "environment_ms")]
+        last = self._last_error()
+        of_last = last if last.partition(":")[0] in names else ", ".join(names)
+        return f"a conversation failed ({of_last or 'no turn was taken'})"
 
     def _judge_all(self, asked: Sequence[tuple[Prompt, Rollout]]) -> dict[AnswerKey, Judgement]:
         judgements = self._judge.judge([self._question(prompt, rollout) for prompt, rollout in asked])

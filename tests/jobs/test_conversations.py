@@ -291,7 +291,10 @@ def test_roles_that_nobody_can_play_are_refused(debate_file):
 
 
 def test_agents_that_take_turns_on_a_device_converse(config_file, tmp_path):
-    metrics = train(config_file, f"run_dir={tmp_path / 'run'}", "placement=shared")
+    """One of them has gated delta nets, whose convolution is a linear layer of vLLM's that multiplies nothing."""
+    agent_table(tmp_path, "small", "qwen3_5_text", CHARACTERS + PAIRS, {"said": {"rms_norm_eps": 1e-2}})
+    changed = f"run_dir={tmp_path / 'run'}", f"agents.small.model={tmp_path / 'small'}"
+    metrics = train(config_file, *changed, "placement=shared")
     turns = [metrics[step].values[f"agent/{name}/conversation/turns_max"] for step in (1, 2) for name in NAMES]
     assert max(turns) > 1
 

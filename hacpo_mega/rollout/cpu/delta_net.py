@@ -14,7 +14,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
 from vllm import ModelRegistry
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -66,9 +65,9 @@ def _answer(
         rows = starts[on] + turn
         window = torch.cat([read_BCW[on], mixed_TC[rows][:, :, None].to(read.dtype)], dim=-1)
         read_BCW[on] = window[:, :, 1:]
-        convolved_BC = silu((window * layer.conv1d.weight.view(1, *window.shape[1:])).sum(-1))
+        summed_BC = (window * layer.conv1d.weight.view(1, *window.shape[1:])).sum(-1)
         sizes = [layer.key_dim // layer.tp_size] * 2 + [layer.value_dim // layer.tp_size]
-        query, key, value = (part.float() for part in convolved_BC.split(sizes, dim=1))
+        query, key, value = (part.float() for part in (summed_BC * sigmoid(summed_BC)).split(sizes, dim=1))
         repeated = (
             part.unflatten(1, (-1, layer.head_k_dim)).repeat_interleave(layer.num_v_heads // layer.num_k_heads, dim=1)
             for part in (query, key)
@@ -78,10 +77,22 @@ def _answer(
             *repeated,
             value.unflatten(1, (-1, layer.head_v_dim)),
             log_decay_TN[rows],
-            share_TN[rows].float().sigmoid(),
+            sigmoid(share_TN[rows].float()),
         )
         output_TNE[rows] = output.to(output_TNE.dtype)
     read[slots_B], states[slots_B] = read_BCW, states_BNED.to(states.dtype)
+
+
+# torch's own round the last few numbers of a tensor otherwise than those before them, so that a token's numbers would
+# depend on its place among those of a step. exp and log1p do not.
+def softplus(numbers: Tensor) -> Tensor:
+    """log(1 + exp(x))."""
+    return numbers.clamp(min=0.0) + (-numbers.abs()).exp().log1p()
+
+
+def sigmoid(numbers: Tensor) -> Tensor:
+    """1 / (1 + exp(-x))."""
+    return 1.0 / (1.0 + (-numbers).exp())
 
 
 def delta_step(

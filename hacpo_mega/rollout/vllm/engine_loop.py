@@ -24,7 +24,7 @@ import torch.distributed as dist
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
@@ -340,8 +340,11 @@ def odd_row_counts(model: torch.nn.Module) -> set[int] | None:
     """
     layers: dict[tuple[Any, ...], tuple[Any, int]] = {}
     for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), FusedMoEMethodBase):
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase):
             return None
+        if isinstance(method, UnquantizedLinearMethod) and not hasattr(layer, "cpu_linear"):
+            continue  # a delta net's convolution: a kernel of its own reads its weight, and nothing is multiplied
         if isinstance(layer, LinearBase):
             width = getattr(layer, "input_size_per_partition", layer.input_size)
         elif isinstance(layer, ParallelLMHead):

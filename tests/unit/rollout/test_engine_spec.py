@@ -13,6 +13,7 @@ from vllm import EngineArgs
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.rollout.cpu.delta_net import sigmoid, softplus
 from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
 
 WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
@@ -77,6 +78,15 @@ def test_delta_nets_read_prompts_without_what_the_shell_has(tmp_path):
 def test_an_engine_that_never_sleeps_has_no_sleeping_allocator(can_sleep):
     arguments = on_cuda(can_sleep=can_sleep)
     assert (arguments["enable_sleep_mode"], arguments["sleep_mode_offload_cudagraph"]) == (can_sleep, can_sleep)
+
+
+@pytest.mark.parametrize("mine, of_torch", [(softplus, torch.nn.functional.softplus), (sigmoid, torch.sigmoid)])
+def test_a_tokens_numbers_do_not_depend_on_its_place_in_a_step(mine, of_torch):
+    """So that turns which arrive in another order have the same bits; torch's own round a tensor's end apart."""
+    numbers_TN = 4 * torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+    whole = mine(numbers_TN)
+    assert torch.allclose(whole, of_torch(numbers_TN), rtol=1e-6, atol=1e-9)
+    assert all(torch.equal(mine(numbers_TN[:n]), whole[:n]) for n in range(1, 64))
 
 
 def test_on_the_cpu_nothing_sleeps_and_blocks_are_small(tmp_path):

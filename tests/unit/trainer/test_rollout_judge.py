@@ -120,3 +120,28 @@ def test_thinking_that_a_prompt_opens_is_judged_with_its_answer():
         with RolloutJudge(judge, while_sampling=False, opened=lambda prompt: "<think>") as of_agent:
             verdicts = [judgement.verdict for judgement in of_agent.judge(PROMPTS, told)]
         assert verdicts == [Verdict.CORRECT, Verdict.CORRECT, Verdict.NO_ANSWER, Verdict.CORRECT]
+
+
+def test_conversations_that_an_environment_leaves_unjudged_are_reported():
+    """Beside answers of a grader's; a role that was not reached is nobody's failure."""
+    turn, lost = Turn("assistant", "7", 1, Stop.EOS), {"failed": 1, "timeouts": 0, "environment_ms": 3}
+    talks = [
+        Conversation((turn,), reward=0.5),
+        Conversation((turn,), reward=5.0),
+        Conversation((turn,), counts=lost | {"respond": 1}),
+        Conversation((turn,), counts=lost | {"unencodable": 1}),
+        Conversation((turn,), counts={"silent": 1}),
+        Conversation((turn,)),
+    ]
+    asked = [Rollout(0, g, np.zeros(1, np.int32), "7", Stop.EOS, conversation=talk) for g, talk in enumerate(talks)]
+    with Judge("math") as judge:
+        of_agent = RolloutJudge(judge, while_sampling=False, last_error=lambda: "respond: no shelf")
+        rewards = [judgement.reward for judgement in of_agent.judge(PROMPTS, asked)]
+        report = of_agent.take_report()
+    np.testing.assert_array_equal(rewards, [0.5, np.nan, np.nan, np.nan, np.nan, 0.0])
+    assert (report.num_answers, report.num_unjudged) == (6, 3)
+    assert report.first_error == "the environment's reward lies outside reward.range"
+    assert report.errors.keys() - {report.first_error} == {
+        "a conversation failed (respond: no shelf)", "a conversation failed (unencodable)"
+    }  # fmt: skip
+    assert of_agent.take_report().num_answers == 0, "each is told once"
