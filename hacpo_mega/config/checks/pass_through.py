@@ -27,7 +27,6 @@ from hacpo_mega.models.sharding.megatron_fields import (
     FREE,
     Z_LOSS,
     no_effect,
-    why_unread,
 )
 
 # Set by agents.router_replay.
@@ -96,10 +95,11 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
     for key in [key for key in megatron if key not in DECIDED]:
-        if key not in FREE and (why := why_unread(key)):
-            yield f"megatron.{key}: has no effect here: {why}; remove it"
-        elif key not in FREE:
-            yield f"megatron.{key}: Megatron's TransformerConfig has no such field{did_you_mean(key, FREE)}"
+        if key not in FREE:
+            yield (
+                f"megatron.{key}: no field of Megatron's that has an effect here: what it would set follows from the "
+                f"model folder and the agent's own keys, or is not built; remove it{did_you_mean(key, FREE, 0.8)}"
+            )
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"
         elif problem := _type_problem(key, megatron[key]):
