@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks.checks import find_problems
 from hacpo_mega.config.describe import as_toml, in_a_run, inner_table, nearest_key
-from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
+from hacpo_mega.config.tables.algorithm import AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import did_you_mean, one_line, parse_toml, short, toml_file
@@ -43,9 +43,15 @@ PATTERNS = {
     r"^\d+[KMGT]?$": "a number of megabytes, or one with K, M, G or T behind it, such as 64G",
 }
 
-# Keys of older versions outside of algorithm that are gone, each with the value at which it changed no results; None
-# where any value changed rounding only.
-GONE = {"training.pack_by": None, "rollout.biased_cut_after": 1.0}
+# Keys of older versions that are gone, each with the value at which it changed no results; None where any value changed
+# rounding only, or nothing without another of them.
+GONE = {
+    "training.pack_by": None,
+    "rollout.biased_cut_after": 1.0,
+    "algorithm.band": "fixed",
+    "algorithm.band_share": None,
+    "algorithm.band_smoothing": None,
+}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True) -> Config:
@@ -299,8 +305,7 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys of older runs that have moved or are gone.
 
     algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
-    The keys of the calibrated band and of GONE are gone. Options that nothing reads get today's defaults: older
-    versions took other values, or had other defaults.
+    Options that nothing reads get today's defaults: older versions took other values, or had other defaults.
     """
     for key in GONE:
         name, _, last = key.partition(".")
@@ -311,7 +316,7 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
         return table
     method, known = str(algorithm.get("method", "hacpo")), frozenset(algorithm) & AlgorithmConfig.model_fields.keys()
     unread = unread_options(method, known) if method in METHODS else ()
-    gone = {"success_reward", *REMOVED, *unread_beside(algorithm), *unread}
+    gone = {"success_reward", *unread_beside(algorithm), *unread}
     kept = {key: value for key, value in algorithm.items() if key not in gone}
     before = algorithm.get("success_reward", 1.0)
     return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
@@ -331,7 +336,7 @@ def completed(table: dict[str, Any]) -> dict[str, Any]:
 
 def _with_results_of_before(found: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """`found` with the keys of `table` that are gone and changed results: `changes` or the schema names them."""
-    for key, harmless in {"algorithm.band": "fixed", **GONE}.items():
+    for key, harmless in GONE.items():
         name, _, last = key.partition(".")
         section = table.get(name)
         before = section.get(last, harmless) if isinstance(section, dict) else harmless
