@@ -167,40 +167,14 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
     holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
-    lines, of_kinds = [], {}
+    lines = []
     for entry in entries:
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
-            continue
-        if (place := _of_several_kinds(entry, table)) is not None:
-            of_kinds.setdefault(place, []).append(entry)
             continue
         key = ".".join(_spoken(entry["loc"], table))
         problem = _unknown(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
         lines.append(f"{key or 'configuration'}: {problem or _what_is_wrong(entry, schema)}")
-    return [*lines, *(_of_no_kind(place, complaints, table) for place, complaints in of_kinds.items())]
-
-
-def _of_several_kinds(entry: ErrorDetails, table: Any) -> tuple[int | str, ...] | None:
-    """The location of the value if this complaint is about one kind of a field that takes several; else None.
-
-    pydantic names the kind behind the place: ("targets", "tuple[str, ...]", 0), where the table has targets.0.
-    """
-    is_behind = entry["type"] == "missing" or entry["loc"][-1:] == ("[key]",)
-    for num_steps, step in enumerate(entry["loc"][:-1] if is_behind else entry["loc"]):
-        if not isinstance(table, dict | list) or not _holds(table, step):
-            return entry["loc"][:num_steps]
-        table = table[step]
-    return None
-
-
-def _of_no_kind(place: tuple[int | str, ...], complaints: list[ErrorDetails], table: dict[str, Any]) -> str:
-    """The line of a value that is of no kind that its field takes; or of its first bad entry, where it is a list."""
-    inner = [entry for entry in complaints if len(entry["loc"]) > len(place) + 1]
-    if inner:
-        place, complaints = (*place, *inner[0]["loc"][len(place) + 1 :]), inner[:1]
-    *kinds, last = (_needed(entry) for entry in complaints)
-    needs = f"{', '.join(kinds)} or {last}" if kinds else last
-    return f"{'.'.join(_spoken(place, table))}: needs {needs}, found {short(complaints[0]['input'])}"
+    return lines
 
 
 def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
@@ -244,7 +218,7 @@ def _needed(entry: ErrorDetails) -> str:
         return f"at least {context['min_length']} of them"
     if kind == "string_pattern_mismatch":
         return PATTERNS.get(context["pattern"], f"a text of the pattern {context['pattern']}")
-    return EXPECTED.get(kind) or context.get("expected") or entry["msg"].removeprefix("Input should be ")
+    return EXPECTED[kind]
 
 
 def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
