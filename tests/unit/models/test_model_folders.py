@@ -200,7 +200,7 @@ def test_every_broken_file_of_an_index_is_named(folder):
     found = complaints(folder)
     assert len(found) == 3
     assert found[0].startswith(f"{first} does not exist, but {INDEX} names it")
-    assert found[1].startswith(f"{second} has ")
+    assert found[1].startswith(f"{second} is no whole safetensors file")
     assert found[2] == f"{third} lacks 1 tensors that {INDEX} looks for there: {lost}"
 
 
