@@ -62,6 +62,8 @@ setup(
     },
     package_data={
         "hacpo_mega": ["py.typed"],
+        "hacpo_mega.config.tables": ["words.toml"],
+        "hacpo_mega.models": ["public.json"],
         "hacpo_mega.report": ["style.css"],
         "hacpo_mega.watch": ["page/*"],
         "hacpo_grading": ["py.typed"],

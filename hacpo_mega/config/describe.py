@@ -234,19 +234,16 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
 
     The algorithm's method and preset are always there; what these two set is the default of its other keys.
     """
-    algorithm = config.algorithm
+    algorithm, given = config.algorithm, config.model_dump(mode="json", exclude_defaults=True)
     chosen = AlgorithmConfig(method=algorithm.method, preset=algorithm.preset)
-    tables = {"": _differing(config, type(config).model_fields.keys() - {"agents", "algorithm"})}
-    tables[""] = {key: value for key, value in tables[""].items() if "." not in key}
-    for name in (name for name in type(config).model_fields if isinstance(getattr(config, name), BaseModel)):
-        tables[name] = _differing(getattr(config, name))
-    own = {name: getattr(algorithm, name) for name in type(algorithm).model_fields}
+    agents = {agent.pop("name"): dict(_lines(agent)) for agent in given.pop("agents")}
+    tables = {"": dict(_lines({key: value for key, value in given.items() if not isinstance(value, dict)}))}
+    tables |= {name: dict(_lines(given.get(name, {}))) for name, table in config if isinstance(table, BaseModel)}
     tables["algorithm"] = {
         name: as_toml(value)
-        for name, value in own.items()
+        for name, value in algorithm
         if name in ("method", "preset") or value != getattr(chosen, name)
     }
-    agents = {agent.name: _differing(agent, type(agent).model_fields.keys() - {"name"}) for agent in config.agents}
     shared = dict(set.intersection(*(set(table.items()) for table in agents.values()))) if len(agents) > 1 else {}
     first = next(iter(agents.values()))
     tables["agents.*"] = {key: value for key, value in first.items() if key in shared}
@@ -255,20 +252,13 @@ def differing(config: Config) -> dict[str, dict[str, str]]:
     return {name: table for name, table in tables.items() if table}
 
 
-def _differing(table: BaseModel, names: Collection[str] | None = None) -> dict[str, str]:
-    """Dotted keys of a table with another value than their default."""
-    found: dict[str, str] = {}
-    dumped = table.model_dump(mode="json")
-    for name, field in type(table).model_fields.items():
-        value, default = getattr(table, name), field.get_default(call_default_factory=True)
-        if (names is not None and name not in names) or (not field.is_required() and value == default):
-            continue
-        if isinstance(value, BaseModel):
-            inside = _differing(value)
-            found |= {f"{name}.{key}": text for key, text in inside.items()} or {name: "its defaults"}
-        else:
-            found |= {key: as_toml(part) for key, part in flat({name: dumped[name]})}
-    return found
+def _lines(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of a table and their values; a table that is given and says nothing else has its defaults."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _lines(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", "its defaults" if value == {} else as_toml(value)
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from hacpo_mega.config.checks.checks import find_problems
 from hacpo_mega.config.describe import as_toml, in_a_run, inner_table, nearest_key
-from hacpo_mega.config.tables.algorithm import REMOVED, AlgorithmConfig
+from hacpo_mega.config.tables.algorithm import AlgorithmConfig
 from hacpo_mega.config.tables.methods import METHODS, unread_beside, unread_options
 from hacpo_mega.config.tables.schema import Config
 from hacpo_mega.models.files.documents import did_you_mean, one_line, parse_toml, short, toml_file
@@ -43,9 +43,15 @@ PATTERNS = {
     r"^\d+[KMGT]?$": "a number of megabytes, or one with K, M, G or T behind it, such as 64G",
 }
 
-# Keys of older versions outside of algorithm that are gone, each with the value at which it changed no results; None
-# where any value changed rounding only.
-GONE = {"training.pack_by": None, "rollout.biased_cut_after": 1.0}
+# Keys of older versions that are gone, each with the value at which it changed no results; None where any value changed
+# rounding only, or nothing without another of them.
+GONE = {
+    "training.pack_by": None,
+    "rollout.biased_cut_after": 1.0,
+    "algorithm.band": "fixed",
+    "algorithm.band_share": None,
+    "algorithm.band_smoothing": None,
+}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, try_templates: bool = True) -> Config:
@@ -161,40 +167,14 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
     entries = error.errors()
     # A list whose entries are bad also counts as too short, since pydantic leaves bad entries out of it.
     holds_bad = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
-    lines, of_kinds = [], {}
+    lines = []
     for entry in entries:
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
-            continue
-        if (place := _of_several_kinds(entry, table)) is not None:
-            of_kinds.setdefault(place, []).append(entry)
             continue
         key = ".".join(_spoken(entry["loc"], table))
         problem = _unknown(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
         lines.append(f"{key or 'configuration'}: {problem or _what_is_wrong(entry, schema)}")
-    return [*lines, *(_of_no_kind(place, complaints, table) for place, complaints in of_kinds.items())]
-
-
-def _of_several_kinds(entry: ErrorDetails, table: Any) -> tuple[int | str, ...] | None:
-    """The location of the value if this complaint is about one kind of a field that takes several; else None.
-
-    pydantic names the kind behind the place: ("targets", "tuple[str, ...]", 0), where the table has targets.0.
-    """
-    is_behind = entry["type"] == "missing" or entry["loc"][-1:] == ("[key]",)
-    for num_steps, step in enumerate(entry["loc"][:-1] if is_behind else entry["loc"]):
-        if not isinstance(table, dict | list) or not _holds(table, step):
-            return entry["loc"][:num_steps]
-        table = table[step]
-    return None
-
-
-def _of_no_kind(place: tuple[int | str, ...], complaints: list[ErrorDetails], table: dict[str, Any]) -> str:
-    """The line of a value that is of no kind that its field takes; or of its first bad entry, where it is a list."""
-    inner = [entry for entry in complaints if len(entry["loc"]) > len(place) + 1]
-    if inner:
-        place, complaints = (*place, *inner[0]["loc"][len(place) + 1 :]), inner[:1]
-    *kinds, last = (_needed(entry) for entry in complaints)
-    needs = f"{', '.join(kinds)} or {last}" if kinds else last
-    return f"{'.'.join(_spoken(place, table))}: needs {needs}, found {short(complaints[0]['input'])}"
+    return lines
 
 
 def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
@@ -238,7 +218,7 @@ def _needed(entry: ErrorDetails) -> str:
         return f"at least {context['min_length']} of them"
     if kind == "string_pattern_mismatch":
         return PATTERNS.get(context["pattern"], f"a text of the pattern {context['pattern']}")
-    return EXPECTED.get(kind) or context.get("expected") or entry["msg"].removeprefix("Input should be ")
+    return EXPECTED[kind]
 
 
 def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
@@ -299,8 +279,7 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration without the keys of older runs that have moved or are gone.
 
     algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
-    The keys of the calibrated band and of GONE are gone. Options that nothing reads get today's defaults: older
-    versions took other values, or had other defaults.
+    Options that nothing reads get today's defaults: older versions took other values, or had other defaults.
     """
     for key in GONE:
         name, _, last = key.partition(".")
@@ -311,7 +290,7 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
         return table
     method, known = str(algorithm.get("method", "hacpo")), frozenset(algorithm) & AlgorithmConfig.model_fields.keys()
     unread = unread_options(method, known) if method in METHODS else ()
-    gone = {"success_reward", *REMOVED, *unread_beside(algorithm), *unread}
+    gone = {"success_reward", *unread_beside(algorithm), *unread}
     kept = {key: value for key, value in algorithm.items() if key not in gone}
     before = algorithm.get("success_reward", 1.0)
     return table | {"algorithm": kept} | ({} if before == 1.0 else {"reward": reward | {"success": before}})
@@ -331,7 +310,7 @@ def completed(table: dict[str, Any]) -> dict[str, Any]:
 
 def _with_results_of_before(found: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     """`found` with the keys of `table` that are gone and changed results: `changes` or the schema names them."""
-    for key, harmless in {"algorithm.band": "fixed", **GONE}.items():
+    for key, harmless in GONE.items():
         name, _, last = key.partition(".")
         section = table.get(name)
         before = section.get(last, harmless) if isinstance(section, dict) else harmless

@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -312,17 +312,12 @@ def _short_of_cores(reports: Sequence[NodeReport]) -> list[Finding]:
 
 def _other_packages(reports: Sequence[NodeReport]) -> list[Finding]:
     """The packages by which a node differs from most, in a line."""
-    usual = {
-        name: Counter(report.packages.get(name, "absent") for report in reports).most_common(1)[0][0]
-        for name in sorted({name for report in reports for name in report.packages})
-    }
-    found = []
-    for report in reports:
-        own = {name: report.packages.get(name, "absent") for name in usual}
-        other = [f"{name} {own[name]} ({usual[name]} on others)" for name in usual if own[name] != usual[name]]
-        if other:
-            more = f" and {len(other) - MOST_PACKAGES} more" if len(other) > MOST_PACKAGES else ""
-            found.append(Finding(report.node, f"installed packages: {', '.join(other[:MOST_PACKAGES])}{more}"))
+    texts, found = defaultdict(list), []
+    for finding in _differing((report.node, report.packages) for report in reports):
+        texts[finding.node].append(finding.text)
+    for node, own in texts.items():
+        more = f" and {len(own) - MOST_PACKAGES} more" if len(own) > MOST_PACKAGES else ""
+        found.append(Finding(node, f"installed packages: {' / '.join(own[:MOST_PACKAGES])}{more}"))
     return found
 
 

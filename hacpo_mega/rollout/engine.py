@@ -39,7 +39,7 @@ from vllm.distributed import parallel_state
 
 from hacpo_mega.config.checks.pass_through import require_accepted
 from hacpo_mega.models.families.families import is_tied
-from hacpo_mega.models.files.folder import eos_token_ids
+from hacpo_mega.models.files.folder import named_ends
 from hacpo_mega.models.files.stacked_experts import joined_experts, unpacked_tensor
 from hacpo_mega.models.files.weight_files import StoredTensor, published_names, stacks_experts, stored_tensors
 from hacpo_mega.models.sharding.shards import stack_name
@@ -140,7 +140,7 @@ class Engine:
             arguments.setdefault("scheduler_cls", DecodeScheduler)
             if spec.delta_net_model is not None:
                 register_text_model(spec.delta_net_model)
-        self.eos_ids = eos_token_ids(spec.model) if spec.eos_ids is None else tuple(spec.eos_ids)
+        self.eos_ids = named_ends(spec.model)[1] if spec.eos_ids is None else tuple(spec.eos_ids)
         self._names = published_names(spec.model, tied=is_tied(spec.model))
         self._memory, self._is_loaded = Memory.AWAKE, not spec.random_weights
         self._on_progress, self._running, self._is_serving = on_progress, None, False

@@ -4,7 +4,6 @@ One job of two real processes per agent (tests/support/jobs/engine_job.py) does 
 process saw.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +39,6 @@ def models(tmp_path_factory) -> Path:
     for name, (family, tied, seed) in MODELS.items():
         make_model(folder / name, family, tied=tied, seed=seed, num_heads=2, head_dim=32)
     make_model(folder / "narrow", "llama", num_heads=4, head_dim=16)
-    chat = folder / "chat"
-    chat.mkdir()
-    added = [{"id": 90, "content": "<|im_end|>"}, {"id": 91, "content": "<|x|>"}]
-    files = {
-        "config.json": {"eos_token_id": 88},
-        "generation_config.json": {"eos_token_id": [88, 89], "top_p": 0.1},
-        "tokenizer_config.json": {"eos_token": "<|im_end|>"},
-        "tokenizer.json": {"added_tokens": added},
-    }
-    for name, content in files.items():
-        (chat / name).write_text(json.dumps(content))
     return folder
 
 
@@ -396,4 +384,3 @@ def test_seeds_and_ends_are_facts_of_the_run(saw):
     assert all(0 <= seed < 2**63 for seed in seen["seeds"])
     # By hand: half of the little-endian BLAKE2b-64 of five little-endian int64. A resumed run depends on it.
     assert seen["seed"] == 2_908_383_577_397_656_658
-    assert seen["eos"] == (88, 89, 90), "generation config, config and the tokenizer's turn end; not other added tokens"

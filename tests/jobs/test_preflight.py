@@ -108,7 +108,7 @@ def test_what_a_node_says_of_itself_is_compared(tmp_path, models):
     texts = visit.texts()
     version, packages = texts["n1"]
     assert version == f"torch's version: 0.0.1; on 2 other node(s): {metadata.version('torch')}"
-    assert packages == f"installed packages: torch 0.0.1 ({metadata.version('torch')} on others)"
+    assert packages == f"installed packages: torch: 0.0.1; on 2 other node(s): {metadata.version('torch')}"
     (disk,) = texts["n2"]
     assert re.match(r"run_dir: [\d,]+ bytes are needed, 4,096 are free .*: 3 checkpoints ", disk), disk
     assert any("nowhere does not exist" in text for text in texts["n3"]), texts

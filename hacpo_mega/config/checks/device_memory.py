@@ -10,7 +10,6 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 from hacpo_mega.config.tables.agents import AgentConfig
@@ -20,7 +19,6 @@ from hacpo_mega.memory.budget import (
     DEVICE_BYTES_PER_S,
     GIB,
     OFFLOADED,
-    PHASES,
     Budget,
     EnginePlan,
     answers_at_once,
@@ -334,36 +332,21 @@ def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> Engine
 
 
 def memory_table(budgets: dict[str, Budget]) -> str:
-    """Parts and phases of every agent, a column each; a phase is the sum of its parts (docs/design/memory.md).
+    """Parts and phases of every agent; a phase is the sum of its parts (docs/design/memory.md).
 
-    In GiB, small models in MiB. Parts that no agent has are left out, and the fullest phase is marked. Some rows are in
-    no phase: "on the host" (pinned memory for state that is offloaded while the engine generates), "experts at worst",
-    and "answers' routing", which is on the host as well. TABLE_WIDTH limits the columns side by side.
+    In GiB, small models in MiB. Parts that an agent has not are left out, and the fullest phase is marked. In no phase
+    are "on the host" (pinned memory for state that is offloaded while the engine generates), "experts at worst", and
+    "answers' routing", which is on the host as well.
     """
-    columns, (unit, one) = list(budgets.values()), _unit(budgets)
-    lines = [f"memory of one process, {unit}; {_device(columns[0], one)}; * fullest"]
+    first, (unit, one) = next(iter(budgets.values())), _unit(budgets)
+    lines = [f"memory of one process, {unit}; {_device(first, one)}; * fullest"]
     for name, budget in budgets.items():
-        lines += [f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
-    rows = [
-        (part, [f"{budget.parts[part] / one:.2f}" for budget in columns])
-        for part in columns[0].parts
-        if any(budget.parts[part] for budget in columns)
-    ]
-    for phase in (phase for phase in PHASES if any(phase in budget.phases for budget in columns)):
-        rows.append((f"= {phase}", [_phase_cell(budget, phase, one) for budget in columns]))
-    wide, names = max(len(name) for name, _ in rows), list(budgets)
-    while names:
-        sizes = [max(len(name), 8) + 2 for name in names]
-        most = max(1, sum(total <= TABLE_WIDTH - wide for total in accumulate(sizes)))
-        shown, names = names[:most], names[most:]
-        first = len(budgets) - len(names) - most
-        lines += ["", " " * wide + "".join(f"{name:>{size}}" for name, size in zip(shown, sizes))]
-        for name, cells in rows:
-            marked = (cell if cell.endswith("*") else f"{cell} " for cell in cells[first : first + most])
-            lines.append((f"{name:{wide}}" + "".join(f"{cell:>{size}}" for cell, size in zip(marked, sizes))).rstrip())
+        lines += ["", f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
+        lines += [f"{part:<22}{size / one:>10.2f}" for part, size in budget.parts.items() if size]
+        for phase, size in budget.phases.items():
+            lines.append(f"= {phase:<20}{size / one:>10.2f}{'*' if phase == budget.fullest else ''}")
     lines += _offload_lines(budgets)
-    most_bytes = columns[0].capacity
-    return "\n".join(lines if most_bytes is None else [*lines, TE_NOTE])
+    return "\n".join(lines if first.capacity is None else [*lines, TE_NOTE])
 
 
 def memory_summary(budgets: dict[str, Budget]) -> str:
@@ -399,12 +382,6 @@ def _device(budget: Budget, one: int) -> str:
     if budget.capacity is None:
         return "the CPU, where nothing is refused"
     return f"{budget.capacity / one:.2f} of a device"
-
-
-def _phase_cell(budget: Budget, phase: str, one: int) -> str:
-    """Nothing where the device is in no such phase."""
-    size = budget.phases.get(phase)
-    return "" if size is None else f"{size / one:.2f}{'*' if phase == budget.fullest else ''}"
 
 
 def _layout(budget: Budget) -> str:

@@ -7,12 +7,13 @@ types and bounds hold its values when a rank starts, before weights are loaded (
 
 import ast
 import importlib.util
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hacpo_grading.graders.options import COUNT, DISTANCE, FLAG, TEXT, Option
 from hacpo_mega.config.checks.device_memory import capacity, is_cpu_build
 from hacpo_mega.config.tables.agents import AgentConfig
 from hacpo_mega.config.tables.schema import Config
@@ -27,7 +28,6 @@ from hacpo_mega.models.sharding.megatron_fields import (
     FREE,
     Z_LOSS,
     no_effect,
-    why_unread,
 )
 
 # Set by agents.router_replay.
@@ -69,15 +69,17 @@ DECIDED_VLLM = frozenset(
     )
 )
 
-# Engine arguments that the memory formula and the checks read, too: the values they can read, in words and as a test.
-READ_HERE: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "gpu_memory_utilization": ("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
-    "max_num_seqs": ("a whole number of 1 or more", lambda value: type(value) is int and 0 < value < 2**63),
-    "kv_cache_memory_bytes": ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 2**63),
-    "enforce_eager": ("true or false", lambda value: type(value) is bool),
-    "enable_prefix_caching": ("true or false", lambda value: type(value) is bool),
-    "quantization": ("text", lambda value: type(value) is str),
-    "kv_cache_dtype": ("text", lambda value: type(value) is str),
+_SIZE = Option("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**63)
+_PART = Option("a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1)
+# Engine arguments that the memory formula and the checks read, too: the values they can read.
+READ_HERE: dict[str, Option] = {
+    **{"gpu_memory_utilization": _PART, "max_num_seqs": COUNT, "kv_cache_memory_bytes": _SIZE},
+    **{"enforce_eager": FLAG, "enable_prefix_caching": FLAG, "quantization": TEXT, "kv_cache_dtype": TEXT},
+}
+# Values of the fields of Megatron that work; the others are flags.
+OF_MEGATRON: dict[str, Option] = {
+    **{AUX_LOSS: DISTANCE, Z_LOSS: DISTANCE, BALANCING: TEXT},
+    **dict.fromkeys((FIRST_STAGE, LAST_STAGE, VIRTUAL), _SIZE),
 }
 # Kinds of vLLM 0.32 that read how a folder was quantized from it, and refuse one that was not.
 OF_QUANTIZED_FOLDERS = frozenset(
@@ -96,40 +98,22 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
             yield f"{table}.{key} is decided by this project, from the model folder and the agent's {by}; remove it"
     for key in [key for key in megatron if key not in DECIDED]:
-        if key not in FREE and (why := why_unread(key)):
-            yield f"megatron.{key}: has no effect here: {why}; remove it"
-        elif key not in FREE:
-            yield f"megatron.{key}: Megatron's TransformerConfig has no such field{did_you_mean(key, FREE)}"
+        if key not in FREE:
+            yield (
+                f"megatron.{key}: no field of Megatron's that has an effect here: what it would set follows from the "
+                f"model folder and the agent's own keys, or is not built; remove it{did_you_mean(key, FREE, 0.8)}"
+            )
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"
-        elif problem := _type_problem(key, megatron[key]):
-            yield f"megatron.{key} {problem}"
+        elif not (kind := OF_MEGATRON.get(key, FLAG)).takes(megatron[key]):
+            yield f"megatron.{key} must be {kind.said}, found {short(megatron[key])}"
     free = [key for key in vllm if key not in DECIDED_VLLM]
     names = engine_fields() if free else None
     for key in free:
         if names is not None and key not in names:
             yield f"vllm.{key}: vLLM's EngineArgs has no such field{did_you_mean(key, names - DECIDED_VLLM)}"
-        elif key in READ_HERE and not READ_HERE[key][1](vllm[key]):
-            yield f"vllm.{key} must be {READ_HERE[key][0]}, found {short(vllm[key])}"
-
-
-def _type_problem(field: str, value: Any) -> str | None:
-    """Names what is wrong with the type or size of a value of a field of Megatron that works; None if nothing is."""
-    if field in (AUX_LOSS, Z_LOSS):
-        wanted, fits = "number", _is_number(value)
-    elif field in (FIRST_STAGE, LAST_STAGE, VIRTUAL):
-        wanted, fits = "int", type(value) is int
-    else:
-        wanted, fits = ("str", type(value) is str) if field == BALANCING else ("bool", type(value) is bool)
-    if not fits:
-        return f"must be {wanted}, found {short(value)}"
-    if wanted in ("number", "int") and not 0 <= value < 2**31:
-        return f"must be from 0 to {2**31 - 1}, found {short(value)}"
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
+        elif key in READ_HERE and not READ_HERE[key].takes(vllm[key]):
+            yield f"vllm.{key} must be {READ_HERE[key].said}, found {short(vllm[key])}"
 
 
 def require_accepted(

@@ -23,6 +23,7 @@ from hacpo_mega.config.tables.section import (
     Share,
     ShareBelowOne,
     Small,
+    one_of,
 )
 from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
@@ -93,7 +94,10 @@ class LoraConfig(Section):
     """Rank r of the adapters: W + alpha / rank x B A takes the place of a matrix W."""
     alpha: Positive = 32.0
     """Numerator of the adapters' scale alpha / rank; peft's lora_alpha."""
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    targets: Annotated[
+        Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)],
+        one_of("'all-linear' or a list of at least one text"),
+    ] = "all-linear"
     """Matrices of every layer that have an adapter, by the last part of their name, such as ["q_proj", "v_proj"]; or
     "all-linear": all but embedding, head, router and the gate of shared experts."""
 

@@ -20,7 +20,6 @@ from hacpo_mega.config.tables.section import (
     Share,
     ShareBelowOne,
 )
-from hacpo_mega.models.files.documents import short
 
 # Options that a preset sets otherwise than the defaults, which are the paper's text.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -36,9 +35,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_coef": 1e-3,
     },
 }
-
-# Keys of the calibrated band, which is gone; a checkpoint of before may hold them.
-REMOVED = ("band", "band_share", "band_smoothing")
 
 
 class AlgorithmConfig(Section):
@@ -133,17 +129,6 @@ class AlgorithmConfig(Section):
     def _fill_from_method_and_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if "success_reward" in given:
-            raise ValueError(
-                f"success_reward = {short(given['success_reward'])}: unknown key; reward.success says which answers "
-                "are a success, for sgt and all others that ask. Set it there"
-            )
-        for key in REMOVED:
-            if key in given:
-                raise ValueError(
-                    f"{key} = {short(given[key])}: removed, since the calibrated band lost against a fixed one "
-                    "(docs/measurements/gap.md). Leave it out; delta says where the band begins"
-                )
         method, preset = given.get("method", "hacpo"), given.get("preset", "paper")
         if not isinstance(method, str) or not isinstance(preset, str) or method not in METHODS:
             return given

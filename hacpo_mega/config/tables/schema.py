@@ -26,6 +26,7 @@ from hacpo_mega.config.tables.section import (
     Positive,
     Seconds,
     Section,
+    one_of,
 )
 from hacpo_mega.config.tables.slurm import SlurmConfig
 from hacpo_mega.models.files.documents import short
@@ -44,6 +45,7 @@ def _success(value: Any) -> Any:
 
 
 Success = Annotated[str | float, BeforeValidator(_success)]
+Option = Annotated[bool | int | float | str, one_of("true or false, a number or a text")]
 PartName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,30}$")]
 
 
@@ -80,7 +82,7 @@ class RewardPartConfig(Section):
     kind: str = "math"
     """The grader: math (last boxed answer), math_any (an answer anywhere), another built-in one
     (docs/guide/data-and-rewards.md), or a function of yours as module:function or file.py:function."""
-    options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    options: dict[str, Option] = Field(default_factory=dict)
     """Options of the grader, such as {rel_tol = 0.01} of number; docs/guide/data-and-rewards.md lists them."""
     range: RewardRange = (0.0, 1.0)
     """Lowest and highest reward that the grader returns; they are mapped linearly to 0 and 1."""
@@ -315,7 +317,7 @@ class LoggingConfig(Section):
     """Steps that `trace` records, each once. The first also warms up; a run of one step records that."""
     rollout_tokens: Flag = False
     """Log every answer's tokens, their ids, log-probs and own ratios: rollouts/ is then several times larger."""
-    report: Literal["end", "never"] | Count = "end"
+    report: Annotated[Literal["end", "never"] | Count, one_of("'end', 'never' or a number of steps from 1 on")] = "end"
     """When report.html is written: at the end of the run, never, or after so many steps each time and at the end."""
 
 

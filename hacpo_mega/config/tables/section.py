@@ -8,7 +8,17 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.hub import given_path, model_folder, model_name
@@ -54,13 +64,19 @@ def _own_function(name: str) -> str:
     return name
 
 
-def _flag_or_auto(value: Any) -> Any:
-    if not isinstance(value, bool) and value != "auto":
-        raise ValueError(f"must be true, false or 'auto', found {short(value)}")
-    return value
+def one_of(words: str) -> WrapValidator:
+    """For a field that takes values of several kinds: one complaint, in these words, in place of one for each kind."""
+
+    def tried(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError(f"needs {words}, found {short(value)}") from error
+
+    return WrapValidator(tried)
 
 
-FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(_flag_or_auto)]
+FlagOrAuto = Annotated[Flag | Literal["auto"], one_of("true, false or 'auto'")]
 # of the user's own; whether there is one is looked up in its source (user_code.py)
 OwnFunction = Annotated[str, AfterValidator(_own_function)]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]

@@ -1,7 +1,7 @@
 """The families of models that can be trained: one record each, and nothing about a family anywhere else.
 
 Sources: the configuration classes of transformers, whose defaults tests/unit/models/test_families.py compares, and
-vllm/model_executor/models. Elsewhere: what a record may say (family.py), public sizes (public.py), names of tensors
+vllm/model_executor/models. Elsewhere: what a record may say (family.py), public sizes (public.json), names of tensors
 (segments.py).
 """
 

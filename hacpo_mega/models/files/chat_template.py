@@ -50,23 +50,24 @@ def render(
 
     The template's clock stands at `time`, as `utc_now` writes it; None: now.
     """
-    answer = _asked(template, conversations, variables, time)
-    if answer["errors"]:
-        raise ValueError(answer["errors"][0])
-    return answer["texts"]
+    found = _asked(template, conversations, variables, time)
+    if problem := next((error for _, error in found if error is not None), None):
+        raise ValueError(problem)
+    return [text for text, _ in found]
 
 
 def render_closed(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None = None
 ) -> list[str | None]:
     """The text of every conversation, no further turn opened; None of one that the template refuses or fails on."""
-    return _asked(template, conversations, {**variables, "add_generation_prompt": False}, time)["texts"]
+    found = _asked(template, conversations, {**variables, "add_generation_prompt": False}, time)
+    return [text for text, _ in found]
 
 
 def _asked(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None
-) -> dict[str, Any]:
-    """The answer of the process. ValueError if it never ends."""
+) -> list[tuple[str | None, str | None]]:
+    """The text of each conversation, or None and one line about the failure. ValueError if the process never ends."""
     given = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
     asked = json.dumps(given)
     command = [sys.executable, "-P", __file__]
@@ -156,18 +157,6 @@ def names_in(template: str) -> frozenset[str]:
     return frozenset(value for _, kind, value in environment().lex(template) if kind == "name")
 
 
-def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The process's reply to a request: the text of each conversation, or None and one line about the failure."""
-    given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
-    texts: list[str | None] = []
-    errors = []
-    for messages in asked["conversations"]:
-        text, error = _rendered(asked["template"], messages, given, asked["time"])
-        texts.append(text)
-        errors += [] if error is None else [error]
-    return {"texts": texts, "errors": errors}
-
-
 def _rendered(template: str, messages: Messages, given: Mapping[str, Any], time: str) -> tuple[str | None, str | None]:
     try:
         made = environment(time).from_string(template)
@@ -196,4 +185,6 @@ if __name__ == "__main__":
     _limit(resource.RLIMIT_CPU, CPU_SECONDS)
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
-    print(json.dumps(_answer(json.load(sys.stdin))))
+    asked = json.load(sys.stdin)
+    given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
+    print(json.dumps([_rendered(asked["template"], chat, given, asked["time"]) for chat in asked["conversations"]]))

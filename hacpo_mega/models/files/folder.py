@@ -111,19 +111,6 @@ def read_json(file: Path) -> Mapping[str, Any]:
     return table
 
 
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Every token id that ends an answer: of generation_config.json, config.json and the tokenizer of a model folder.
-
-    The files disagree in practice: one may name the end of a text, another that of a chat turn.
-    """
-    found = set(named_ends(folder)[1])
-    token = read_json(folder / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    added = read_json(folder / "tokenizer.json").get("added_tokens", [])
-    found.update(entry["id"] for entry in added if text and entry["content"] == text)
-    return tuple(sorted(found))
-
-
 def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that end an answer by the model's own files, in their order: those of the first file, and all.
 

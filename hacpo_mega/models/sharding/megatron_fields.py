@@ -7,7 +7,6 @@ no torch and no Megatron.
 """
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 from hacpo_mega.models.families.architecture import Architecture
@@ -125,44 +124,7 @@ WITH_CHUNKS = frozenset(("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush"))
 WITH_TENSOR_RANKS = frozenset(("clone_scatter_output_in_embedding",))
 WITH_EXPERTS = frozenset((AUX_LOSS, Z_LOSS, BALANCING))
 
-# Why nothing would come of the others, and patterns of their names; the first that fits counts.
-_REASONS = {
-    "experts are hacpo-mega's own, by the model folder; of Megatron's losses of a router "
-    f"{AUX_LOSS} and {Z_LOSS} work": (
-        "moe_* *overlap_moe_* ep_overlap_* overlap_dispatch_* *_a2a_comm_stream delay_wgrad_* use_fused_weighted_* "
-        "*_shared_expert"
-    ),
-    "context parallelism is hacpo-mega's own; set agents.cp": "cp_comm_type hybrid_context_parallel max_seqlen_*",
-    "attention is torch's or TransformerEngine's, over packed sequences": (
-        "attention_* *_attention_variant_* flash_* masked_softmax_* window_attn_* qk_* *kitchen* mrope_* dsa_* "
-        "linear_* batch_invariant_mode test_mode"
-    ),
-    "no layer is in fp8 or fp4": "fp8_* fp4_* tp_only_amax_red *_bf16 disable_parameter_* quant_recipe",
-    "the head and its loss are a kernel outside of Megatron": "cross_entropy_* *wgrad_* mtp_*",
-    "the buffers of TransformerEngine that overlap tensor parallelism are not made": "tp_comm_* symmetric_ar_type",
-    "weights are loaded, whatever they began with": "*init_method*",
-    "what leaves the device is for agents.offload and agents.recompute to say": "*offload* num_microbatches_with_*",
-    "micro-batches differ in length, so that no graph of one is another's": "cuda_graph_* *_cuda_graph",
-    "agents.transformer says whose layers these are, and no other is built": (
-        "transformer_impl use_inference_* use_transformer_engine_* *_dense_mlp fused_residual_* mlp_chunks_for_training"
-    ),
-    "tensor ranks keep their part of a weight whole": "*gtp_weight_* *_num_weight_shards",
-    "the model folder says what scales its numbers": "use_mup mup_*",
-    "layers compute in the type of the weights": "*autocast* fp32_residual_*",
-    "rounds of a pipeline are of pp micro-batches, over the groups that hacpo-mega makes": (
-        "pipeline_model_parallel_comm_* use_ring_exchange_p2p microbatch_group_*"
-    ),
-    "no code of a run reads it": (
-        "inference_* mamba_* use_mamba_* is_hybrid_model nccl_* mlp_chunks_for_prefill memory_efficient_layer_norm "
-        "hetereogenous_* use_te_rng_tracker timers barrier_* config_logger_dir grad_*_func param_sync_func"
-    ),
-}
 FREE = WORKS | WITH_PIPELINE | WITH_CHUNKS | WITH_TENSOR_RANKS | WITH_EXPERTS
-
-
-def why_unread(field: str) -> str | None:
-    """The reason why nothing would come of a field that is neither decided nor free; None for one of no such name."""
-    return next((why for why, names in _REASONS.items() if any(fnmatchcase(field, n) for n in names.split())), None)
 
 
 def no_effect(field: str, value: Any) -> str | None:

@@ -20,7 +20,6 @@ from vllm.distributed import parallel_state
 
 from hacpo_mega.cluster.place import Place
 from hacpo_mega.cluster.rank_map import AgentShape, RankMap
-from hacpo_mega.models.files.folder import eos_token_ids
 from hacpo_mega.rollout.engine import Completion, Engine
 from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
@@ -202,7 +201,6 @@ def refusals(models: Path) -> dict:
         "head size": message(lambda: build(models / "narrow")),
         "seeds": {answer_seed(1, *place) for place in np.ndindex(3, 20, 8, 2)},
         "seed": answer_seed(7, 3, 11, 2, 1),
-        "eos": eos_token_ids(models / "chat"),
     }
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     seen["environment"] = message(lambda: build(folder))

@@ -27,5 +27,5 @@ def test_auto_is_on_where_nobody_waits_for_the_scores(overrides, chosen):
 
 @pytest.mark.parametrize("value", ["'yes'", "1", "'true'"])
 def test_another_word_is_refused(value):
-    with pytest.raises(ValueError, match=r"training\.score_in_first_update: must be true, false or 'auto', found "):
+    with pytest.raises(ValueError, match=r"training\.score_in_first_update: needs true, false or 'auto', found "):
         load_config(QUICKSTART, [f"training.score_in_first_update={value}"])

@@ -82,7 +82,7 @@ def test_packages_that_differ_are_named():
         report("n2", packages=usual | {"numpy": "1.0"}),
     ]
     (found,) = report_findings(nodes)
-    assert (found.node, found.text) == ("n2", "installed packages: numpy 1.0 (2.1 on others)")
+    assert (found.node, found.text) == ("n2", "installed packages: numpy: 1.0; on 2 other node(s): 2.1")
 
 
 def test_a_process_moves_near_its_gpu(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from hacpo_mega.megatron.weights.hf_reader import FolderReader
 from hacpo_mega.megatron.weights.hf_writer import copy_beside_weights, write_adapter, write_weights
 from hacpo_mega.models.families.architecture import Architecture
-from hacpo_mega.models.files.folder import dtype_name, eos_token_ids, with_dtype
+from hacpo_mega.models.files.folder import dtype_name, named_ends, with_dtype
 from hacpo_mega.models.files.weight_files import StoredTensor, stored_tensors, tower_tensors, weight_problems
 from hacpo_mega.models.public import public_architecture
 from hacpo_mega.models.sharding.lora import Lora
@@ -183,7 +183,7 @@ def test_published_folders_are_read_as_transformers_reads_their_text(tmp_path, n
     assert {window for window in found.windows if window} == ({1024} if "sliding_attention" in kinds else set())
     assert found == public_architecture(name)
     assert dtype_name(tmp_path) == "bfloat16"
-    assert eos_token_ids(tmp_path) == tuple(PUBLISHED[name].get("eos_token_id", ()))
+    assert named_ends(tmp_path)[1] == tuple(PUBLISHED[name].get("eos_token_id", ()))
 
 
 @pytest.mark.parametrize(

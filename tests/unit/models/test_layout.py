@@ -38,7 +38,6 @@ from hacpo_mega.models.sharding.megatron_fields import (
     WITH_TENSOR_RANKS,
     WORKS,
     field_problems,
-    why_unread,
 )
 from hacpo_mega.models.sharding.segments import shard_shape, stage_slots
 
@@ -255,7 +254,6 @@ def test_every_field_of_megatron_has_one_place():
     places = [DECIDED, WORKS, WITH_PIPELINE, WITH_CHUNKS, WITH_TENSOR_RANKS, WITH_EXPERTS]
     named = [field for place in places for field in place]
     assert len(named) == len(set(named)) and set(named) <= known, set(named) - known
-    assert [field for field in known - set(named) if why_unread(field) is None] == []
     assert len(known) == 306
 
 
@@ -264,9 +262,7 @@ def test_a_field_without_effect_is_refused_by_name():
     for name in defaults.keys() - DECIDED - FREE:
         value = defaults[name] if type(defaults[name]) in (bool, int, float, str) else 1
         (line,) = table_problems({name: value}, {})
-        assert line == f"megatron.{name}: has no effect here: {why_unread(name)}; remove it"
-    (line,) = table_problems({"cp_comm_type": "zz"}, {})
-    assert line.endswith("has no effect here: context parallelism is hacpo-mega's own; set agents.cp; remove it")
+        assert line.startswith(f"megatron.{name}: no field of Megatron's that has an effect here")
     (line,) = table_problems({BALANCING: "seq_aux_loss"}, {})
     assert line == (
         f"megatron.{BALANCING}: 'seq_aux_loss' is not built: a loss over each micro-batch is. Nearest: 'aux_loss'"
@@ -274,9 +270,9 @@ def test_a_field_without_effect_is_refused_by_name():
     (line,) = table_problems({"moe_aux_loss_coeff": [0.1, 0.2]}, {})
     assert line == "megatron.moe_aux_loss_coeff: needs one number, found [0.1, 0.2]"
     (line,) = table_problems({"moe_aux_loss_coeff": "1"}, {})
-    assert line == "megatron.moe_aux_loss_coeff must be number, found '1'"
+    assert line == "megatron.moe_aux_loss_coeff must be a number from 0, below inf, found '1'"
     (line,) = table_problems({FIRST_STAGE: -1}, {})
-    assert line == f"megatron.{FIRST_STAGE} must be from 0 to 2147483647, found -1"
+    assert line == f"megatron.{FIRST_STAGE} must be a whole number from 0, found -1"
 
 
 Mode = Literal["auto", "fp8"]

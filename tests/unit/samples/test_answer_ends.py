@@ -11,7 +11,7 @@ from view_cases import PAIRS, constant, learner_view, one_prompt, rules_of, traj
 from hacpo_mega.config import AgentConfig, Prompting
 from hacpo_mega.config.checks.tokenizer_checks import folder_ends
 from hacpo_mega.megatron.weights.hf_writer import name_end
-from hacpo_mega.models.files.folder import eos_token_ids
+from hacpo_mega.models.files.folder import named_ends
 from hacpo_mega.samples.tokenizers import TextCodec, load_tokenizer, make_tokenizer
 
 LETTERS = ("\n", *map(chr, range(32, 127)))
@@ -120,7 +120,7 @@ def test_an_export_names_the_end_that_its_template_added(tmp_path):
     }
     served = codec_of(tmp_path, CHATML)
     assert served.ends.added is None and served.ends.ids == codec.ends.ids
-    assert set(eos_token_ids(tmp_path)) == set(codec.ends.ids), "whoever reads the files alone stops there, too"
+    assert set(named_ends(tmp_path)[1]) == set(codec.ends.ids), "whoever reads the files alone stops there, too"
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 99, "eos_token_id": 7, "pad_token_id": 0}))
     name_end(tmp_path, 9)
