@@ -237,6 +237,28 @@ def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
         assert judge.counts.num_workers_replaced == 1
 
 
+def test_a_judging_that_was_interrupted_leaves_nothing_to_the_next(new_workers):
+    """As by Ctrl-C in a notebook, or a time limit of the caller's own: late replies are none to other answers."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Judge(CASES, num_workers=1, timeout_s=2.0) as judge:
+            assert verdicts(judge, ["1"]) == ["CORRECT"]
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                verdicts(judge, ["hang", "0.25", "0.5"])
+            assert verdicts(judge, ["1", "1 ", " 1"]) == ["CORRECT"] * 3
+            with pytest.raises(TypeError):  # what no worker can be told
+                judge.judge(questions([""], [b"1"], ["1"], [Stop.EOS]))
+            assert verdicts(judge, ["1", "0"]) == ["CORRECT", "WRONG"]
+            assert len(new_workers()) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_native_code_that_never_comes_back_is_killed():
     """Neither a signal handler nor a thread of Python gets a turn inside one giant multiplication."""
     with Judge(CASES, num_workers=1, timeout_s=1.0) as judge:
