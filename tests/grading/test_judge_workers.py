@@ -1,11 +1,13 @@
 """The workers of a judge: a hang, a crash or a full memory costs one answer and leaves no process behind."""
 
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -257,6 +259,29 @@ def test_a_judging_that_was_interrupted_leaves_nothing_to_the_next(new_workers):
             assert len(new_workers()) == 1
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_process_has_workers_of_its_own():
+    """As reward managers judge in a pool of processes; a thread of the parent's may be judging at the fork."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    with Judge(CASES, timeout_s=20.0) as judge:
+
+        def judges() -> None:
+            said.put([verdicts(judge, [text])[0] for text in ("1", "0", "1 ")])
+
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+        thread = threading.Thread(target=verdicts, args=(judge, ["half a second"]))
+        thread.start()
+        children = [context.Process(target=judges, daemon=True) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(120.0)
+        thread.join()
+        assert [child.exitcode for child in children] == [0, 0]
+        assert [said.get(), said.get()] == [["CORRECT", "WRONG", "CORRECT"]] * 2
+        assert verdicts(judge, ["1"]) == ["CORRECT"] and judge.counts.num_workers_replaced == 0
 
 
 def test_native_code_that_never_comes_back_is_killed():

@@ -336,6 +336,15 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
         """The user's code that runs before the first answer."""
         return f"the import of {self._grader.name.rpartition(':')[0]}, or the constructor of a class"
 
+    def leave_to_parent(self) -> None:
+        """Gives up the workers in a process that has just been forked: they stay the parent's. `run` starts others."""
+        for worker in self._workers:
+            worker.let_go()
+        self._workers.clear()
+        self._selector.close()
+        if not self._is_closed:
+            self._selector = selectors.DefaultSelector()  # one that is forked would be the parent's, too
+
     def close(self) -> None:
         """Ends every worker and reaps it: no process and no zombie is left."""
         for worker in self._workers:
