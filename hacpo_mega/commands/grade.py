@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_grading.judge import Judge, JudgeReport
-from hacpo_grading.judgement import Asked
+from hacpo_grading.judgement import Asked, gold_text
 from hacpo_mega.commands.inspect_data import Findings
 from hacpo_mega.data.reading.files import (
     DataProblem,
@@ -23,7 +23,7 @@ from hacpo_mega.data.reading.files import (
     refuse_overwriting,
     replacing,
 )
-from hacpo_mega.data.reading.row_values import GOLD_TYPES, gold_text, prompt_problem, prompt_text, quoted, value_problem
+from hacpo_mega.data.reading.row_values import GOLD_TYPES, prompt_problem, prompt_text, quoted, value_problem
 from hacpo_mega.models.files.links import require_inside_its_run
 from hacpo_mega.records import Judgement, Stop, Verdict
 

@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from hacpo_mega.conversations.foreign_conversation import (
     AskedTurn,
@@ -62,6 +64,10 @@ NEUTRAL = {
 WITHOUT_EFFECT = {"seed", "user", "metadata", "store", "request_id", "skip_special_tokens"}
 WITHOUT_EFFECT |= {"spaces_between_special_tokens", "return_token_ids", "parallel_tool_calls", "cache_salt", "priority"}
 WITHOUT_EFFECT |= {"routed_experts_prompt_start", "include_stop_str_in_output", "detokenize", "prompt_cache_key"}
+
+LOG = logging.getLogger(__name__)  # what the HTTP library says of faults of ours
+# A request that is no HTTP is its sender's fault: anybody on the machine could fill the log with tracebacks.
+LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 FormatOf = Callable[[Sequence[Json]], TurnFormat]
 
@@ -135,7 +141,7 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._guarded(self._chat))
             app.router.add_post(f"{prefix}/inference/v1/generate", self._guarded(self._generate))
             app.router.add_get(f"{prefix}/v1/models", self._guarded(self._models))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=LOG, shutdown_timeout=1.0)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
         return self._address

@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from hacpo_grading.judgement import gold_text
 from hacpo_grading.texts.answer_text import gold_answer, last_boxed
 from hacpo_grading.texts.chat_messages import messages_of
 from hacpo_mega.data.reading.files import (
@@ -41,7 +42,6 @@ from hacpo_mega.data.reading.files import (
 from hacpo_mega.data.reading.row_values import (
     HALF_A_PAIR,
     gold_problem,
-    gold_text,
     has_no_answer,
     media_problems,
     prompt_problem,

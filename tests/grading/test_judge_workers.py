@@ -1,11 +1,13 @@
 """The workers of a judge: a hang, a crash or a full memory costs one answer and leaves no process behind."""
 
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -235,6 +237,51 @@ def test_a_replaced_worker_that_hangs_is_not_waited_for_again(tmp_path):
         assert not found[0].is_judged
         assert "is not loaded after 10 s" in judge.take_report().first_error
         assert judge.counts.num_workers_replaced == 1
+
+
+def test_a_judging_that_was_interrupted_leaves_nothing_to_the_next(new_workers):
+    """As by Ctrl-C in a notebook, or a time limit of the caller's own: late replies are none to other answers."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with Judge(CASES, num_workers=1, timeout_s=2.0) as judge:
+            assert verdicts(judge, ["1"]) == ["CORRECT"]
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                verdicts(judge, ["hang", "0.25", "0.5"])
+            assert verdicts(judge, ["1", "1 ", " 1"]) == ["CORRECT"] * 3
+            with pytest.raises(TypeError):  # what no worker can be told
+                judge.judge(questions([""], [b"1"], ["1"], [Stop.EOS]))
+            assert verdicts(judge, ["1", "0"]) == ["CORRECT", "WRONG"]
+            assert len(new_workers()) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_forked_process_has_workers_of_its_own():
+    """As reward managers judge in a pool of processes; a thread of the parent's may be judging at the fork."""
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    with Judge(CASES, timeout_s=20.0) as judge:
+
+        def judges() -> None:
+            said.put([verdicts(judge, [text])[0] for text in ("1", "0", "1 ")])
+
+        assert verdicts(judge, ["1"]) == ["CORRECT"]
+        thread = threading.Thread(target=verdicts, args=(judge, ["half a second"]))
+        thread.start()
+        children = [context.Process(target=judges, daemon=True) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(120.0)
+        thread.join()
+        assert [child.exitcode for child in children] == [0, 0]
+        assert [said.get(), said.get()] == [["CORRECT", "WRONG", "CORRECT"]] * 2
+        assert verdicts(judge, ["1"]) == ["CORRECT"] and judge.counts.num_workers_replaced == 0
 
 
 def test_native_code_that_never_comes_back_is_killed():

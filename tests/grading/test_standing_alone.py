@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import math
 import re
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from judged import questions
 from repository import ROOT
@@ -71,6 +73,18 @@ def test_what_the_judge_cannot_judge_is_no_zero_of_the_examples(examples, monkey
         monkeypatch.setitem(examples, "judge", judge)
         assert examples["reward"](["?"], ["7"], ["seven"]) == [None]
         assert examples["compute_score"]("", "7", "seven") == {"score": 0.0, "unjudged": 1.0}
+
+
+@pytest.mark.parametrize("gold", [72, 72.0, np.int64(72), np.float32(72.0)])
+def test_a_gold_may_be_a_number(gold, examples):
+    """As a column of numbers has it in a data set: it would leave every answer unjudged."""
+    assert examples["reward"](["?"] * 3, [r"\boxed{72}", r"\boxed{73}", "72"], [gold] * 3) == [1.0, 0.0, 0.0]
+    assert examples["compute_score"]("", r"\boxed{72}", gold) == {"score": 1.0, "unjudged": 0.0}
+
+
+@pytest.mark.parametrize("gold", [None, True, math.nan])
+def test_a_gold_that_is_none_leaves_its_answer_unjudged(gold, examples):
+    assert examples["reward"](["?"], [r"\boxed{1}"], [gold]) == [None]
 
 
 def test_a_record_says_what_its_grader_is():

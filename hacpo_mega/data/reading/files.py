@@ -26,10 +26,10 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 import numpy as np
 import pyarrow
 
+from hacpo_grading.judgement import gold_text
 from hacpo_mega.data.reading.row_values import (
     NUM_CHARACTERS_SHOWN,
     gold_problem,
-    gold_text,
     media_problems,
     prompt_problem,
     prompt_text,

@@ -14,7 +14,6 @@ from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
-EXACT_FLOATS = 2.0**53  # below which each whole number is one
 # Words for a value of a row, by its type.
 WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
@@ -32,15 +31,6 @@ def quoted(value: object) -> str:
     shown = repr(cut)
     is_whole = cut == value and len(shown) <= NUM_CHARACTERS_SHOWN + 2
     return shown if is_whole else f"{shown[:NUM_CHARACTERS_SHOWN]}..."
-
-
-def gold_text(answer: str | int | float) -> str:
-    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap.
-
-    A larger one has no digits of units: written out, 6.022e23 would be 602200000000000027262976.
-    """
-    is_whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < EXACT_FLOATS
-    return str(int(answer)) if is_whole else str(answer)
 
 
 def value_problem(value: object, types: tuple[type, ...]) -> str | None:

@@ -11,14 +11,16 @@ answer several graders.
 import functools
 import json
 import math
+import os
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from hacpo_grading.graders.registry import find_grader
 from hacpo_grading.judgement import Asked, Judgement, Outcome, Stop, Verdict
@@ -83,7 +85,11 @@ class Judge(AbstractContextManager["Judge"]):
     load and `timeout_s` CPU seconds for each answer. With `require_stop` an answer that did not end by itself has no
     answer. Equal answers to equal prompts are graded once. Rewards lie in `reward_range`, whose ends become 0 and 1;
     from `success` on an answer is correct.
+
+    A process that is forked from this one has its own workers, from its first judging on.
     """
+
+    _all: ClassVar[weakref.WeakSet["Judge"]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -119,6 +125,15 @@ class Judge(AbstractContextManager["Judge"]):
                 self._workers = GuardedWorkers(spec, num_workers, timeout_s, memory_bytes, start_timeout_s)
         except ValueError as error:
             raise ValueError(f"reward kind {kind!r}: {error}") from error
+        self._all.add(self)
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """Takes nothing of the parent's into a new child: a thread that no child has may hold its lock."""
+        for judge in cls._all:
+            judge._lock = threading.Lock()
+            if judge._workers is not None:
+                judge._workers.leave_to_parent()
 
     @property
     def has_workers(self) -> bool:
@@ -270,6 +285,9 @@ class Judge(AbstractContextManager["Judge"]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+os.register_at_fork(after_in_child=Judge._after_fork)
 
 
 def _group_of(asked: Asked) -> Hashable:

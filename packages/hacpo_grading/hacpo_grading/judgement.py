@@ -6,9 +6,12 @@ import enum
 import functools
 import json
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+EXACT_FLOATS = 2.0**53  # below which each whole number is one
 
 
 class Stop(enum.IntEnum):
@@ -24,6 +27,7 @@ class Stop(enum.IntEnum):
 class Asked:
     """One answer to a prompt, as it is judged, and as it travels to a worker.
 
+    gold     a number, as a column of them has it, becomes its text
     row      the other fields of the prompt's data row as JSON text; "" for a row without fields
     agent    the author of the answer
     place    the place of the prompt in a step: answers to one place are a group. None: those to an equal prompt are
@@ -41,10 +45,23 @@ class Asked:
     group: tuple[str, ...] = ()
     is_explained: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.gold, numbers.Real) and not isinstance(self.gold, bool) and math.isfinite(self.gold):
+            object.__setattr__(self, "gold", gold_text(self.gold))
+
     @functools.cached_property
     def fields(self) -> Mapping[str, Any]:
         """The fields of `row`."""
         return json.loads(self.row) if self.row else {}
+
+
+def gold_text(answer: str | numbers.Real) -> str:
+    """A gold answer as text. A whole float is written as an integer: Parquet makes floats of a column with a gap.
+
+    A larger one has no digits of units: written out, 6.022e23 would be 602200000000000027262976.
+    """
+    is_whole = not isinstance(answer, str | int) and float(answer).is_integer() and abs(answer) < EXACT_FLOATS
+    return str(int(answer)) if is_whole else str(answer)
 
 
 @dataclass(frozen=True)

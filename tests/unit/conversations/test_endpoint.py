@@ -5,6 +5,7 @@ A thread answers the queue here with tokens of its own making; tests/jobs/test_s
 
 import asyncio
 import json
+import socket
 import stat
 import threading
 from http.client import HTTPConnection
@@ -247,6 +248,25 @@ def test_a_key_of_any_bytes_is_refused():
         assert (connection.getresponse().status, endpoint.refused) == (401, {"key": 1})
     finally:
         connection.close()
+        endpoint.stop()
+
+
+def test_a_stranger_writes_nothing_into_the_log(monkeypatch, caplog):
+    """A request that is no HTTP is answered, and said nowhere; a fault of ours still is."""
+    endpoint = Endpoint(Answering().queue, "m", "key", None, TERMS, seed=0)
+    address = endpoint.start().removeprefix("http://")
+    try:
+        for wrong in (b"GET /\x1b[31m HTTP/1.1", b"GET / HTTP/1.1", b"GET / HTTP/1.1\r\nHost: a\r\n\x1b[31m: 1"):
+            with socket.create_connection(address.split(":"), timeout=60.0) as stranger:
+                stranger.sendall(wrong + b"\r\n\r\n")
+                assert stranger.recv(64).startswith(b"HTTP/1.0 400 ")
+        assert caplog.records == []
+        monkeypatch.setattr(endpoint, "_key", lambda name: None)
+        connection = HTTPConnection(address)
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 500 and "AttributeError" in caplog.text
+        connection.close()
+    finally:
         endpoint.stop()
 
 

@@ -143,6 +143,8 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
         assert not self._is_closed, "the workers are closed"
         batch = _Batch(tasks)
         try:
+            for worker in [worker for worker in self._workers if worker.tasks]:
+                self._end(worker, is_dead=False)  # an exception ended the run before: its replies are none to these
             self._fill_up()
             while len(batch.outcomes) < len(tasks):
                 self._turn(batch)
@@ -281,11 +283,7 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
 
     def _replace(self, worker: Worker, blame: Outcome | None, batch: _Batch) -> None:
         """Ends a worker and starts another; its current task gets `blame` or a second try, the others wait again."""
-        self._selector.unregister(worker.process.stdout)
-        self._workers.remove(worker)
-        if blame is None or blame.error != DIED:
-            worker.process.kill()
-        status = worker.end(patience_s=10.0)
+        status = self._end(worker, is_dead=blame is not None and blame.error == DIED)
         if not worker.is_ready:
             self._note_failed_start(worker, blame, status)
         elif len(worker.tasks) > 1 and blame is not None and self._takes_many:
@@ -301,6 +299,15 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
         batch.take_back(worker.tasks)
         self.num_replaced += 1
         self._fill_up()
+
+    def _end(self, worker: Worker, *, is_dead: bool) -> int:
+        """Ends a worker and takes it out of the pool. Returns its exit status."""
+        with suppress(KeyError):  # as where an exception came in between
+            self._selector.unregister(worker.process.stdout)
+        self._workers.remove(worker)
+        if not is_dead:
+            worker.process.kill()
+        return worker.end(patience_s=10.0)
 
     def _note_failed_start(self, worker: Worker, blame: Outcome | None, status: int) -> None:
         """_CannotStart at the first start that fails before all stand, and at one that hangs where nobody else works;
@@ -328,6 +335,15 @@ class GuardedWorkers(AbstractContextManager["GuardedWorkers"]):
     def _loading(self) -> str:
         """The user's code that runs before the first answer."""
         return f"the import of {self._grader.name.rpartition(':')[0]}, or the constructor of a class"
+
+    def leave_to_parent(self) -> None:
+        """Gives up the workers in a process that has just been forked: they stay the parent's. `run` starts others."""
+        for worker in self._workers:
+            worker.let_go()
+        self._workers.clear()
+        self._selector.close()
+        if not self._is_closed:
+            self._selector = selectors.DefaultSelector()  # one that is forked would be the parent's, too
 
     def close(self) -> None:
         """Ends every worker and reaps it: no process and no zombie is left."""

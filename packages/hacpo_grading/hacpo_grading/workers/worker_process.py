@@ -141,6 +141,12 @@ class Worker:
                     self.has_flooded = True
                     self.process.kill()
 
+    def let_go(self) -> None:
+        """Closes the pipes of another process's worker, which this process has by a fork."""
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            pipe.close()
+        self.process.poll()  # else it would be asked for when this object goes
+
     def end(self, patience_s: float) -> int:
         """Closes the worker, waits, kills it if it stays, and reaps it with its group. Returns its exit status."""
         self.process.stdin.close()
