@@ -313,7 +313,8 @@ def serve(control: socket.socket, name: str, start_limit_s: float) -> None:
     if problem is not None:
         return
     held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MEMORY_BYTES,) * 2)
+    with suppress(ValueError):  # an administrator has set a lower limit, which cannot be raised
+        resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MEMORY_BYTES,) * 2)
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 1)
         if not data:
