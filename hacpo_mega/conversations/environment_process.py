@@ -121,7 +121,10 @@ class HeldEnvironment:
             return observation
         if request["do"] == "play":
             os.environ |= {"OPENAI_BASE_URL": request["url"], "OPENAI_API_KEY": request["key"]}
-            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+            exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+            if not {"*", "127.0.0.1"} & set(exempt.replace(" ", "").split(",")):
+                exempt = f"{exempt},127.0.0.1".lstrip(",")  # beside the program's own servers
+            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), exempt)
             self._awaited(self._instance.play(request["url"], request["key"]))
             return None
         if request["do"] == "call":
