@@ -1,5 +1,6 @@
 """Commands on a machine that is not as it should be: no folder, no room, less memory allowed."""
 
+import os
 import resource
 import subprocess
 import sys
@@ -44,6 +45,15 @@ def test_closed_streams_are_no_error(closed, config_file):
     """A daemon or a cron job has none; a file that took the number of one would get what is printed."""
     done = check(config_file, f"exec {closed}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_encoding_that_lacks_a_sign_shows_its_number(tmp_path):
+    (tmp_path / "數.jsonl").write_text('{"prompt": "1", "answer": ""}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "hacpo_mega.cli", "data", "inspect", str(tmp_path / "數.jsonl")]
+    variables = os.environ | {"PYTHONIOENCODING": "iso8859-1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"{tmp_path}/\\u6578.jsonl:1: field 'answer' is empty" in done.stdout
 
 
 def test_a_login_node_with_little_memory_blames_no_template(config_file):
