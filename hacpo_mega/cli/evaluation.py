@@ -3,7 +3,10 @@
 import os
 import sys
 from dataclasses import replace
+from errno import ECONNREFUSED
 from pathlib import Path
+from socket import AF_UNIX
+from socket import socket as Socket
 from typing import Annotated
 
 import typer
@@ -64,6 +67,7 @@ def evaluate_model(
         print_table(evaluation)
 
 
+PROBE_S = 5.0  # for a program that has the name of a socket
 # Keys of an evaluation that an endpoint has, too.
 SERVED = {"tp", "seed", "temperature", "max_prompt_tokens", "max_answer_tokens", "chat_template", "system_prompt"}
 SERVED |= {"chat_template_kwargs"}
@@ -90,6 +94,8 @@ def serve(
 
     given = given_path(name)
     if not inside_a_job():
+        if socket is not None:
+            _require_name(socket)
         fetch_missing([given])
     # nothing is judged or played here, so code of a run for that is not asked about
     unused = {"environment": NO_ENVIRONMENT, "reward": EvaluationReward(kind="exact")}
@@ -102,3 +108,16 @@ def serve(
 
     folder = Path(os.path.abspath(name))  # "." has no name
     endpoint.serve(settings, folder.name, tp=table.tp, socket=socket, temperature=table.temperature)
+
+
+def _require_name(path: Path) -> None:
+    """Removes a socket file that a killed endpoint has left. ValueError, one line, where none can be made."""
+    with Socket(AF_UNIX) as probe, Socket(AF_UNIX) as tried:
+        probe.settimeout(PROBE_S)
+        try:
+            if path.is_socket() and probe.connect_ex(str(path)) == ECONNREFUSED:
+                path.unlink()
+            tried.bind(str(path))
+        except OSError as error:
+            raise ValueError(f"--socket {path}: {error.strerror or error}; give another name") from error
+    path.unlink()

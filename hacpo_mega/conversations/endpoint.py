@@ -150,6 +150,8 @@ class Endpoint:
         """Refuses new calls, and gives those under way a second."""
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._address.startswith("http+unix://"):  # the next endpoint could not have the name
+            Path(self._address.removeprefix("http+unix://")).unlink(missing_ok=True)
 
     def open(self, name: str, seed: int) -> tuple[str, str, ForeignConversation]:
         """Address and key of a new conversation, and its record; `seed` in [0, 2^63) is its place in the run."""

@@ -121,7 +121,10 @@ class HeldEnvironment:
             return observation
         if request["do"] == "play":
             os.environ |= {"OPENAI_BASE_URL": request["url"], "OPENAI_API_KEY": request["key"]}
-            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+            exempt = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+            if not {"*", "127.0.0.1"} & set(exempt.replace(" ", "").split(",")):
+                exempt = f"{exempt},127.0.0.1".lstrip(",")  # beside the program's own servers
+            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), exempt)
             self._awaited(self._instance.play(request["url"], request["key"]))
             return None
         if request["do"] == "call":
@@ -313,7 +316,8 @@ def serve(control: socket.socket, name: str, start_limit_s: float) -> None:
     if problem is not None:
         return
     held_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MEMORY_BYTES,) * 2)
+    with suppress(ValueError):  # an administrator has set a lower limit, which cannot be raised
+        resource.setrlimit(resource.RLIMIT_AS, (held_bytes + MEMORY_BYTES,) * 2)
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 1)
         if not data:

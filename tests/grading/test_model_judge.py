@@ -4,6 +4,9 @@ import contextlib
 import gzip
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -231,6 +234,22 @@ def test_the_last_score_of_a_reply_counts(reply, score):
 def test_what_is_no_score_is_not_taken_for_one(reply):
     with pytest.raises(Unjudged):
         score_of(reply)
+
+
+def test_a_template_is_utf_8_whatever_the_locale(tmp_path):
+    """Under one such as zh_CN.GBK the judge would be asked something else."""
+    (tmp_path / "template").write_text("Aufgabe \u00fc: {prompt} {answer}", encoding="utf-8")
+    code = "import sys; from hacpo_grading.graders.model_judge import ModelJudge\n"
+    code += "print(ascii(ModelJudge('http://judge/v1', 'm', sys.argv[1])._template))"
+    variables = os.environ | {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"@{tmp_path}/template"],
+        capture_output=True,
+        text=True,
+        env=variables,
+        timeout=120,
+    )
+    assert (done.stdout, done.stderr) == ("'Aufgabe \\xfc: {prompt} {answer}'\n", "")
 
 
 @pytest.mark.parametrize(

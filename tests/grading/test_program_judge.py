@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -223,6 +224,24 @@ def test_where_the_kernel_forbids_isolation_nothing_runs_by_itself(monkeypatch, 
     ):
         Program()
     assert Program(isolated=False, **LIMITS)("", written(ADD), GOLD) == 1.0
+
+
+LOGIN_NODE = """import ctypes, resource, sys
+ctypes.CDLL(None).prctl(24, 24)  # with CAP_SYS_RESOURCE programs of root's could raise a limit
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+from hacpo_grading.judge import Judge
+from judged import questions
+from hacpo_grading.judgement import Stop
+with Judge("program", options={"memory_mb": 2048}) as judge:
+    print(*(one.reward for one in judge.judge(questions([""], [sys.argv[2]], [sys.argv[1]], [Stop.EOS]))))"""
+
+
+def test_a_login_node_with_little_memory_judges():
+    """A limit that an administrator has set can only be lowered: below that of a worker, and of a program."""
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LOGIN_NODE, written(ADD), GOLD]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert (done.stdout, done.stderr) == ("1.0\n", "")
 
 
 def test_in_the_judge_and_explained():

@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 import sysconfig
 import time
 import warnings
@@ -143,6 +144,8 @@ def _require_sound_variables() -> None:
     if level is not None and level.upper() not in logging.getLevelNamesMapping():
         known = ", ".join(name for name in logging.getLevelNamesMapping() if name != "NOTSET")
         raise ValueError(f"VLLM_LOGGING_LEVEL must be one of {known}, found {short(level)}")
+    if sys.flags.optimize:
+        raise ValueError("Python leaves asserts out here, without which vLLM never answers: unset PYTHONOPTIMIZE (-O)")
     if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":
         raise ValueError(
             "Python reads files as ASCII here, and some of torch's are UTF-8: unset PYTHONUTF8, or set LC_ALL=C.UTF-8"

@@ -1,6 +1,8 @@
 """Commands on a machine that is not as it should be: no folder, no room, less memory allowed."""
 
+import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 from run_cases import CHARACTERS, agent_table, write_config
 
+from hacpo_mega.cli import evaluation
 from hacpo_mega.models.files.chat_template import MEMORY_BYTES
 
 pytestmark = pytest.mark.nightly
@@ -44,6 +47,37 @@ def test_closed_streams_are_no_error(closed, config_file):
     """A daemon or a cron job has none; a file that took the number of one would get what is printed."""
     done = check(config_file, f"exec {closed}")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_encoding_that_lacks_a_sign_shows_its_number(tmp_path):
+    (tmp_path / "數.jsonl").write_text('{"prompt": "1", "answer": ""}\n', encoding="utf-8")
+    command = [sys.executable, "-m", "hacpo_mega.cli", "data", "inspect", str(tmp_path / "數.jsonl")]
+    variables = os.environ | {"PYTHONIOENCODING": "iso8859-1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert f"{tmp_path}/\\u6578.jsonl:1: field 'answer' is empty" in done.stdout
+
+
+def test_a_socket_that_was_left_is_made_anew_and_any_other_name_is_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "prepare_environment", lambda: None)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "left"))
+        listener.listen()
+        with pytest.raises(ValueError, match=r"--socket .*/left: Address already in use; give another name"):
+            evaluation.serve(["none"], socket=tmp_path / "left")
+    with pytest.raises(ValueError, match="model folder none does not exist"):
+        evaluation.serve(["none"], socket=tmp_path / "left")
+    assert not (tmp_path / "left").exists()
+    (tmp_path / "text").write_text("mine")
+    for name, why in (
+        ("a/b", "No such file"),
+        ("x" * 99, ".*too long"),
+        ("x" * 999, ".*too long"),
+        ("text", "Address already"),
+    ):
+        with pytest.raises(ValueError, match=f"--socket .*/{name}: {why}"):
+            evaluation.serve(["none"], socket=tmp_path / name)
+    assert (tmp_path / "text").read_text() == "mine"
 
 
 def test_a_login_node_with_little_memory_blames_no_template(config_file):

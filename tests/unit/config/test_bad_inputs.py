@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -326,3 +327,10 @@ def test_a_level_and_a_language_that_libraries_do_not_know_are_refused(monkeypat
     monkeypatch.setattr("locale.getpreferredencoding", lambda do_setlocale: "ANSI_X3.4-1968")
     with pytest.raises(ValueError, match="Python reads files as ASCII here"):
         prepare_environment()
+
+
+def test_an_interpreter_without_asserts_is_refused():
+    """Their loss is no error of vLLM's: its engine takes steps without end."""
+    code = "from hacpo_mega.cluster.machine.environment import prepare_environment as prepare; prepare()"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "unset PYTHONOPTIMIZE (-O)" in done.stderr

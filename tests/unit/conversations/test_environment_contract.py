@@ -5,13 +5,14 @@ The expected tools and texts are written by hand from TRL's source and a run of 
 
 import asyncio
 import json
+import os
 import re
 from typing import Optional
 
 import pytest
 
 from hacpo_mega.config.user_code import environment_problem
-from hacpo_mega.conversations import Responder
+from hacpo_mega.conversations import AgentProgram, Responder
 from hacpo_mega.conversations.builtin import Calculator, NumberGame
 from hacpo_mega.conversations.environment import EnvironmentClass, prompt_messages, with_observation
 from hacpo_mega.conversations.environment_process import HeldEnvironment, tool_names
@@ -129,6 +130,27 @@ def by_place(self, number: int, /):
 def test_a_class_out_of_the_contract_is_refused(kind, said):
     with pytest.raises(ValueError, match=re.compile(said, re.DOTALL)):
         HeldEnvironment(kind).describe()
+
+
+class Plays(AgentProgram):
+    def reset(self, **row):
+        pass
+
+    def play(self, base_url, api_key):
+        self.seen = os.environ["NO_PROXY"], os.environ["no_proxy"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", "127.0.0.1"), (".corp, 10.1.1.1", ".corp, 10.1.1.1,127.0.0.1"), ("*", "*")]
+)
+def test_an_agent_programs_own_servers_stay_outside_of_the_proxy(before, after, monkeypatch):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "no_proxy"):
+        monkeypatch.setenv(name, "")  # all are as before afterwards
+    monkeypatch.setenv("NO_PROXY", before)
+    program = Plays()
+    for _ in range(2):
+        HeldEnvironment(lambda: program).answer({"do": "play", "url": "http://127.0.0.1:1", "key": "k"})
+        assert program.seen == (after, after)
 
 
 def test_schemas_are_those_of_transformers():

@@ -279,6 +279,23 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
     assert len(processes) == 2 and psutil.wait_procs(processes, PATIENT_S)[1] == []
 
 
+LOGIN_NODE = """
+import ctypes, resource, sys
+ctypes.CDLL(None).prctl(24, 24)  # with CAP_SYS_RESOURCE programs of root's could raise a limit
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from hacpo_mega.conversations.environment import EnvironmentClass
+EnvironmentClass.load(sys.argv[1]).close()
+"""
+
+
+def test_a_login_node_with_little_memory_holds_environments(tmp_path):
+    """A limit that an administrator has set can only be lowered."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    command = [sys.executable, "-c", LOGIN_NODE, f"{tmp_path}/waits.py:Waits"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_conversation_waits_for_a_process_and_a_cancelled_one_frees_it(tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
 

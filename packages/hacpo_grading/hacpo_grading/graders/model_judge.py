@@ -85,7 +85,7 @@ class ModelJudge:
         if problem := wrong_value(MODEL_OPTIONS, {"url": url, **numbers}):
             raise ValueError(problem)
         if template.startswith("@"):
-            template = Path(template[1:]).read_text()
+            template = Path(template[1:]).read_text(encoding="utf-8")
         if missing := {"prompt", "answer"} - set(FIELDS.findall(template)):
             raise ValueError(f"template does not hold {', '.join(f'{{{name}}}' for name in sorted(missing))}")
         headers = {}

@@ -163,6 +163,12 @@ def _set_mount(path: str, sets: int, clears: int, flags: int) -> None:
     _call("mount_setattr", LIBC.syscall, SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, attributes, size)
 
 
+def _limit(kind: int, most: int, hard: int | None = None) -> None:
+    """Limits this process; an administrator may have set a lower limit, which cannot be raised and stays."""
+    with contextlib.suppress(ValueError):
+        resource.setrlimit(kind, (most, most if hard is None else hard))
+
+
 def run_program(order: dict, folder: str) -> int:
     """Runs the program in `folder` below the limits, and returns its exit status as a shell would."""
     Path(folder, "main.py").write_text(order["program"], encoding="utf-8", errors="surrogatepass")
@@ -172,15 +178,15 @@ def run_program(order: dict, folder: str) -> int:
         try:
             os.dup2(os.open(f"{folder}/stdin", os.O_RDONLY), 0)
             cpu_s = order["cpu_s"]
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (order["disk_bytes"], order["disk_bytes"]))
-            resource.setrlimit(resource.RLIMIT_AS, (order["memory_bytes"], order["memory_bytes"]))
+            _limit(resource.RLIMIT_CORE, 0)
+            _limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
+            _limit(resource.RLIMIT_FSIZE, order["disk_bytes"])
+            _limit(resource.RLIMIT_AS, order["memory_bytes"])
             if order["is_isolated"]:  # elsewhere it would count every process of the user
                 most = order["num_processes"] + (OURS if os.getuid() else 0)
-                resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-                resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
-                resource.setrlimit(resource.RLIMIT_SIGPENDING, (MAX_SIGNALS, MAX_SIGNALS))
+                _limit(resource.RLIMIT_NPROC, most)
+                _limit(resource.RLIMIT_NOFILE, MAX_FILES)
+                _limit(resource.RLIMIT_SIGPENDING, MAX_SIGNALS)
                 _become_program()
                 _filter_calls(bytes.fromhex(order["filter"]))
             environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
