@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hacpo_kernels import linear_logprob
+from hacpo_kernels import linear_logprob, products
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -98,6 +98,8 @@ def trace_actor(
         for mode in (FakeTensorMode(allow_non_fake_inputs=True), _NumbersThatAreKnown(), megatron_platform()):
             stack.enter_context(mode)
         stack.enter_context(_replaced(moe, "_known", _even))
+        # The formula counts oneDNN's products, which take more memory than those of processors without AVX-512.
+        stack.enter_context(_replaced(products, "PREFERS_ONEDNN", True))
         stack.enter_context(_replaced(attention, "needs_whole_heads", lambda _: whole_heads))
         stack.enter_context(_replaced(models, "send", lambda tensors, _: list(tensors)))  # a copy loses its numbers
         if on_cuda:
