@@ -17,8 +17,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed: a file of ours would take its number, and what libraries print
             os.set_inheritable(nowhere := os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(nowhere, "r+", encoding="utf-8"))
-    with suppress(OSError):  # a stream that was opened for reading, too, may have no place to go to
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack a sign (zh_CN.GBK, PYTHONIOENCODING)
+    sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack a sign (zh_CN.GBK, PYTHONIOENCODING)
 
     def end() -> None:
         if os.getpid() != process:  # forked from it, with an end of its own

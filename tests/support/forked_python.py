@@ -109,6 +109,8 @@ def _play(wanted: dict, descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors, start=1):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    # The server's own stream may be of a file that can be sought in, and would be where this is a pipe.
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
     sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.executable = os.path.abspath(__file__)
