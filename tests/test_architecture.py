@@ -126,7 +126,7 @@ def names_of(source: Source) -> set[str]:
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if "__getattr__" not in names:
         return names
-    return names | {str(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Constant)}
+    return names | {str(node.value) for node in source.nodes if isinstance(node, ast.Constant)}
 
 
 def imports_go_down(sources: Sources) -> Complaints:
@@ -284,7 +284,7 @@ def imports_stand_at_the_top(sources: Sources) -> Complaints:
             for node in ast.walk(function):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     yield f"{source.path}:{node.lineno}: import inside {function.name}(); only the doors may"
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             by_name = called in ("__import__", "importlib.import_module", "import_module")
             if by_name and not source.lies_in(LOADS_BY_NAME):

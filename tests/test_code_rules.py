@@ -70,6 +70,8 @@ MAKES_CODE = (
     *("builtins.eval", "builtins.exec", "checkpoint.save", "checkpoint.load", "torch.hub", "runpy.run_path"),
     *(".Pipe", ".JoinableQueue", ".Manager", "connection.Listener", "connection.Client"),
 )
+CODE_ATTRIBUTES = OBJECT_COLLECTIVES | {name.rpartition(".")[2] for name in MAKES_CODE}
+MAY_RUN_CODE = ("weights_only", "shell", "allow_pickle")  # arguments
 MAX_FUNCTION_LINES = 60  # of code, docstring aside
 MAX_ARGUMENTS = 12
 # An actor is made of what a whole configuration says, and agent.py alone names all of it.
@@ -108,7 +110,7 @@ def nothing_is_pickled(sources: Sources) -> Complaints:
         for line, name in source.imports():
             if f"{name}.".startswith(RUNS_WHAT_IT_READS) and not source.lies_in(READS_PICKLES):
                 yield f"{source.path}:{line}: {name}; what is read back must not run as code"
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if found := _runs_what_it_is_given(node):
                 yield f"{source.path}:{node.lineno}: {found}; what is read back must not run as code"
 
@@ -118,14 +120,17 @@ def _runs_what_it_is_given(node: ast.AST) -> str | None:
     if isinstance(node, ast.Name) and node.id in ("eval", "exec", "compile"):
         return node.id
     if isinstance(node, ast.Attribute):
+        if node.attr not in CODE_ATTRIBUTES:  # writing a node out takes long
+            return None
         name = ast.unparse(node)
         return name if node.attr in OBJECT_COLLECTIVES or name.endswith(MAKES_CODE) else None
     if not isinstance(node, ast.Call):
         return None
-    called = ast.unparse(node.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-    if called.rpartition(".")[2] == "load" and "torch" in called and given.get("weights_only") != "True":
-        return f"{called}() without weights_only=True"
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg in MAY_RUN_CODE}
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "load":
+        called = ast.unparse(node.func)
+        if "torch" in called and given.get("weights_only") != "True":
+            return f"{called}() without weights_only=True"
     loud = {"shell": "False", "allow_pickle": "False"}
     return next((f"{key}={given[key]}" for key, quiet in loud.items() if given.get(key, quiet) != quiet), None)
 
@@ -133,7 +138,7 @@ def _runs_what_it_is_given(node: ast.AST) -> str | None:
 def text_is_made_visible(sources: Sources) -> Complaints:
     """Foreign text is shown, not obeyed: nobody but `say` prints, where what is quoted is written out."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("print", "typer.echo") and not source.lies_in(PRINTS):
                 yield f"{source.path}:{node.lineno}: {called}() prints as it is; models/files/visible.py has say()"
@@ -141,7 +146,7 @@ def text_is_made_visible(sources: Sources) -> Complaints:
 
 def environment_is_read_at_the_start(sources: Sources) -> Complaints:
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
             if named and not source.lies_in(ENVIRONMENT):
                 yield f"{source.path}:{node.lineno}: os.{node.attr}; numbers come from the configuration"
@@ -180,7 +185,7 @@ def functions_take_records(sources: Sources) -> Complaints:
 def names_say_something(sources: Sources) -> Complaints:
     for source in sources:
         names = [(1, PurePosixPath(source.path).stem)]
-        names += [(n.lineno, n.name) for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        names += [(n.lineno, n.name) for n in source.nodes if isinstance(n, ast.ClassDef | ast.FunctionDef)]
         for line, name in names:
             words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)
             if empty := EMPTY_WORDS & {word.lower() for word in words}:
@@ -203,7 +208,7 @@ def docstrings_open_with_their_subject(sources: Sources) -> Complaints:
 
 def docstrings(source: Source) -> Iterator[tuple[int, str]]:
     """(line, text) of every docstring of a file."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         described = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if described and (text := ast.get_docstring(node)):
             yield node.body[0].lineno, text
@@ -212,7 +217,7 @@ def docstrings(source: Source) -> Iterator[tuple[int, str]]:
 def names_are_the_fields(sources: Sources) -> Complaints:
     """One thing, one name, and of these the one that an engineer of another trainer would search for."""
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             for name in (getattr(node, field, None) for field in ("id", "attr", "arg", "name")):
                 if isinstance(name, str) and (new := OLD_NAMES.get(name)):
                     yield f"{source.path}:{getattr(node, 'lineno', 1)}: {name} is called {new}"

@@ -71,7 +71,7 @@ def prose(source: Source) -> list[tuple[int, str]]:
         return list(enumerate(source.text.splitlines(), start=1))
     tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
     lines = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines += enumerate(node.value.value.splitlines(), start=node.lineno)
     return lines

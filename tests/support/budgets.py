@@ -99,9 +99,11 @@ def file_of(nodeid: str) -> str:
 def scope_of(file: str) -> str:
     """Tests of one scope run on one worker: a file, because its tests share the job that it starts.
 
-    On a small machine all files of four ranks are one scope: two such jobs at a time would crowd it, and every
-    collective would then wait for the scheduler.
+    Files beside the folders share what they parse. On a small machine all files of four ranks are one scope: two such
+    jobs at a time would crowd it, and every collective would then wait for the scheduler.
     """
+    if "/" not in file:
+        return "sources"
     is_crowded = (os.cpu_count() or 1) < 8 and PurePosixPath(file).stem in FOUR_RANKS
     return "four ranks" if is_crowded else file
 

@@ -23,6 +23,11 @@ def _parsed(path: str, text: str) -> ast.Module:
     return ast.parse(text, filename=path)
 
 
+@functools.cache
+def _nodes(path: str, text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_parsed(path, text)))
+
+
 @dataclass(frozen=True)
 class Source:
     """A parsed file; `path` is relative to the root of the repository, with slashes."""
@@ -33,6 +38,11 @@ class Source:
     @property
     def tree(self) -> ast.Module:
         return _parsed(self.path, self.text)
+
+    @property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree, as ast.walk gives them; rules share one walk."""
+        return _nodes(self.path, self.text)
 
     @functools.cached_property
     def module(self) -> str:
@@ -53,7 +63,7 @@ class Source:
 
     def _imports(self) -> Iterator[tuple[int, str]]:
         package = self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -67,7 +77,7 @@ class Source:
         """Lines of code: no blank line, comment, docstring or import."""
         left_out: set[int] = set()
         texts: set[int] = set()  # of several lines, where a line that begins with "#" is no comment
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 left_out.update(range(node.lineno, node.end_lineno + 1))
             elif isinstance(node, DESCRIBED) and ast.get_docstring(node, clean=False) is not None:
@@ -114,7 +124,7 @@ def read_sources() -> Sources:
 
 
 def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 Rule = Callable[[Sources], Complaints]
