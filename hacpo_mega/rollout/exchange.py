@@ -108,10 +108,8 @@ def judged_rollouts(place: Place, rollouts: Sequence[Rollout], judgements: Seque
     """Judged rollouts of this cell, without a score, on its leader, which sends them; an empty list elsewhere."""
     if not place.is_leader:
         return []
-    return [
-        Trajectory(place.agent, rollout, judgement.verdict, judgement.reward, math.nan, 0)
-        for rollout, judgement in zip(rollouts, judgements, strict=True)
-    ]
+    pairs = zip(rollouts, judgements, strict=True)
+    return [Trajectory(place.agent, one, judgement.verdict, judgement.reward, math.nan, 0) for one, judgement in pairs]
 
 
 def scored_trajectories(

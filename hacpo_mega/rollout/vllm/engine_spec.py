@@ -89,10 +89,10 @@ class EngineSpec:
     def _text_model(self) -> dict[str, Any]:
         """Argument that makes vLLM read config.json as training does, where it would not."""
         family = self._family
-        needs_fields = family is not None and (family.scales_queries or family.asked)
+        needs_fields = family is not None and (family.scales_queries or family.vllm_fields)
         if not self.loads_itself and not needs_fields:
             return {}  # also for folders that training cannot read, such as quantized exports for vLLM
-        fields = Architecture.from_folder(self.model).served_as
+        fields = Architecture.from_folder(self.model).vllm_overrides
 
         def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             """The text model's configuration; vLLM also asks with an empty one, for its model_type."""
