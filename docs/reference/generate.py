@@ -113,7 +113,7 @@ def _columns(family: Family) -> str:
         return f"{heads}, feed-forward columns"
     if experts.shared is None:
         return heads
-    return f"{heads}, columns of {'feed-forwards and ' * ('dense_layers' in experts.says)}shared experts"
+    return f"{heads}, columns of {'feed-forwards and ' * ('dense_layers' in experts.config_names)}shared experts"
 
 
 # By Family.windows.

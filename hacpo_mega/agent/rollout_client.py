@@ -77,7 +77,7 @@ class RolloutClient:
         self.turn_format, self.player = None, None
         if environment is not None:
             self.turn_format = turn_format(self.codec, environment, has_roles=bool(config.roles))
-            if place.coordinate.speaks_for_engine:  # and plays for all ranks of its engine
+            if place.coordinate.is_engine_leader:  # and plays for all ranks of its engine
                 # The player's thread has a tokenizer of its own: tokenizers are not thread-safe.
                 partners = _partners(place, config)
                 self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
@@ -171,9 +171,9 @@ class RolloutClient:
             self.place.gather_cell(b"")  # barrier with the training ranks, so that `roll_out_hidden_s` ends here
         return self._shared(self.ahead.finish(), len(prompts) * self._answers_per_prompt)
 
-    def _shared(self, mine: Sequence[Completion], num_asked: int) -> list[Completion]:
+    def _shared(self, mine: Sequence[Completion], num_requests: int) -> list[Completion]:
         """Answers of all engines of the cell; only an engine's first rank has those of conversations."""
-        return share_completions(mine, self.place, num_asked, first_has_all=self._has_conversations)
+        return share_completions(mine, self.place, num_requests, first_has_all=self._has_conversations)
 
     def publish_weights(self, step: int) -> None:
         """Syncs the actor's weights after `step` into the live vLLM engine, and clears its prefix cache.

@@ -105,16 +105,16 @@ class WeightSync:
 
             def wrote(piece: Piece) -> None:
                 self._place.progress()
-                spans.sent("engine", piece.what.size * own.dtype.itemsize)
-                receiver.wrote(piece.written, piece.what.size)
+                spans.sent("engine", piece.shard.size * own.dtype.itemsize)
+                receiver.wrote(piece.target_shard, piece.shard.size)
 
             def settled(bucket: int) -> None:
                 if receiver is not None:
                     receiver.settled(self.plan.last_of_bucket[bucket])
 
             self._exchange.run(
-                lambda piece: own.view(piece.read, piece.what),
-                lambda piece: receiver.view(piece.written, piece.what, own.dtype),
+                lambda piece: own.view(piece.source_shard, piece.shard),
+                lambda piece: receiver.view(piece.target_shard, piece.shard, own.dtype),
                 wrote,
                 spans.sent,
                 settled,
@@ -201,27 +201,27 @@ class WeightSync:
 
     def _compared(self, plan: WeightSyncPlan, held: Sequence[HeldPart]) -> Iterator[str]:
         rank, own = self._place.coordinate.block_rank, self._own
-        read = ((own.view(p.read, p.what), p.what.num_members) for p in plan.pieces if p.source == rank)
+        read = ((own.view(p.source_shard, p.shard), p.shard.num_members) for p in plan.pieces if p.source == rank)
         payloads = self._place.gather_block(_checksums(read).tobytes())
         sums = [np.frombuffer(payload, np.int64).reshape(-1, 2) for payload in payloads]
         mine, expected, taken = [], [np.empty((0, 2), np.int64)], [0] * plan.num_ranks
         for piece in plan.pieces:
             start, source = taken[piece.source], piece.source
-            taken[source] += piece.what.num_members
+            taken[source] += piece.shard.num_members
             if piece.target == rank:
                 mine.append(piece)
                 expected.append(sums[source][start : taken[source]])
         views = (
-            (held[piece.written].view(piece.what).to(self._dtype(piece.what.name)), piece.what.num_members)
+            (held[piece.target_shard].view(piece.shard).to(self._dtype(piece.shard.name)), piece.shard.num_members)
             for piece in mine
         )
-        rows = ((piece, number) for piece in mine for number in range(piece.what.num_members))
+        rows = ((piece, number) for piece in mine for number in range(piece.shard.num_members))
         for (piece, number), (seen, _), (wanted, finite) in zip(
             rows, _checksums(views), np.concatenate(expected), strict=True
         ):
             # A packed weight is read by a product, which spreads NaN and infinity.
-            if seen != wanted and (finite or not held[piece.written].is_packed):
-                one = piece.what.member(number)
+            if seen != wanted and (finite or not held[piece.target_shard].is_packed):
+                one = piece.shard.member(number)
                 yield f"{one.name}: not what rank {piece.source} of the cell has of {one}"
 
     def _plan(self, needed: Sequence[Shard]) -> WeightSyncPlan:

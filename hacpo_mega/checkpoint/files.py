@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from hacpo_mega.config import AgentConfig, Config
-from hacpo_mega.config.changes import changes, covers, effect_of, refusals, unknown_keys, way_back
+from hacpo_mega.config.changes import changes, covers, effect_of, refusals, undoing_overrides, unknown_keys
 from hacpo_mega.config.checks.run_dirs import require_displaceable
 from hacpo_mega.config.checks.tokenizer_checks import with_times_of
 from hacpo_mega.config.describe import flat
@@ -290,7 +290,7 @@ def find_start(config: Config, *, but: Collection[int] = frozenset(), **how: Unp
     now = plain(with_times_of(config, found.config))
     changed = changes(found.config, now)
     if lines := list(refusals(changed, accepted)):
-        back = way_back(changed, accepted)
+        back = undoing_overrides(changed, accepted)
         raise ValueError("\n".join([f"{found.folder} is of another configuration:", *lines, *back]))
     digests = model_digests(config)
     for agent in config.agents:

@@ -133,10 +133,10 @@ class Coordinate:
     @property
     def is_first_to_answer(self) -> bool:
         """True if it is the first rank of the cell's first engine, which times how it answers."""
-        return self.speaks_for_engine and self.engine == 0
+        return self.is_engine_leader and self.engine == 0
 
     @property
-    def speaks_for_engine(self) -> bool:
+    def is_engine_leader(self) -> bool:
         """True if it is the first rank of an engine, all of whose ranks have equal answers."""
         return self.answers and self.engine_rank == 0
 

@@ -81,7 +81,7 @@ def random_model(folder: Path, init: InitConfig, tokenizer: PreTrainedTokenizerB
     """Writes fp32 random weights of the table's sizes for a tokenizer that is in the folder already."""
     model_config = AutoConfig.for_model(
         init.family,
-        **FAMILIES[init.family].made_with,
+        **FAMILIES[init.family].new_config_fields,
         vocab_size=len(tokenizer),
         hidden_size=init.hidden_size,
         intermediate_size=init.ffn_size,

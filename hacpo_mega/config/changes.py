@@ -105,13 +105,13 @@ def unknown_keys(accepted: Sequence[str], agents: Sequence[str], stored: dict[st
             continue
         first, _, rest = key.partition(".")
         agent, _, rest = rest.partition(".") if first == "agents" else ("*", "", rest)
-        place = ".".join(filter(None, (first, "*" if first == "agents" and rest else "", rest)))
+        pattern = ".".join(filter(None, (first, "*" if first == "agents" and rest else "", rest)))
         if "=" in key:
             yield f"--accept {short(key)}: expected a key alone. Nearest: --accept {one_line(key.partition('=')[0])}"
         elif agent and not any(fnmatchcase(name, agent) for name in agents):
             yield f"--accept {short(key)}: no agent is named {short(agent)}; there are: {', '.join(agents)}"
-        elif not any(covers(place, one) for one in known) and not any(covers(one, place) for one in values):
-            near = nearest_key(place.replace("agents.*.", "agents."))
+        elif not any(covers(pattern, one) for one in known) and not any(covers(one, pattern) for one in values):
+            near = nearest_key(pattern.replace("agents.*.", "agents."))
             nearest = f"; did you mean {in_a_run(near, agent)!r}?" if near else ""
             yield f"--accept {short(key)}: unknown key{nearest}"
 
@@ -120,7 +120,7 @@ def _known_keys() -> list[str]:
     return [in_a_run(key).replace("NAME", "*") for key in keys_of(Config)]
 
 
-def way_back(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
+def undoing_overrides(found: Sequence[Change], accepted: Sequence[str]) -> Iterator[str]:
     """A line with the overrides that undo what `refusals` asks about: a default may have changed, not the user's file.
 
     Keys that are gone, and values that were not given, have no override.

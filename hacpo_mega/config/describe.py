@@ -46,9 +46,9 @@ class FieldDescription:
 
 def describe_fields(table: type[BaseModel] = Config, section: str = "") -> Iterator[FieldDescription]:
     """Every field of a table and its inner tables, in the order of the schema. `NAME` stands for any key."""
-    for place, name, field in _fields(table, section):
+    for inner, name, field in _fields(table, section):
         allowed = _allowed(field.annotation, field.metadata)
-        yield FieldDescription(place, name, allowed, _default(field), " ".join((field.description or "").split()))
+        yield FieldDescription(inner, name, allowed, _default(field), " ".join((field.description or "").split()))
 
 
 def _fields(schema: type[BaseModel], section: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
@@ -91,8 +91,8 @@ def nearest_key(key: str, schema: type[BaseModel] = Config) -> str | None:
     beside = [other for other in keys if other.rpartition(".")[0] == table]
     near = _spelt_alike(word, beside, 0.75)
     inside = [other for other in (*meant, *same) if other in beside]
-    found = [*inside, *near, *meant, *same, *_spelt_alike(word, keys, 0.8), *_spelt_alike(word, beside, 0.6)]
-    return found[0] if found else None
+    ranked = [*inside, *near, *meant, *same, *_spelt_alike(word, keys, 0.8), *_spelt_alike(word, beside, 0.6)]
+    return ranked[0] if ranked else None
 
 
 def _spelt_alike(word: str, keys: Collection[str], cutoff: float) -> list[str]:

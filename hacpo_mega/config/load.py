@@ -71,7 +71,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = (), *
 
 
 def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The same without the cross-checks: models, prompts and devices need not be on this machine (planning/)."""
+    """`load_config` without cross-checks: models, prompts and devices need not be on this machine (planning/)."""
     path = Path(path)
     require_inside_its_run(path)
     table = toml_file(path, "the path of a TOML configuration")
@@ -79,7 +79,7 @@ def load_unchecked(path: str | Path, overrides: list[str] | tuple[str, ...] = ()
         use = f"hacpo-mega experiment {shlex.quote(str(path))}"
         raise ValueError(f"{path}: an experiment's grid, no run's configuration: use {use}")
     if _is_of_a_run(path):
-        table = _with_results_of_before(of_today(table), table)
+        table = _with_gone_keys(migrated(table), table)
     in_file = set(options) if isinstance(options := table.get("algorithm"), dict) else set()
     for override in overrides:
         set_key(table, override)
@@ -98,16 +98,16 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def set_key(table: dict[str, Any], override: str) -> None:
-    """Sets one dotted key; ValueError when the text or the way to the key is off."""
+    """Sets one dotted key. ValueError for a text that is no override, or a key that leads to no table."""
     key, equals, text = override.partition("=")
     if key != key.strip():  # as a TOML file has it: key = value
         key, text = key.strip(), text.strip()
     if not equals or not all(key.split(".")):
         raise ValueError(f"override {short(override)}: expected section.key=value, such as rollout.temperature=0.8")
-    *way, last = key.split(".")
+    *path, last = key.split(".")
     value = _value(text, override)
-    for place in _places(table, way, override):
-        place[last] = copy.deepcopy(value)  # each its own: a later override may lead into the table of one agent
+    for target in _tables_at(table, path, override):
+        target[last] = copy.deepcopy(value)  # a later override may change it for one agent alone
 
 
 def _value(text: str, override: str) -> Any:
@@ -148,18 +148,18 @@ def _drop_options_of_another_method(table: dict[str, Any], in_file: set[str], ov
         del options[name]
 
 
-def _places(table: Any, way: list[str], override: str) -> list[dict[str, Any]]:
-    if isinstance(table, list) and way:
-        named = [entry for entry in table if isinstance(entry, dict) and way[0] in ("*", entry.get("name"))]
+def _tables_at(table: Any, path: list[str], override: str) -> list[dict[str, Any]]:
+    if isinstance(table, list) and path:
+        named = [entry for entry in table if isinstance(entry, dict) and path[0] in ("*", entry.get("name"))]
         if not named:
             names = ", ".join(short(entry.get("name")).strip("'") for entry in table if isinstance(entry, dict))
-            raise ValueError(f"override {short(override)}: no entry is named {way[0]!r}; there are: {names}")
-        return [place for entry in named for place in _places(entry, way[1:], override)]
+            raise ValueError(f"override {short(override)}: no entry is named {path[0]!r}; there are: {names}")
+        return [target for entry in named for target in _tables_at(entry, path[1:], override)]
     if not isinstance(table, dict):
         is_of_agents = isinstance(table, list) and override.startswith("agents.")
         remedy = f"; write {override.replace('agents.', 'agents.*.', 1)}, or a name for *" if is_of_agents else ""
         raise ValueError(f"override {short(override)}: leads into a {type(table).__name__}, not a table{remedy}")
-    return _places(table.setdefault(way[0], {}), way[1:], override) if way else [table]
+    return _tables_at(table.setdefault(path[0], {}), path[1:], override) if path else [table]
 
 
 def readable_problems(error: ValidationError, table: dict[str, Any], schema: type[BaseModel] = Config) -> list[str]:
@@ -171,28 +171,28 @@ def readable_problems(error: ValidationError, table: dict[str, Any], schema: typ
     for entry in entries:
         if entry["type"] == "too_short" and entry["loc"] in holds_bad:
             continue
-        key = ".".join(_spoken(entry["loc"], table))
-        problem = _unknown(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
-        lines.append(f"{key or 'configuration'}: {problem or _what_is_wrong(entry, schema)}")
+        key = ".".join(_named_path(entry["loc"], table))
+        problem = _unknown_key(entry["loc"], key, schema) if entry["type"] == "extra_forbidden" else ""
+        lines.append(f"{key or 'configuration'}: {problem or _complaint(entry, schema)}")
     return lines
 
 
-def _unknown(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
-    """A key that there is not, with the one that was meant: by its name alone where it is in the same table."""
-    place = ".".join(str(step) for step in location if not isinstance(step, int))
-    if place in GONE:
+def _unknown_key(location: tuple[int | str, ...], key: str, schema: type[BaseModel]) -> str:
+    """Complaint about an unknown key, with the probable one: by its name alone if it is in the same table."""
+    path = ".".join(str(step) for step in location if not isinstance(step, int))
+    if path in GONE:
         return "removed, since it gained nothing (CHANGELOG.md). Leave it out"
-    near = nearest_key(place, schema)
+    near = nearest_key(path, schema)
     if near is None:
         return "unknown key"
     table, _, name = near.rpartition(".")
-    if table == place.rpartition(".")[0]:
+    if table == path.rpartition(".")[0]:
         return f"unknown key; did you mean {name!r}?"
     agent = key.split(".")[1] if key.startswith("agents.") and near.startswith("agents.") else "*"
     return f"unknown key; did you mean {in_a_run(near, agent)!r}?"
 
 
-def _what_is_wrong(entry: ErrorDetails, schema: type[BaseModel]) -> str:
+def _complaint(entry: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, location, context = entry["type"], entry["loc"], entry.get("ctx", {})
     if kind == "missing":
         return "required, not given"
@@ -229,7 +229,7 @@ def _default(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     return f"; the default is {as_toml(field.default)}"
 
 
-def _spoken(location: tuple[int | str, ...], table: Any) -> list[str]:
+def _named_path(location: tuple[int | str, ...], table: Any) -> list[str]:
     """The path of a complaint with agents by name instead of by number."""
     words = []
     for step in location:
@@ -269,14 +269,14 @@ def config_of_run(run_dir: Path) -> Config:
 def config_of_table(table: dict[str, Any], file: Path) -> Config:
     """The resolved configuration that `file` holds as a table. ValueError, which names the file, when it is none."""
     try:
-        return Config.model_validate(of_today(table))
+        return Config.model_validate(migrated(table))
     except ValidationError as error:
         lines = readable_problems(error, table)
         raise ValueError("\n".join(f"{file} is not the configuration of a run: {line}" for line in lines)) from error
 
 
-def of_today(table: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration without the keys of older runs that have moved or are gone.
+def migrated(table: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration without the keys of older versions that are gone, and with those that have moved.
 
     algorithm.success_reward is reward.success now; at 1 it was the default, as reward.success is where it is not given.
     Options that nothing reads get today's defaults: older versions took other values, or had other defaults.
@@ -297,23 +297,23 @@ def of_today(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def completed(table: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration as plain values, with the keys that its version did not have or called otherwise.
+    """A stored configuration as plain values under today's keys.
 
-    New ones are at their defaults, with which a run does what it did before there were such keys.
+    Keys that its version did not have get their defaults, with which a run does what it did before.
     """
     try:
-        found = Config.model_validate(of_today(table)).model_dump(mode="json", exclude_none=True)
+        known = Config.model_validate(migrated(table)).model_dump(mode="json", exclude_none=True)
     except ValidationError:  # a key that is gone since: `changes` names it
         return table
-    return _with_results_of_before(found, table)
+    return _with_gone_keys(known, table)
 
 
-def _with_results_of_before(found: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """`found` with the keys of `table` that are gone and changed results: `changes` or the schema names them."""
+def _with_gone_keys(known: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """`known` with the keys of `table` that are gone and changed results: `changes` or the schema names them."""
     for key, harmless in GONE.items():
         name, _, last = key.partition(".")
         section = table.get(name)
         before = section.get(last, harmless) if isinstance(section, dict) else harmless
         if harmless is not None and before != harmless:
-            found = found | {name: found[name] | {last: before}}
-    return found
+            known = known | {name: known[name] | {last: before}}
+    return known

@@ -85,7 +85,7 @@ ENVIRONMENTS = {
     "relay": "hacpo_mega.conversations.builtin:Relay",
     "number_game": "hacpo_mega.conversations.builtin:NumberGame",
 }
-TOLD_BYTES = 1 << 16
+TRIAL_BYTES = 1 << 16
 # Functions of [algorithm]: the record that each is given alone, and its arguments in version 0.2, which are taken until
 # version 0.4: what is called with which follows from its parameters (`_form`).
 RECORDS = {"advantages": "Judged", "objective": "PackedAnswers"}
@@ -107,28 +107,30 @@ def grader_problem(kind: str, options: Mapping[str, object] = MappingProxyType({
         )
     if not place or not name.isidentifier():
         return f"{kind!r} is no grader; write module:function or file.py:function"
-    found, problem = _read(kind)
-    return problem or (found and _call_problem(kind, found, options))
+    definition, problem = _definition(kind)
+    return problem or (definition and _call_problem(kind, definition, options))
 
 
-def _call_problem(kind: str, found: Definition, options: Mapping[str, object]) -> str | None:
-    """The reason why a grader cannot be called, by its source; a worker asks the function itself."""
-    if isinstance(found, ast.ClassDef):
-        may_call = found.bases or found.decorator_list or "__call__" in _bound_names(found.body)
+def _call_problem(kind: str, definition: Definition, options: Mapping[str, object]) -> str | None:
+    """The reason why a grader cannot be called, by its source; a worker inspects the function itself."""
+    if isinstance(definition, ast.ClassDef):
+        may_call = definition.bases or definition.decorator_list or "__call__" in _bound_names(definition.body)
         return None if may_call else f"{kind!r} is a class without __call__, and a grader is called"
     try:
-        form_of(_signature(found.args, options))
+        form_of(_signature(definition.args, options))
     except ValueError:
         return (
-            f"{kind!r} takes ({ast.unparse(found.args)}), and a grader is called with (prompt, answer, gold), or by "
-            "name where it takes answer, answers, TRL's completions, or verl's solution_str and ground_truth"
+            f"{kind!r} takes ({ast.unparse(definition.args)}), and a grader is called with (prompt, answer, gold), or "
+            "by name where it takes answer, answers, TRL's completions, or verl's solution_str and ground_truth"
         )
     return None
 
 
 def _signature(takes: ast.arguments, without: Collection[str] | None = None) -> inspect.Signature:
-    """The parameters of a function in source, without keyword-only ones of these names, or of any; a default is any
-    value."""
+    """The parameters of a function in source, without keyword-only ones named in `without` (None: without any).
+
+    The value of a default is not that of the function.
+    """
     kinds = inspect.Parameter
     fixed = [(argument, kinds.POSITIONAL_ONLY) for argument in takes.posonlyargs]
     fixed += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in takes.args]
@@ -144,11 +146,11 @@ def _signature(takes: ast.arguments, without: Collection[str] | None = None) -> 
 def function_problem(key: str, name: str) -> str | None:
     """The reason why a function cannot be algorithm.advantages or algorithm.objective (`key`), by its source; None if
     it can, or if only its call would tell."""
-    found, problem = _read(name)
-    if not isinstance(found, FUNCTIONS) or _form(key, _signature(found.args)):
+    definition, problem = _definition(name)
+    if not isinstance(definition, FUNCTIONS) or _form(key, _signature(definition.args)):
         return problem
-    takes = len(found.args.posonlyargs) + len(found.args.args)
-    return f"{name!r} takes {takes} arguments; {_asked(key)}"
+    takes = len(definition.args.posonlyargs) + len(definition.args.args)
+    return f"{name!r} takes {takes} arguments; {_expected(key)}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -163,7 +165,7 @@ def takes_record(key: str, name: str) -> bool:
     except ValueError:  # one in C tells nothing of itself
         return False
     if (form := _form(key, signature)) is None:
-        raise ValueError(f"algorithm.{key}: {name!r} takes {signature}; {_asked(key)}")
+        raise ValueError(f"algorithm.{key}: {name!r} takes {signature}; {_expected(key)}")
     return form == "record"
 
 
@@ -172,7 +174,7 @@ def _form(key: str, signature: inspect.Signature) -> str | None:
     return "arguments" if _takes(signature, len(ARGUMENTS[key])) else "record" if _takes(signature, 1) else None
 
 
-def _asked(key: str) -> str:
+def _expected(key: str) -> str:
     return (
         f"algorithm.{key} takes one, the record {RECORDS[key]} of hacpo_mega.algorithm (docs/guide/methods.md), or as "
         f"before {', '.join(ARGUMENTS[key])}"
@@ -181,11 +183,11 @@ def _asked(key: str) -> str:
 
 def own_code_problem(name: str, num_arguments: int | None = None, what: str = "function") -> str | None:
     """The reason why a function, or class, of the user's cannot be called with so many arguments, or None."""
-    found, problem = _read(name, what)
-    if num_arguments is None or not isinstance(found, FUNCTIONS) or _takes(_signature(found.args), num_arguments):
+    definition, problem = _definition(name, what)
+    takes = definition.args if isinstance(definition, FUNCTIONS) else None
+    if num_arguments is None or takes is None or _takes(_signature(takes), num_arguments):
         return problem
-    takes = [*found.args.posonlyargs, *found.args.args]
-    return f"{name!r} takes {len(takes)} arguments, and is given {num_arguments}"
+    return f"{name!r} takes {len(takes.posonlyargs) + len(takes.args)} arguments, and is given {num_arguments}"
 
 
 def _takes(signature: inspect.Signature, number: int) -> bool:
@@ -198,16 +200,16 @@ def _takes(signature: inspect.Signature, number: int) -> bool:
 
 def tracker_problem(name: str) -> str | None:
     """The reason why a user's class is no tracker (logbook/files/trackers.py), as far as its source tells; or None."""
-    found, _ = _read(name, "class")
-    if not isinstance(found, ast.ClassDef) or found.bases or found.decorator_list:
+    definition, _ = _definition(name, "class")
+    if not isinstance(definition, ast.ClassDef) or definition.bases or definition.decorator_list:
         return own_code_problem(name, num_arguments=1, what="class")
-    has = _bound_names(found.body)
+    has = _bound_names(definition.body)
     if missing := [method for method in ("log", "finish") if method not in has]:
         return f"{name!r} has no {' and no '.join(missing)}, which every tracker has (docs/guide/monitoring.md)"
-    made = next((node.args for node in found.body if getattr(node, "name", None) == "__init__"), None)
-    if made is not None and _takes(_signature(made), 2):
+    init = next((node.args for node in definition.body if getattr(node, "name", None) == "__init__"), None)
+    if init is not None and _takes(_signature(init), 2):
         return None
-    takes = 0 if made is None else len(made.posonlyargs) + len(made.args) - 1
+    takes = 0 if init is None else len(init.posonlyargs) + len(init.args) - 1
     return f"{name!r} is made with {takes} arguments, and is given one, the run (docs/guide/monitoring.md)"
 
 
@@ -219,8 +221,8 @@ def environment_problem(name: str) -> str | None:
     if not colon or not place or not attribute.isidentifier():
         hint = did_you_mean(name, ENVIRONMENTS)
         return f"environment {name!r} is unknown; known: {', '.join(ENVIRONMENTS)}, or your own file.py:Class{hint}"
-    found, problem = _read(name, "class")
-    if isinstance(found, ast.ClassDef) and not found.bases and "reset" not in _bound_names(found.body):
+    definition, problem = _definition(name, "class")
+    if isinstance(definition, ast.ClassDef) and not definition.bases and "reset" not in _bound_names(definition.body):
         return f"{name!r} has no method reset(**row), which begins a conversation (docs/guide/environments.md)"
     return problem
 
@@ -228,7 +230,7 @@ def environment_problem(name: str) -> str | None:
 def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
     """Options that a grader found by `grader_problem` lacks, as far as its source tells, or that a built-in one
     refuses."""
-    known = GRADERS[kind].options if kind in GRADERS else _parameters(_read(kind)[0])
+    known = GRADERS[kind].options if kind in GRADERS else _parameters(_definition(kind)[0])
     if known is None or not (unknown := sorted(set(options) - set(known))):
         return value_problem(kind, options) if kind in GRADERS else None
     what = "options" if kind in GRADERS else "parameters"
@@ -238,16 +240,16 @@ def option_problem(kind: str, options: Mapping[str, object]) -> str | None:
 
 def shown_grader(kind: str, options: Mapping[str, object]) -> str:
     """A grader as `check` shows it: its kind, the signature of the user's as it is written, options it has and gets."""
-    found = None if kind in GRADERS else _read(kind)[0]
-    has = ", ".join(GRADERS[kind].options if kind in GRADERS else _parameters(found) or ()) or "none"
-    of = f"({ast.unparse(found.args)})" if isinstance(found, FUNCTIONS) else f" (options it has: {has})"
+    definition = None if kind in GRADERS else _definition(kind)[0]
+    has = ", ".join(GRADERS[kind].options if kind in GRADERS else _parameters(definition) or ()) or "none"
+    form = f"({ast.unparse(definition.args)})" if isinstance(definition, FUNCTIONS) else f" (options it has: {has})"
     given = ", ".join(f"{key} = {json.dumps(value)}" for key, value in options.items()) or "none"
-    return f"{kind}{of}; options set: {given}"
+    return f"{kind}{form}; options set: {given}"
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
     """Options of a judge from KEY=VALUE texts; a value is a number, true, false, or text. ValueError without a "="."""
-    found = {}
+    options = {}
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not key or not sign:
@@ -256,25 +258,25 @@ def parse_options(pairs: Sequence[str]) -> dict[str, bool | int | float | str]:
             parsed = json.loads(value)
         except ValueError:
             parsed = value
-        found[key] = parsed if isinstance(parsed, bool | int | float) else value
-    return found
+        options[key] = parsed if isinstance(parsed, bool | int | float) else value
+    return options
 
 
-def _parameters(found: Definition | None) -> list[str] | None:
+def _parameters(definition: Definition | None) -> list[str] | None:
     """The parameters by which options can be given; None where the source does not tell them all."""
-    if isinstance(found, ast.ClassDef):
-        made = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    if isinstance(definition, ast.ClassDef):
+        made = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
         if not made:  # a dataclass, or an inherited one
-            fields = [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
-            return None if found.bases else fields
-        found = made[-1]
-    if found is None or found.args.kwarg is not None:
+            fields = [node.target.id for node in definition.body if isinstance(node, ast.AnnAssign)]
+            return None if definition.bases else fields
+        definition = made[-1]
+    if definition is None or definition.args.kwarg is not None:
         return None
-    return [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs) if argument.arg != "self"]
+    return [argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs) if argument.arg != "self"]
 
 
-def _read(name: str, what: str = "function") -> tuple[Definition | None, str | None]:
-    """The function or class of that name in its source, None where only running it would tell; and its problem."""
+def _definition(name: str, what: str = "function") -> tuple[Definition | None, str | None]:
+    """Source node of the function or class of that name, None where only running would tell; and its problem."""
     file, problem = source_of(name, what)
     if file is None:
         return None, problem
@@ -291,12 +293,12 @@ def _read(name: str, what: str = "function") -> tuple[Definition | None, str | N
     if binding and all(isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) for node in binding):
         value = ast.unparse(binding[-1].value)[:80]
         return None, f"{file}: {attribute} is {value}, and a {what} is needed"
-    found = binding[-1] if binding and isinstance(binding[-1], Definition) else None
-    return (None if isinstance(found, FUNCTIONS) and found.decorator_list else found), None
+    definition = binding[-1] if binding and isinstance(binding[-1], Definition) else None
+    return (None if isinstance(definition, FUNCTIONS) and definition.decorator_list else definition), None
 
 
 def source_of(name: str, what: str = "function") -> tuple[Path | None, str | None]:
-    """The file that has the source of "place:name", None where it is no Python; and why there is no such place."""
+    """The file with the source of "place:name", None if it is not Python; and the reason if there is no such place."""
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py"):
         if os.path.isfile(place):  # also for too long a name
@@ -373,43 +375,43 @@ def unfinished_import(config: Config) -> str | None:
     process of its own, for TRIAL_S or half of the time that ranks wait for each other."""
     own_trackers = (tracker for tracker in config.logging.trackers if ":" in tracker)
     names = tuple(dict.fromkeys(chain(named_in(config), own_trackers)))
-    return _unfinished(names, min(TRIAL_S, config.wait_s / 2)) if names else None
+    return _unfinished_trial(names, min(TRIAL_S, config.wait_s / 2)) if names else None
 
 
-def _unfinished(names: Sequence[str], limit_s: float) -> str | None:
-    heard, pipe = os.pipe()
-    os.set_blocking(heard, False)  # a process that the code left running may hold the other end
+def _unfinished_trial(names: Sequence[str], limit_s: float) -> str | None:
+    reader, pipe = os.pipe()
+    os.set_blocking(reader, False)  # a process that the code left running may hold the other end
     command = [sys.executable, "-P", "-c", TRIAL, str(pipe), json.dumps(sys.path), own_file.__file__, *names]
     quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     process = subprocess.Popen(command, pass_fds=(pipe,), process_group=0, **quiet)
     os.close(pipe)
     try:
         status = process.wait(limit_s)
-        how = f"ends its process ({f'exit status {status}' if status >= 0 else signal.Signals(-status).name})"
+        outcome = f"ends its process ({f'exit status {status}' if status >= 0 else signal.Signals(-status).name})"
     except subprocess.TimeoutExpired:
-        how = f"has not ended after {limit_s:g} s: it waits or loops"
+        outcome = f"has not ended after {limit_s:g} s: it waits or loops"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    with open(heard, "rb", buffering=0) as told:
-        lines = (told.read(TOLD_BYTES) or b"").decode().splitlines()
+    with open(reader, "rb", buffering=0) as stream:
+        lines = (stream.read(TRIAL_BYTES) or b"").decode().splitlines()
     if not lines or not lines[-1]:
         return None
     file = lines[-1].rpartition(":")[0]
-    return f"{lines[-1]}: the import of {file} {how}; a file must come to its end, without an exit or a crash"
+    return f"{lines[-1]}: the import of {file} {outcome}; a file must come to its end, without an exit or a crash"
 
 
 @functools.lru_cache(maxsize=64)
 def named_function(name: str) -> Callable:
     """The function or class of that name; a file is executed once per process. ValueError, one line, where it fails."""
     try:
-        found = load_by_name(name, "own_code")
+        function = load_by_name(name, "own_code")
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name}: {type(error).__name__} while it was loaded: {error}".splitlines()[0]) from error
-    if not callable(found):
-        raise ValueError(f"{name} is a {type(found).__name__}, and a function is needed")
-    return found
+    if not callable(function):
+        raise ValueError(f"{name} is a {type(function).__name__}, and a function is needed")
+    return function
 
 
 def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
@@ -422,8 +424,8 @@ def code_of_reward(reward: RewardConfig, kind: str | None) -> Iterator[str]:
     for key, grader in reward.graders.items():
         if kind not in (None, grader.kind):
             continue
-        found = GRADERS.get(grader.kind)
-        if kind is None if found is None else found.asks_server:
+        builtin = GRADERS.get(grader.kind)
+        if builtin.asks_server if builtin is not None else kind is None:
             yield _shown(f"{key}.kind", grader.kind)
         if grader.options.get("isolated", True) is not True:
             yield _shown(f"{key}.options.isolated", grader.options["isolated"])
@@ -436,7 +438,7 @@ def code_of_model(agent: AgentConfig) -> Iterator[str]:
 
 
 def code_of_engine(agent: AgentConfig) -> Iterator[str]:
-    """The keys by which its engine might."""
+    """The keys of an agent's engine arguments that might run code."""
     for key, value in agent.vllm.items():
         is_number = key in ENGINE_NUMBERS and isinstance(value, bool | int | float)
         if not is_number and not (key in ENGINE_WORDS and isinstance(value, str) and value.isidentifier()):

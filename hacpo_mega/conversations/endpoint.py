@@ -223,7 +223,7 @@ class Endpoint:
         if self._codec is not None:
             raise Refusal(404, "ids", "a run takes messages, which other agents can read, at /chat/completions")
         turn = conversation.ask(conversation.prompt_of_ids(tuple(token_ids)), *self._sampling(sampling))
-        return await self._reply(request, turn, lambda served: json.dumps(served.generated()))
+        return await self._reply(request, turn, lambda served: json.dumps(served.generate_response()))
 
     async def _chat(self, conversation: ForeignConversation, request: web.Request) -> web.StreamResponse:
         asked = await self._read(conversation, request)
@@ -247,8 +247,8 @@ class Endpoint:
             conversation.note_answer(turn, messages, parsed, tools)
             shown = _shown(turn.message)
             if not asked.get("stream"):
-                return json.dumps(served.chatted(shown, has_logprobs=has_logprobs))
-            chunks = served.streamed(shown, has_logprobs=has_logprobs, has_usage=has_usage)
+                return json.dumps(served.chat_response(shown, has_logprobs=has_logprobs))
+            chunks = served.chat_chunks(shown, has_logprobs=has_logprobs, has_usage=has_usage)
             return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, chunks), "[DONE]"))
 
         return await self._reply(request, turn, written, "text/event-stream" if asked.get("stream") else JSON)

@@ -243,7 +243,7 @@ def _absorbed(architecture: Architecture, tp: int) -> int:
     if (latent := architecture.latent) is None:
         return 0
     heads = architecture.num_heads // tp
-    return architecture.attention_layers * heads * (latent.plain_dim + latent.value_dim) * latent.rank
+    return architecture.attention_layers * heads * (latent.nope_dim + latent.value_dim) * latent.rank
 
 
 def engine_experts(actor: ActorPlan, engine: EnginePlan) -> int:

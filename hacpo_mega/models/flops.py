@@ -39,8 +39,8 @@ def matrix_parameters(model: Architecture) -> int:
     else:
         attention = 0
         for heads in model.attention_heads:
-            query, projected = model.num_heads * heads.size, heads.kv_heads * heads.size * (1 + heads.has_values)
-            attention += model.hidden_size * (query * (3 if model.gated else 2) + projected)
+            query, key_value = model.num_heads * heads.size, heads.kv_heads * heads.size * (1 + heads.has_values)
+            attention += model.hidden_size * (query * (3 if model.gated else 2) + key_value)  # query, output, gate
     if (delta := model.delta_net) is not None:
         each = model.hidden_size * (delta.projected_rows + delta.value_rows) + delta.mixed_rows * delta.width
         attention += (model.num_layers - model.attention_layers) * each + _states(model)
@@ -48,22 +48,21 @@ def matrix_parameters(model: Architecture) -> int:
 
 
 def _states(model: Architecture) -> int:
-    """Numbers of the states of delta nets as a token meets them: each is read twice and written once, as a matrix of
-    its numbers would be."""
+    """Numbers of delta nets' states that a token is multiplied with: each is read twice and written once."""
     delta = model.delta_net
     return 0 if delta is None else 3 * (model.num_layers - model.attention_layers) * delta.state
 
 
 def _latent_parameters(model: Architecture) -> int:
-    """The same of one layer with attention by latents, its output's matrix included."""
+    """`matrix_parameters` of the latent attention of one layer, its output matrix included."""
     latent, query = model.latent, model.num_heads * model.head_dim
     of_tokens = latent.query_rank + latent.cached + model.num_heads * latent.value_dim
-    of_latents = latent.rank * model.num_heads * (latent.plain_dim + latent.value_dim)
+    of_latents = latent.rank * model.num_heads * (latent.nope_dim + latent.value_dim)
     return model.hidden_size * of_tokens + of_latents + (latent.query_rank or model.hidden_size) * query
 
 
 def pair_numbers(model: Architecture) -> int:
-    """Numbers of a token's queries and values in all layers: both meet those of every token before."""
+    """Multiplications per pair of tokens in attention: sizes of queries and of values, over all heads and layers."""
     if model.latent is not None:
         return model.attention_layers * model.num_heads * (model.head_dim + model.value_dim)
     return 2 * model.num_heads * sum(heads.size for heads in model.attention_heads)
@@ -75,14 +74,14 @@ def pairs_per_token(model: Architecture) -> int:
 
 
 def feed_forward_parameters(model: Architecture) -> int:
-    """The same for all feed-forwards: routers, the experts of a token, and shared ones."""
+    """`matrix_parameters` of all feed-forwards: routers, the experts of a token, and shared experts."""
     columns = (model.num_layers - model.expert_layers) * model.ffn_size + model.expert_layers * model.shared_ffn
     routers = model.expert_layers * (model.num_experts + model.gates_shared)
     return active_experts(model) + model.hidden_size * (3 * columns + routers)
 
 
 def active_experts(model: Architecture) -> int:
-    """Parameters of the experts of a token, in all layers, but for shared ones."""
+    """Parameters of a token's experts in all layers, without shared experts."""
     return 3 * model.expert_layers * model.experts_per_token * model.hidden_size * model.expert_ffn
 
 
@@ -101,7 +100,7 @@ def learning_flops(model: Architecture, num_sequences: float, length: float, lor
     if lora is None:
         return 3.0 * forward
     attention = forward - num_sequences * 2.0 * (matrix_parameters(model) - _states(model)) * length
-    adapters = num_sequences * 2.0 * _met_adapters(model, lora) * length
+    adapters = num_sequences * 2.0 * _active_adapters(model, lora) * length
     return 2.0 * forward + attention + 3.0 * adapters
 
 
@@ -116,7 +115,7 @@ def shared_learning_flops(
     return total
 
 
-def _met_adapters(model: Architecture, lora: Lora) -> float:
+def _active_adapters(model: Architecture, lora: Lora) -> float:
     """Adapter parameters that a token is multiplied with; of experts, those it is routed to."""
     slots = adapter_slots(model, (model.num_layers,), 1, 0, lora)
     sizes = [(slot.cut is Cut.EXPERTS, math.prod(source.shape)) for slot in slots for source in slot.sources]

@@ -24,15 +24,15 @@ def public_architecture(name: str) -> Architecture:
 
     ValueError, with the nearest names, for one that is not in the table.
     """
-    found = [known for known in PUBLIC_NAMES if name in (known, _last(known)) or _last(name) == _last(known)]
-    if not found:
+    matches = [known for known in PUBLIC_NAMES if name in (known, _last(known)) or _last(name) == _last(known)]
+    if not matches:
         by_last = {_last(known).lower(): known for known in PUBLIC_NAMES}
         near = difflib.get_close_matches(_last(name).lower(), by_last, n=3, cutoff=0.0)
         raise ValueError(
             f"{name} is no folder with a config.json and none of the {len(PUBLIC_NAMES)} public models that are known "
             f"by name. Nearest: {', '.join(by_last[last] for last in near)}"
         )
-    return Architecture.from_config(Path(found[0]), _MODELS[found[0]])
+    return Architecture.from_config(Path(matches[0]), _MODELS[matches[0]])
 
 
 def _last(name: str) -> str:

@@ -72,7 +72,7 @@ from hacpo_mega.rollout.vllm.row_noise import RowNoise
 from hacpo_mega.rollout.weights.engine_weights import (
     EngineWeights,
     Receiver,
-    noted,
+    noting_names,
     noting_sinks,
     require_names,
     take_sinks,
@@ -82,7 +82,7 @@ from hacpo_mega.rollout.weights.expert_weights import converts_experts, pack_at_
 from hacpo_mega.rollout.weights.held_weights import ABSORBED, HeldPart, absorbs, held_parts
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-# (place among the prompts of the call, answer)
+# (index among the prompts of the call, answer)
 OnAnswer = Callable[[int, Completion], None]
 
 
@@ -194,9 +194,10 @@ class Engine:
                     f"prompt {index} has {len(prompt)} tokens; with max_tokens {max_tokens} the engine (max_model_len "
                     f"{self.max_model_len}) takes 1 to {self.max_model_len - max_tokens}: shorten prompts or answers"
                 )
-        how = {"temperature": temperature, "return_logprobs": return_logprobs}
         sampling = [
-            TurnRequest("", (), seed, length or max_tokens, **how).sampling(self.eos_ids, min_tokens=length)
+            TurnRequest(
+                "", (), seed, length or max_tokens, temperature=temperature, return_logprobs=return_logprobs
+            ).sampling(self.eos_ids, min_tokens=length)
             for seed, length in zip(seeds, lengths or [0] * len(seeds), strict=True)
         ]
         with self._guard.open() as llm:
@@ -209,7 +210,7 @@ class Engine:
                 self.routing if return_logprobs else None,
             )
             try:
-                outputs = _answers(llm, prompts, sampling)
+                outputs = _outputs(llm, prompts, sampling)
             finally:
                 self._running = None
         return [running.completion(output) for output in outputs]
@@ -265,7 +266,7 @@ class Engine:
                 )
         scoring = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         with self._guard.open() as llm:
-            outputs = _answers(llm, sequences, [scoring] * len(sequences))
+            outputs = _outputs(llm, sequences, [scoring] * len(sequences))
         return [np.asarray(output.prompt_logprobs.logprobs, dtype=np.float32) for output in outputs]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -278,10 +279,10 @@ class Engine:
         """
         self._require(Memory.WEIGHTS, "load", needs_weights=False)
         given: set[str] = set()
-        self._is_loaded = False  # until all of it is
+        self._is_loaded = False  # until all weights are written
         with self._guard.open() as llm:
-            self._load(llm, noted(weights, given, packs_head=self._packs_head()))
-            _forget_prefixes(llm)
+            self._load(llm, noting_names(weights, given, packs_head=self._packs_head()))
+            _drop_prefixes(llm)
         require_names(given, self._names)
         self._is_loaded = True
 
@@ -299,18 +300,18 @@ class Engine:
         RuntimeError if a part was not written, or while asleep.
         """
         self._require(Memory.WEIGHTS, "receiving", needs_weights=False)
-        self._is_loaded = False  # until all of it is
+        self._is_loaded = False  # until all weights are written
         with self._guard.open() as llm, torch.inference_mode():
             receiver = Receiver(weights, partial(self._reload, llm))
             yield receiver
-            _forget_prefixes(llm)
+            _drop_prefixes(llm)
         if receiver.missing:
             raise RuntimeError(f"{len(receiver.missing)} parameters were not published, first {receiver.missing[:4]}")
         self._is_loaded = True
 
     def _reload(self, llm: LLM, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        with without_reload_warnings():  # about layers that are not among them
-            self._load(llm, noted(weights, set(), packs_head=self._packs_head()))
+        with without_reload_warnings():  # about layers that `weights` does not name
+            self._load(llm, noting_names(weights, set(), packs_head=self._packs_head()))
 
     def _load(self, llm: LLM, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         if not stacks_experts(self._names):
@@ -335,11 +336,12 @@ class Engine:
             parts = held_parts(model, fused, self._has_tied_embeddings)
             mapper = getattr(model, "hf_to_vllm_mapper", None)
             # vLLM's Hy3 has a router without a layer around it.
-            vllms_name = (lambda name: name.replace(".router.gate.", ".gate.")) if mapper is None else mapper._map_name
-            theirs = {vllms_name(name): name for name in self._names}
-            known = {stack_name(name) for name in self._names}
-            ours = {stack_name(vllms): stack_name(name) for vllms, name in theirs.items() if vllms is not None}
-            yield [part if part.name in known else replace(part, name=ours.get(part.name, part.name)) for part in parts]
+            to_vllm = (lambda name: name.replace(".router.gate.", ".gate.")) if mapper is None else mapper._map_name
+            vllm_names = {name: to_vllm(name) for name in self._names}
+            published = {stack_name(name) for name in self._names}
+            by_vllm = {stack_name(other): stack_name(name) for name, other in vllm_names.items() if other is not None}
+            by_vllm |= {name: name for name in published}
+            yield [replace(part, name=by_vllm.get(part.name, part.name)) for part in parts]
 
     def sleep(self) -> None:
         """Frees the device memory (weights and cache are dropped, not saved) and drops cached prefixes.
@@ -349,7 +351,7 @@ class Engine:
         assert self._can_sleep, "an engine with can_sleep = False keeps its memory"
         self._require(Memory.WEIGHTS, "sleep", needs_weights=False)
         with self._guard.open() as llm:
-            _forget_prefixes(llm)
+            _drop_prefixes(llm)
             if self._on_cuda:
                 self._kept.save()
                 with free_memory_unmeasured() if self._shares_device else nullcontext():
@@ -410,9 +412,9 @@ class Engine:
 
 
 class KeptTensors:
-    """An engine's plain tensors, which sleep drops, vLLM does not save, and no weight sync writes.
+    """An engine's tensors that sleep drops and that neither vLLM nor a weight sync brings back.
 
-    At level 2 vLLM drops whatever was made with the model, and brings back its buffers alone. Kernels' workspaces are
+    At level 2 vLLM drops all that was allocated with the model, and restores buffers alone. Kernels' workspaces are
     neither buffers nor parameters: MiniMax-M2's norms over ranks hold addresses of their peers in one.
     """
 
@@ -421,15 +423,15 @@ class KeptTensors:
         named = {tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())}
         # Attention with latents makes these anew at each weight sync.
         named |= {getattr(one, name).data_ptr() for one in model.modules() if absorbs(one) for name in ABSORBED}
-        starts = sorted(allocations)
-        self._tensors = [
-            tensor
-            for tensor in (gc.get_objects() if starts else ())
-            if type(tensor) is torch.Tensor
-            and (address := _address(tensor)) not in named
-            and (place := bisect(starts, (address, math.inf)))
-            and address < sum(starts[place - 1])
-        ]
+        spans = sorted((start, start + size) for start, size in allocations)
+
+        def is_dropped(tensor: torch.Tensor) -> bool:
+            address = _address(tensor)
+            index = bisect(spans, (address, math.inf)) - 1
+            return address not in named and index >= 0 and address < spans[index][1]
+
+        objects = gc.get_objects() if spans else ()
+        self._tensors = [one for one in objects if type(one) is torch.Tensor and is_dropped(one)]
         self._saved: list[torch.Tensor] = []
 
     def save(self) -> None:
@@ -451,9 +453,9 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def pooled_weights() -> list[tuple[int, int]]:
-    """(address, bytes) of what vLLM's allocator made with the model, and sleep drops."""
-    found = get_mem_allocator_instance().pointer_to_data.items()
-    return [(address, data.handle[1]) for address, data in found if data.tag == WEIGHTS]
+    """(address, bytes) of the memory that vLLM's allocator made with the model, which sleep drops."""
+    allocations = get_mem_allocator_instance().pointer_to_data.items()
+    return [(address, data.handle[1]) for address, data in allocations if data.tag == WEIGHTS]
 
 
 def take_memory(llm: LLM, parts: Sequence[str]) -> None:
@@ -472,14 +474,14 @@ def take_memory(llm: LLM, parts: Sequence[str]) -> None:
         raise
 
 
-def _forget_prefixes(llm: LLM) -> None:
+def _drop_prefixes(llm: LLM) -> None:
     """Drops cached prefixes, which the old weights have computed. RuntimeError while a request still uses one."""
     if not llm.reset_prefix_cache():
         num_running = llm.llm_engine.get_num_unfinished_requests()
         raise RuntimeError(f"{num_running} requests still use prefixes that the old weights have computed: abort them")
 
 
-def _answers(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[RequestOutput]:
+def _outputs(llm: LLM, prompts: Sequence[Sequence[int]], sampling: list[SamplingParams]) -> list[RequestOutput]:
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
     finish_steps(llm)
@@ -492,13 +494,13 @@ class RunningAnswers:
     def __init__(
         self,
         llm: LLM,
-        num_asked: int,
+        num_requests: int,
         on_answer: OnAnswer | None,
         eos_id: int | None,
         is_unwanted: Callable[[], bool] | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Watches the `num_asked` requests that `llm` is about to be given.
+        """Watches the `num_requests` requests that `llm` is about to be given.
 
         on_answer    called for an answer as soon as it has ended
         eos_id       ends every answer that is not cut, whatever was sampled there; None: answers end by themselves
@@ -507,14 +509,14 @@ class RunningAnswers:
         """
         self._llm, self._on_answer, self._eos_id = llm, on_answer, eos_id
         self._is_unwanted, self._routing = is_unwanted, routing
-        self._routes: dict[str, np.ndarray] = {}
+        self._routings: dict[str, np.ndarray] = {}
         self._first = llm.request_counter.counter
-        self._num_running = num_asked
+        self._num_running = num_requests
         self._was_cut: frozenset[str] = frozenset()
 
     def after_step(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Answers that a step has finished, and those that are cut after it."""
-        self._note_routes(outputs)
+        self._note_routings(outputs)
         self._num_running -= len(outputs)
         if self._num_running > 0 and self._is_unwanted is not None and self._is_unwanted():
             outputs = [*outputs, *self._cut()]
@@ -524,18 +526,18 @@ class RunningAnswers:
         return outputs
 
     def _cut(self) -> list[RequestOutput]:
-        outputs = cut_requests(self._llm, self._note_routes)
+        outputs = cut_requests(self._llm, self._note_routings)
         self._num_running, self._was_cut = 0, frozenset(output.request_id for output in outputs)
         return outputs
 
-    def _note_routes(self, outputs: list[RequestOutput]) -> None:
+    def _note_routings(self, outputs: list[RequestOutput]) -> None:
         if self._routing is not None:
-            self._routes |= {output.request_id: self._routing.of(output) for output in outputs}
+            self._routings |= {output.request_id: self._routing.of(output) for output in outputs}
 
     def completion(self, output: RequestOutput) -> Completion:
         """Record of an ended request."""
         was_cut = output.request_id in self._was_cut
-        completion = completion_of(output, was_cut=was_cut, routing=self._routes.get(output.request_id))
+        completion = completion_of(output, was_cut=was_cut, routing=self._routings.get(output.request_id))
         if self._eos_id is None or was_cut:
             return completion
         completion.token_ids[-1] = self._eos_id

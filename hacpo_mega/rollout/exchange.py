@@ -82,12 +82,12 @@ def share_rewards(
     columns = tuple(zip(shared, ("reward", "is_success", "num_tokens", "text_hash"), strict=True))
     for message, rank in zip(messages, rank_map.leaders(lane), strict=True):
         sender = rank_map.coordinate(rank)
-        share = rank_map.share_of_lane(sender), sender.agent
-        found, owed = np.frombuffer(message, JUDGED_ROW), rewards_PNG[share].numel()
-        assert len(found) == owed, f"{sender} sent {len(found)} rewards instead of {owed}"
+        prompts, agent = rank_map.share_of_lane(sender), sender.agent
+        rows, expected = np.frombuffer(message, JUDGED_ROW), rewards_PNG[prompts, agent].numel()
+        assert len(rows) == expected, f"{sender} sent {len(rows)} rewards instead of {expected}"
         for values_PNG, column in columns:
-            group_PG = values_PNG[share]
-            group_PG.copy_(torch.from_numpy(found[column].copy()).reshape(group_PG.shape))
+            group_PG = values_PNG[prompts, agent]
+            group_PG.copy_(torch.from_numpy(rows[column].copy()).reshape(group_PG.shape))
     return shared
 
 
@@ -108,8 +108,8 @@ def judged_rollouts(place: Place, rollouts: Sequence[Rollout], judgements: Seque
     """Judged rollouts of this cell, without a score, on its leader, which sends them; an empty list elsewhere."""
     if not place.is_leader:
         return []
-    judged = zip(rollouts, judgements, strict=True)
-    return [Trajectory(place.agent, rollout, found.verdict, found.reward, math.nan, 0) for rollout, found in judged]
+    pairs = zip(rollouts, judgements, strict=True)
+    return [Trajectory(place.agent, one, judgement.verdict, judgement.reward, math.nan, 0) for one, judgement in pairs]
 
 
 def scored_trajectories(
@@ -149,28 +149,28 @@ def deal_rollouts(
     shapes = place.rank_map.agents
     if all(shape.cells_per_lane == 1 for shape in shapes):
         return list(rollouts), list(judged)
-    cells, me = shapes[place.agent].cells_per_lane, place.coordinate.cell_in_lane
-    place_of = {prompt.index: p for p, prompt in enumerate(prompts)}
+    num_cells, my_cell = shapes[place.agent].cells_per_lane, place.coordinate.cell_in_lane
+    row_of = {prompt.index: p for p, prompt in enumerate(prompts)}
 
     def cell_of(rollout: Rollout) -> int:
-        return int(cell_PG[place_of[rollout.prompt_index], rollout.rollout_index])
+        return int(cell_PG[row_of[rollout.prompt_index], rollout.rollout_index])
 
     received = None
     if place.is_leader:
-        leaving = [[t for t in judged if cell_of(t.rollout) == cell != me] for cell in range(cells)]
-        messages = place.gather_lane(join([encode(part, moves=True) for part in leaving]))
+        leaving = [[t for t in judged if cell_of(t.rollout) == cell != my_cell] for cell in range(num_cells)]
+        messages = place.gather_lane(join([encode(part, with_engine_data=True) for part in leaving]))
         agents = [place.rank_map.coordinate(rank).agent for rank in place.rank_map.leaders(place.lane)]
-        mine = [split(message)[me] for message, agent in zip(messages, agents) if agent == place.agent]
+        mine = [split(message)[my_cell] for message, agent in zip(messages, agents) if agent == place.agent]
         received = join(mine)
     sender = f"a cell of {place.coordinate.agent_name} in lane {place.lane}"
     arrived = [t for message in split(place.share_in_cell(received)) for t in decode(message, sender)]
 
     def order(rollout: Rollout) -> tuple[int, int]:
-        return place_of[rollout.prompt_index], rollout.rollout_index
+        return row_of[rollout.prompt_index], rollout.rollout_index
 
-    kept = [rollout for rollout in rollouts if cell_of(rollout) == me]
+    kept = [rollout for rollout in rollouts if cell_of(rollout) == my_cell]
     dealt = sorted([*kept, *(t.rollout for t in arrived)], key=order)
-    stayed = [t for t in judged if cell_of(t.rollout) == me]
+    stayed = [t for t in judged if cell_of(t.rollout) == my_cell]
     return dealt, sorted([*stayed, *arrived], key=lambda t: order(t.rollout)) if place.is_leader else []
 
 
@@ -189,62 +189,61 @@ def exchange(
     messages = split(place.share_in_cell(received))
     senders = place.rank_map.leaders(place.lane)
     by_sender = [
-        [_token_logprobs_read(t) for t in decode(message, sender=str(place.rank_map.coordinate(rank)))]
+        [_with_token_logprobs(t) for t in decode(message, sender=str(place.rank_map.coordinate(rank)))]
         for message, rank in zip(messages, senders)
     ]
     return assemble(by_sender, prompts, place.rank_map, place.lane, rollouts_per_prompt)
 
 
 def share_completions(
-    mine: Sequence[Completion], place: Place, num_asked: int, *, first_has_all: bool = False
+    mine: Sequence[Completion], place: Place, num_requests: int, *, first_has_all: bool = False
 ) -> list[Completion]:
     """Answers of all engines of a cell, in the order of the requests: Megatron trains on all of them.
 
     `mine` are those of this rank's engine, empty on a rank without one.
-    Engine e of E got every E-th of `num_asked` requests, starting at e. Log-probs come with all answers or with none,
-    and routing likewise. `first_has_all`: only an engine's first rank has its answers. Collective over the cell.
+    Engine e of E got every E-th of `num_requests` requests, starting at e. Log-probs come with all answers or with
+    none, and routing likewise. `first_has_all`: only an engine's first rank has its answers. Collective over the cell.
     """
     shape = place.rank_map.agents[place.agent]
     engines = shape.engines_per_cell
     if engines == 1 and not shape.rollout and not (first_has_all and shape.engine_tp > 1):
         return list(mine)
-    # all ranks of an engine hold equal answers, so its first one speaks
-    speaks = place.coordinate.speaks_for_engine
+    # all ranks of an engine hold equal answers, so only its first one sends
     rows = np.array([(completion.stop,) for completion in mine], COMPLETION_ROW)
-    message = wire.encode(wire.completion_table(rows, mine)) if speaks else b""
-    shared: list[Completion | None] = [None] * num_asked
-    spoken = [message for message in place.gather_cell(message) if message]
-    for engine, message in enumerate(spoken):
+    message = wire.encode(wire.completion_table(rows, mine)) if place.coordinate.is_engine_leader else b""
+    shared: list[Completion | None] = [None] * num_requests
+    messages = [message for message in place.gather_cell(message) if message]
+    for engine, message in enumerate(messages):
         table = wire.decode(message, COMPLETION_ROW, sender=f"engine {engine} of {place.coordinate}")
         shared[engine::engines] = wire.completions_of(table)
     return shared
 
 
-def encode(trajectories: Sequence[Trajectory], *, moves: bool = False) -> bytes:
+def encode(trajectories: Sequence[Trajectory], *, with_engine_data: bool = False) -> bytes:
     """Encodes trajectories as a message of wire.py with rows of ROW.
 
-    `moves`: with log-probs and routing of the engine, for another cell of the same agent. Otherwise with the
-    trajectories' `token_logprobs` if any has them: the first `num_scored` numbers in the place of the engine's.
+    `with_engine_data`: with log-probs and routing of the engine, for another cell of the same agent. Otherwise the
+    trajectories' `token_logprobs` travel in place of the engine's, if any has them: the first `num_scored` numbers.
     """
     rows = np.array([_row(trajectory) for trajectory in trajectories], ROW)
     rollouts = [trajectory.rollout for trajectory in trajectories]
     table = wire.completion_table(rows, rollouts)._replace(texts=[_text_of(trajectory) for trajectory in trajectories])
-    if not moves:
+    if not with_engine_data:
         has_tokens = any(trajectory.token_logprobs is not None for trajectory in trajectories)
-        logprobs = [_padded(trajectory) for trajectory in trajectories] if has_tokens else None
+        logprobs = [_padded_logprobs(trajectory) for trajectory in trajectories] if has_tokens else None
         table = table._replace(logprobs=logprobs, routing=None)
     return wire.encode(table)
 
 
-def _padded(trajectory: Trajectory) -> np.ndarray:
-    """Token log-probs of a trajectory, float32, with NaN up to the number of its tokens."""
-    found = np.full(len(trajectory.rollout.token_ids), np.nan, np.float32)
+def _padded_logprobs(trajectory: Trajectory) -> np.ndarray:
+    """Token log-probs of a trajectory, float32 [number of its tokens], NaN behind the scored ones."""
+    logprobs_T = np.full(len(trajectory.rollout.token_ids), np.nan, np.float32)
     if trajectory.token_logprobs is not None:
-        found[: trajectory.num_scored] = trajectory.token_logprobs
-    return found
+        logprobs_T[: trajectory.num_scored] = trajectory.token_logprobs
+    return logprobs_T
 
 
-def _token_logprobs_read(trajectory: Trajectory) -> Trajectory:
+def _with_token_logprobs(trajectory: Trajectory) -> Trajectory:
     """A trajectory of `decode` with the log-probs that came with it as its `token_logprobs`."""
     if (logprobs := trajectory.rollout.logprobs) is None:
         return trajectory
@@ -256,8 +255,8 @@ def decode(message: bytes, sender: str) -> list[Trajectory]:
     """Decodes a message. Raises ValueError that names `sender` if it is anything but a whole message."""
     trajectories = []
     table = wire.decode(message, ROW, sender)
-    beside = table.logprobs or repeat(None), table.routing or repeat(None)
-    for row, *answer in zip(table.rows.tolist(), table.tokens, table.texts, *beside):  # a column at a time is slow
+    optional = table.logprobs or repeat(None), table.routing or repeat(None)
+    for row, *answer in zip(table.rows.tolist(), table.tokens, table.texts, *optional):  # a column at a time is slow
         try:
             trajectories.append(_from_row(row, *answer))
         except (ValueError, AssertionError) as error:
@@ -279,16 +278,16 @@ def assemble(
     """
     answers: dict[tuple[int, int, int], Trajectory] = {}
     agents, rollouts = range(len(rank_map.agents)), range(rollouts_per_prompt)
-    owed = [Counter((prompt.index, n, g) for prompt in prompts for g in rollouts) for n in agents]
+    missing = [Counter((prompt.index, n, g) for prompt in prompts for g in rollouts) for n in agents]
     for rank, trajectories in zip(rank_map.leaders(lane), by_sender, strict=True):
         sender = rank_map.coordinate(rank)
         keys = [(t.rollout.prompt_index, t.agent, t.rollout.rollout_index) for t in trajectories]
-        surplus = Counter(keys) - owed[sender.agent]
-        assert not surplus, f"{sender} sent twice, or for another agent, {_named(surplus)}"
-        owed[sender.agent] -= Counter(keys)
+        surplus = Counter(keys) - missing[sender.agent]
+        assert not surplus, f"{sender} sent twice, or for another agent, {_list_keys(surplus)}"
+        missing[sender.agent] -= Counter(keys)
         answers.update(zip(keys, trajectories))
-    for missing, shape in zip(owed, rank_map.agents):
-        assert not missing, f"no cell of {shape.name} in lane {lane} sent {_named(missing)}"
+    for keys, shape in zip(missing, rank_map.agents):
+        assert not keys, f"no cell of {shape.name} in lane {lane} sent {_list_keys(keys)}"
     cube = tuple(tuple(tuple(answers[prompt.index, n, g] for g in rollouts) for n in agents) for prompt in prompts)
     return Pool(tuple(prompts), cube)
 
@@ -306,20 +305,21 @@ def _text_of(trajectory: Trajectory) -> str:
 
 def _row(trajectory: Trajectory) -> tuple[float, float, float, int, int, int, int, int, int, bool]:
     """Fields of ROW."""
-    rollout, scored = trajectory.rollout, (trajectory.mean_logprob, trajectory.engine_weight)
-    place = rollout.prompt_index, rollout.rollout_index, trajectory.agent, trajectory.num_scored
-    is_conversation = rollout.conversation is not None
-    return trajectory.reward, *scored, *place, rollout.stop, trajectory.verdict, is_conversation
+    rollout = trajectory.rollout
+    numbers = trajectory.reward, trajectory.mean_logprob, trajectory.engine_weight
+    key = rollout.prompt_index, rollout.rollout_index, trajectory.agent
+    return *numbers, *key, trajectory.num_scored, rollout.stop, trajectory.verdict, rollout.conversation is not None
 
 
-def _from_row(row: tuple, token_ids: np.ndarray, text: str, *beside: np.ndarray | None) -> Trajectory:
-    reward, mean_logprob, engine_weight, prompt_index, rollout_index, agent, num_scored, stop, verdict, turns = row
-    conversation = wire.conversation_of(text) if turns else None
+def _from_row(row: tuple, token_ids: np.ndarray, text: str, *optional: np.ndarray | None) -> Trajectory:
+    *numbers, prompt_index, rollout_index, agent, num_scored, stop, verdict, is_conversation = row
+    reward, mean_logprob, engine_weight = numbers
+    conversation = wire.conversation_of(text) if is_conversation else None
     text = text if conversation is None else conversation.answer.content
-    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *beside, conversation)
+    rollout = Rollout(prompt_index, rollout_index, token_ids, text, Stop(stop), *optional, conversation)
     return Trajectory(agent, rollout, Verdict(verdict), reward, mean_logprob, num_scored, engine_weight)
 
 
-def _named(keys: Counter) -> str:
-    named = ", ".join(f"(prompt {p}, agent {n}, rollout {g})" for p, n, g in list(keys)[:MAX_NAMED])
-    return f"{keys.total()} answer(s): {named}{' ...' if len(keys) > MAX_NAMED else ''}"
+def _list_keys(keys: Counter) -> str:
+    first = ", ".join(f"(prompt {p}, agent {n}, rollout {g})" for p, n, g in list(keys)[:MAX_NAMED])
+    return f"{keys.total()} answer(s): {first}{' ...' if len(keys) > MAX_NAMED else ''}"

@@ -55,22 +55,22 @@ def read_answers(
         for n, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True))
         for g in range(answers_per_prompt)
     }
-    found: list[Completion | None] = [None] * len(wanted)
+    completions: list[Completion | None] = [None] * len(wanted)
     for file in files:
         try:
             table = wire.decode(file.read_bytes(), ROW, sender=str(file))
         except wire.OtherLayout:
             continue
         for row, completion in zip(table.rows, wire.completions_of(table), strict=True):
-            place = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
-            if place is not None:
-                found[place] = completion
-    return None if None in found else ReadyAnswers(prompts, prompt_ids, found)
+            index = wanted.get((int(row["prompt_index"]), int(row["rollout_index"]), row["prompt"]))
+            if index is not None:
+                completions[index] = completion
+    return None if None in completions else ReadyAnswers(prompts, prompt_ids, completions)
 
 
 def _digest(prompt_ids: Sequence[int]) -> bytes:
-    """Digest of a prompt's tokens, in hexadecimal: NumPy would cut trailing zero bytes.
+    """Digest of a prompt's tokens, in hexadecimal, since NumPy would cut trailing zero bytes.
 
-    A text alone would not tell another prompt template or tokenizer, under which log-probs are others.
+    Digests of texts would not change with the prompt template or the tokenizer, which change log-probs.
     """
     return hashlib.blake2b(np.asarray(prompt_ids, "<i8").tobytes(), digest_size=8).hexdigest().encode()

@@ -7,7 +7,7 @@ from job import run_script
 from tiny_models import make_model
 
 from hacpo_mega.records import Stop
-from hacpo_mega.rollout.vllm.engine_spec import BLOCK
+from hacpo_mega.rollout.vllm.engine_spec import CPU_BLOCK_SIZE
 
 CASES = ["preempted", "own ends", "cut", "greedy", "ended within a step", "waves", "long"]
 pytestmark = pytest.mark.nightly
@@ -55,8 +55,8 @@ def test_the_cases_are_what_they_are_called(seen):
 def test_answers_read_the_whole_blocks_of_their_prompt_once(seen):
     first, *others = seen["ours"]["waves"]["steps"][0]["new"][:8]
     *_, num_read_before, length = first
-    assert num_read_before == 0 and length > 2 * BLOCK
-    assert {new[2:] for new in others} == {((length - 1) // BLOCK * BLOCK, length)}
+    assert num_read_before == 0 and length > 2 * CPU_BLOCK_SIZE
+    assert {new[2:] for new in others} == {((length - 1) // CPU_BLOCK_SIZE * CPU_BLOCK_SIZE, length)}
 
 
 def test_the_short_way_was_taken(seen):

@@ -78,15 +78,15 @@ def publish(
 
     def wrote(piece) -> None:
         nonlocal came
-        came += 4 * piece.what.size * piece.crosses
-        assert not inside(engine[piece.written], mine[piece.written], piece.what).isnan().any()
-        left[piece.written] -= piece.what.size
+        came += 4 * piece.shard.size * piece.crosses
+        assert not inside(engine[piece.target_shard], mine[piece.target_shard], piece.shard).isnan().any()
+        left[piece.target_shard] -= piece.shard.size
 
     exchange = Exchange(plan, torch.float32, torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
     for _ in range(2):
         exchange.run(
-            lambda piece: own.view(piece.read, piece.what),
-            lambda piece: inside(engine[piece.written], mine[piece.written], piece.what),
+            lambda piece: own.view(piece.source_shard, piece.shard),
+            lambda piece: inside(engine[piece.target_shard], mine[piece.target_shard], piece.shard),
             wrote,
             spans.sent,
         )

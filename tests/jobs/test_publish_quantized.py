@@ -11,7 +11,7 @@ import torch
 from job import run_script
 from tiny_models import make_model
 
-from hacpo_mega.config.checks.pass_through import OF_QUANTIZED_FOLDERS
+from hacpo_mega.config.checks.pass_through import OFFLINE_QUANTIZATION
 
 # tp, pp, ranks of an engine, ranks that only answer
 COLOCATED, APART = ((2, 1, 2, 0), (1, 2, 1, 0)), (1, 1, 1, 1)
@@ -85,4 +85,4 @@ def test_the_engine_answers_with_the_policy_up_to_fp8(saw, layout):
 
 def test_kinds_that_need_a_quantized_folder_are_those_that_are_refused(saw):
     """By vLLM's own classes (config/checks/pass_through.py reads none)."""
-    assert saw(COLOCATED[0])[0]["of quantized folders"] == OF_QUANTIZED_FOLDERS
+    assert saw(COLOCATED[0])[0]["of quantized folders"] == OFFLINE_QUANTIZATION

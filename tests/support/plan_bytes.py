@@ -16,7 +16,7 @@ class MovedBytes(NamedTuple):
 def moved_bytes(plan: WeightSyncPlan) -> MovedBytes:
     moved = MovedBytes(*([0] * plan.num_ranks for _ in MovedBytes._fields))
     for piece in plan.pieces:
-        size = piece.what.size * plan.itemsize
+        size = piece.shard.size * plan.itemsize
         moved.written[piece.target] += size
         if piece.crosses:
             moved.sent[piece.source] += size

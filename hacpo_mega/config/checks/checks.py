@@ -54,15 +54,15 @@ def find_problems(config: Config, *, try_templates: bool = True, to_come: Collec
         if agent.name in to_come:
             problems += [f"agents.{agent.name}: {problem}" for problem in _tables(config, agent)[1]]
             continue
-        found = list(_agent(config, agent, try_templates))
-        if found and (model := HubModel.of_snapshot(agent.model)):
-            found.append(f"{model} may be in the cache in part; `{model.download}` completes it")
-        found = found or [
+        lines = list(_agent(config, agent, try_templates))
+        if lines and (model := HubModel.of_snapshot(agent.model)):
+            lines.append(f"{model} may be in the cache in part; `{model.download}` completes it")
+        lines = lines or [  # which need a layout that the model can have
             *quantization_problems(config, agent),
             *expert_problems(agent, architecture_of(agent), on_cpu=capacity(config) is None),
             *memory_problems(config, agent, architecture_of(agent)),
         ]
-        problems += [f"agents.{agent.name}: {problem}" for problem in found]
+        problems += [f"agents.{agent.name}: {line}" for line in lines]
     return problems
 
 
@@ -211,16 +211,16 @@ def _batches(config: Config) -> Iterator[str]:
 
 def _answers(config: Config) -> Iterator[str]:
     """Checks that every process of a lane can hold the answers of a step."""
-    prompts, own = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
-    if (answers := prompts * own * len(config.agents)) > MOST_ANSWERS:
-        asked = config.rollout.rollouts_per_prompt
-        fewer = asked * MOST_ANSWERS // answers
-        fitting = MOST_ANSWERS * config.lanes * asked // (own * len(config.agents))
+    prompts, group = -(-config.training.prompts_per_step // config.lanes), config.answers_per_prompt
+    if (answers := prompts * group * len(config.agents)) > MOST_ANSWERS:
+        rollouts = config.rollout.rollouts_per_prompt
+        fewer = rollouts * MOST_ANSWERS // answers
+        fitting = MOST_ANSWERS * config.lanes * rollouts // (group * len(config.agents))
         nearest = (
             f"Nearest: {fewer}" if fewer else f"With 1 as training.prompts_per_step. {largest_step(config, fitting)}"
         )
         yield (
-            f"rollout.rollouts_per_prompt ({asked}): {prompts} prompts of a lane x {own} answers x "
+            f"rollout.rollouts_per_prompt ({rollouts}): {prompts} prompts of a lane x {group} answers x "
             f"{len(config.agents)} agents are {answers:,} answers that every process of a lane holds in a step; at "
             f"most {MOST_ANSWERS:,} are. {nearest}"
         )
@@ -291,17 +291,17 @@ def _skills(config: Config) -> Iterator[str]:
         )
     if config.evaluation.files:
         return
-    asked = config.evaluation.num_prompts
+    num_prompts = config.evaluation.num_prompts
     rarest = min(skills, key=lambda skill: SKILLS[skill].num_held_out)
     most = SKILLS[rarest].num_held_out * len(skills)
-    if asked < len(skills):
+    if num_prompts < len(skills):
         yield (
-            f"evaluation.num_prompts ({asked}) is less than one prompt of each of the {len(skills)} skills. "
+            f"evaluation.num_prompts ({num_prompts}) is less than one prompt of each of the {len(skills)} skills. "
             f"Nearest: {len(skills)}"
         )
-    elif asked // len(skills) * len(skills) > most:
+    elif num_prompts // len(skills) * len(skills) > most:
         yield (
-            f"evaluation.num_prompts ({asked}) takes more prompts of {rarest!r} than the "
+            f"evaluation.num_prompts ({num_prompts}) takes more prompts of {rarest!r} than the "
             f"{SKILLS[rarest].num_held_out} that are held out. Nearest: {most}"
         )
 
@@ -316,7 +316,7 @@ def _tables(config: Config, agent: AgentConfig) -> tuple[Layout | None, list[str
 
 
 def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[str]:
-    """The two pass-through tables, the model folder, and the layout: by the rules that the model builder has too."""
+    """Problems of an agent's pass-through tables, model folder and layout, by the rules of the model builder."""
     layout, problems = _tables(config, agent)
     yield from problems
     if layout is None:
@@ -362,7 +362,7 @@ def _conversations(config: Config) -> Iterator[str]:
         )
     for agent in config.agents:
         if agent.router_replay:
-            yield f"agents.{agent.name}: router_replay has no routing of a conversation's earlier turns. {WITHOUT}"
+            yield f"agents.{agent.name}: router_replay has no routing of a conversation's earlier turns. {NO_REPLAY}"
 
 
 def _roles(config: Config) -> Iterator[str]:
@@ -460,21 +460,24 @@ def architecture_of(agent: AgentConfig) -> Architecture:
 
 
 def named_models(config: Config) -> tuple[dict[str, Architecture], list[str]]:
-    """The models that are known, by agent, and a line for every other one and every layout that a model cannot have."""
+    """Architectures by agent, and a line for every unknown model and every layout that a model cannot have."""
     models, problems = {}, []
     for agent in config.agents:
         try:
             model = models[agent.name] = _model_of(agent)
-            layout, found = _tables(config, agent)
-            found += [] if layout is None else _fit_problems(config, agent, model, layout)
+            layout, lines = _tables(config, agent)
+            lines += [] if layout is None else _fit_problems(config, agent, model, layout)
         except ValueError as problem:
-            found = [str(problem)]
-        problems += [f"agents.{agent.name}: {line}" for line in found]
+            lines = [str(problem)]
+        problems += [f"agents.{agent.name}: {line}" for line in lines]
     return models, problems
 
 
 def _model_of(agent: AgentConfig) -> Architecture:
-    """From the agent's folder or init table where there is one, else by its name. ValueError for an unknown one."""
+    """An agent's architecture: from its folder or init table, else that of the public model of its name.
+
+    ValueError for an unknown name.
+    """
     if agent.init is not None or (agent.model / "config.json").is_file():
         return architecture_of(agent)
     return public_architecture(str(agent.model))
@@ -508,7 +511,7 @@ def apart_problems(config: Config) -> Iterator[str]:
             )
 
 
-WITHOUT = "Nearest: router_replay = false"
+NO_REPLAY = "Nearest: router_replay = false"
 
 
 def expert_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: bool) -> Iterator[str]:
@@ -524,9 +527,9 @@ def expert_problems(agent: AgentConfig, architecture: Architecture, *, on_cpu: b
     if not agent.router_replay:
         return
     if not architecture.has_experts:
-        yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {WITHOUT}"
+        yield f"router_replay: a {architecture.family} model has no experts whose choice could be replayed. {NO_REPLAY}"
     elif architecture.shared_ffn:
-        yield f"router_replay: not for models with shared experts, as {architecture.family}. {WITHOUT}"
+        yield f"router_replay: not for models with shared experts, as {architecture.family}. {NO_REPLAY}"
     # On the CPU it is written down beside vLLM (rollout/vllm/routing.py).
     elif not on_cpu and agent.vllm.get("enable_prefix_caching") is False:
         yield (

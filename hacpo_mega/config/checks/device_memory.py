@@ -84,10 +84,10 @@ def engine_options(config: Config, agent: AgentConfig, budget: Budget | None = N
     """
     on_cpu = is_cpu_build()
     share = None if on_cpu or budget is None else budget.engine.memory_share
-    return _of_placement(config, on_cpu=on_cpu) | ({} if share is None else {SHARE: share}) | agent.vllm
+    return _placement_defaults(config, on_cpu=on_cpu) | ({} if share is None else {SHARE: share}) | agent.vllm
 
 
-def _of_placement(config: Config, *, on_cpu: bool) -> dict[str, Any]:
+def _placement_defaults(config: Config, *, on_cpu: bool) -> dict[str, Any]:
     return APART_DEFAULTS if config.mode.is_apart and not on_cpu else {}
 
 
@@ -134,52 +134,52 @@ def _has_default_share(agent: AgentConfig, engine: EnginePlan) -> bool:
     return engine.memory_share is not None and SHARE not in agent.vllm
 
 
-def _lowered(engine: EnginePlan, too_much: float, most: int) -> EnginePlan:
-    """The engine with a share of the device that is smaller by `too_much` bytes."""
-    share = engine.memory_share - too_much / most
+def _lowered(engine: EnginePlan, excess: float, most: int) -> EnginePlan:
+    """The engine with a share of the device's `most` bytes that is smaller by `excess` bytes."""
+    share = engine.memory_share - excess / most
     return replace(engine, memory_share=max(0.0, math.floor(100 * share) / 100))
 
 
 def _with_offload(
     config: Config, agent: AgentConfig, actor: ActorPlan, engine: EnginePlan, most: int
 ) -> tuple[ActorPlan, EnginePlan, str]:
-    """Offload decision of the optimizer state, share of the engine, and why.
+    """The actor and the engine after the decision of `offload = "auto"`, and a line with its reason.
 
-    It stays where it fits beside the engine. Else it leaves, unless the default share may be lowered, and the answers
-    that the smaller cache has no room for cost fewer seconds than the copies.
+    The optimizer's state stays where it fits beside the engine. Otherwise it is offloaded, unless the engine has its
+    default share, and the decoding steps that a smaller cache adds cost fewer seconds than the copies.
     """
     beside = max(stage_budgets(actor, engine, most), key=lambda budget: budget.phases["generate"])
-    state, too_much = sum(beside.parts[part] for part in OFFLOADED), beside.phases["generate"] - (1.0 - ROOM) * most
+    state, excess = sum(beside.parts[part] for part in OFFLOADED), beside.phases["generate"] - (1.0 - ROOM) * most
     words = f"optimizer state of {_gib(state)} GiB"
-    if too_much <= 0:
+    if excess <= 0:
         return actor, engine, f"offload = 'none': {words} fits beside the engine"
-    leaves = replace(actor, offloads=True)
+    offloaded = replace(actor, offloads=True)
     if not _has_default_share(agent, engine):
-        return leaves, engine, f"offload = 'optimizer': {words} does not fit beside the engine"
-    smaller = _lowered(engine, too_much, most)
+        return offloaded, engine, f"offload = 'optimizer': {words} does not fit beside the engine"
+    smaller = _lowered(engine, excess, most)
     lowered = replace(beside, engine=smaller)
     shares = f"the engine has {engine.memory_share:g} of the device"
     if lowered.engine_is_too_small:
-        return leaves, engine, f"offload = 'optimizer': {shares}, beside {words} too little"
+        return offloaded, engine, f"offload = 'optimizer': {shares}, beside {words} too little"
     saved_s = _reading_s(config, agent, lowered) - _reading_s(config, agent, beside)
     times = f"{saved_s:.1f} s a step of answering against {copies_s(beside):.1f} s of copies (assumed 25 GB/s)"
     if saved_s > copies_s(beside):
-        return leaves, engine, f"offload = 'optimizer': {shares} instead of {smaller.memory_share:g}, {times}"
+        return offloaded, engine, f"offload = 'optimizer': {shares} instead of {smaller.memory_share:g}, {times}"
     return actor, smaller, f"offload = 'none': the engine has {smaller.memory_share:g} of the device, {times}"
 
 
 def _reading_s(config: Config, agent: AgentConfig, budget: Budget) -> float:
-    """Seconds in which an engine reads its weights in a step, where answers have half of the most tokens, as planned.
+    """Seconds in which an engine reads its weights in a step: a smaller cache makes more decoding steps.
 
-    A smaller cache makes more decoding steps.
+    Assumes that answers have half of the most tokens.
     """
     rollout, engines = config.rollout, config.lanes * agent.cells_per_lane * agent.cell_size / budget.engine.tp
-    asked = config.training.prompts_per_step * config.answers_per_prompt / engines
+    num_answers = config.training.prompts_per_step * config.answers_per_prompt / engines
     answer = config.longest_rollout / 2
     at_most = agent.vllm.get("max_num_seqs", CUDA_DEFAULTS["max_num_seqs"])
-    at_once = answers_at_once(budget, asked, rollout.max_prompt_tokens / 2 + answer / 2, at_most)
-    rounds = max(config.longest_rollout, asked * answer / at_once)
-    return rounds * engine_weights(budget.actor, budget.engine) / DEVICE_BYTES_PER_S
+    at_once = answers_at_once(budget, num_answers, rollout.max_prompt_tokens / 2 + answer / 2, at_most)
+    num_steps = max(config.longest_rollout, num_answers * answer / at_once)
+    return num_steps * engine_weights(budget.actor, budget.engine) / DEVICE_BYTES_PER_S
 
 
 def memory_problems(
@@ -187,7 +187,7 @@ def memory_problems(
 ) -> Iterator[str]:
     """A line when a device cannot hold the agent; its layout must be one that the model can have.
 
-    With the nearest change of this agent that fits, unless whoever asks knows of devices and looks for it itself.
+    advises   whether the line ends with the nearest change of this agent that fits
     """
     for budget in agent_budgets(config, agent, architecture, on_cpu=on_cpu).values():
         if budget.engine_is_too_small and budget.capacity is not None:
@@ -198,7 +198,7 @@ def memory_problems(
             )
             yield f"{problem}. {_larger_share(agent, budget)}" if advises else problem
         elif not budget.fits():
-            problem = _too_much(budget)
+            problem = _shortage(budget)
             yield f"{problem}. {_nearest(config, agent, budget)}" if advises else problem
 
 
@@ -234,7 +234,7 @@ def _wider(agent: AgentConfig, budget: Budget, keys: tuple[str, ...]) -> Iterato
             yield key, size, layout, replace(engine, tp=engine_tp)
 
 
-def _too_much(budget: Budget) -> str:
+def _shortage(budget: Budget) -> str:
     phase = budget.fullest
     large = [part for part in budget.parts_of(phase) if budget.parts[part] >= GIB / 20]
     terms = " + ".join(f"{part} {_gib(budget.parts[part])}" for part in large)
@@ -310,15 +310,15 @@ def _replayed_tokens(config: Config, agent: AgentConfig) -> int:
 
 
 def _engine(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
-    own = _engine_alone(config, agent, on_cpu=on_cpu)
+    engine = _engine_alone(config, agent, on_cpu=on_cpu)
     if not config.mode.takes_turns or on_cpu:
-        return own
+        return engine
     others = (_engine_alone(config, other, on_cpu=on_cpu) for other in config.agents if other.name != agent.name)
-    return replace(own, beside=sum(map(left_behind, others)))
+    return replace(engine, beside=sum(map(left_behind, others)))
 
 
 def _engine_alone(config: Config, agent: AgentConfig, *, on_cpu: bool) -> EnginePlan:
-    options = {**(CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS), **_of_placement(config, on_cpu=on_cpu), **agent.vllm}
+    options = (CPU_DEFAULTS if on_cpu else CUDA_DEFAULTS) | _placement_defaults(config, on_cpu=on_cpu) | agent.vllm
     cache = options.get("kv_cache_memory_bytes")
     return EnginePlan(
         tp=agent.engine_tensor_parallel,
@@ -338,21 +338,21 @@ def memory_table(budgets: dict[str, Budget]) -> str:
     are "on the host" (pinned memory for state that is offloaded while the engine generates), "experts at worst", and
     "answers' routing", which is on the host as well.
     """
-    first, (unit, one) = next(iter(budgets.values())), _unit(budgets)
-    lines = [f"memory of one process, {unit}; {_device(first, one)}; * fullest"]
+    first, (unit, scale) = next(iter(budgets.values())), _unit(budgets)
+    lines = [f"memory of one process, {unit}; {_device(first, scale)}; * fullest"]
     for name, budget in budgets.items():
         lines += ["", f"{name}: {_layout(budget)}", f"  {model_size(budget)}, {_learning(budget)}"]
-        lines += [f"{part:<22}{size / one:>10.2f}" for part, size in budget.parts.items() if size]
+        lines += [f"{part:<22}{size / scale:>10.2f}" for part, size in budget.parts.items() if size]
         for phase, size in budget.phases.items():
-            lines.append(f"= {phase:<20}{size / one:>10.2f}{'*' if phase == budget.fullest else ''}")
+            lines.append(f"= {phase:<20}{size / scale:>10.2f}{'*' if phase == budget.fullest else ''}")
     lines += _offload_lines(budgets)
     return "\n".join(lines if first.capacity is None else [*lines, TE_NOTE])
 
 
 def memory_summary(budgets: dict[str, Budget]) -> str:
     """The fullest phase of every agent as a row: its parts, and its share of the device."""
-    unit, one = _unit(budgets)
-    device = _device(next(iter(budgets.values())), one)
+    unit, scale = _unit(budgets)
+    device = _device(next(iter(budgets.values())), scale)
     wide = min(NAME_WIDTH, max(len(name) for name in budgets))
     lines = [f"memory of one process at its fullest, {unit}; {device}"]
     heads = "".join(f"{head:>8}" for head in ("peak", "weights", "Adam", "working", "engine", "rest"))
@@ -360,9 +360,8 @@ def memory_summary(budgets: dict[str, Budget]) -> str:
     for name, budget in budgets.items():
         parts = {part: budget.parts[part] for part in budget.parts_of(budget.fullest)}
         groups = [sum(parts.pop(part, 0) for part in group) for group in SUMMARY]
-        cells = "".join(
-            f"{size / one:8.{1 if size >= 1000 * one else 2}f}" for size in (budget.peak, *groups, sum(parts.values()))
-        )
+        sizes = budget.peak, *groups, sum(parts.values())
+        cells = "".join(f"{size / scale:8.{1 if size >= 1000 * scale else 2}f}" for size in sizes)
         short = name if len(name) <= wide else f"{name[: wide - 10]}...{name[-7:]}"
         lines.append(f"{short:{wide}}  {cells}  {budget.fullest.removeprefix('learn, ')}")
     lines += _offload_lines(budgets)
@@ -370,18 +369,18 @@ def memory_summary(budgets: dict[str, Budget]) -> str:
 
 
 def _offload_lines(budgets: dict[str, Budget]) -> list[str]:
-    said = [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
-    return [part for line in said for part in textwrap.wrap(line, TABLE_WIDTH, subsequent_indent="  ")]
+    lines = [f"{name}: {budget.offload_line}" for name, budget in budgets.items() if budget.offload_line]
+    return [part for line in lines for part in textwrap.wrap(line, TABLE_WIDTH, subsequent_indent="  ")]
 
 
 def _unit(budgets: dict[str, Budget]) -> tuple[str, int]:
     return ("GiB", GIB) if max(budget.peak for budget in budgets.values()) >= 10 * GIB else ("MiB", GIB >> 10)
 
 
-def _device(budget: Budget, one: int) -> str:
+def _device(budget: Budget, scale: int) -> str:
     if budget.capacity is None:
         return "the CPU, where nothing is refused"
-    return f"{budget.capacity / one:.2f} of a device"
+    return f"{budget.capacity / scale:.2f} of a device"
 
 
 def _layout(budget: Budget) -> str:
@@ -398,10 +397,10 @@ def model_size(budget: Budget) -> str:
     model = budget.actor.architecture
     whole = num_weights(model, Layout())
     active = whole - expert_weights(model, Layout()) + active_experts(model)
-    return f"{_spoken(whole)} parameters" + ("" if active == whole else f", {_spoken(active)} active")
+    return f"{_rounded(whole)} parameters" + ("" if active == whole else f", {_rounded(active)} active")
 
 
-def _spoken(number: float) -> str:
+def _rounded(number: float) -> str:
     unit, size = next(((unit, size) for unit, size in (("B", 1e9), ("M", 1e6)) if number >= size / 10), ("K", 1e3))
     return f"{number / size:.3g} {unit}"
 

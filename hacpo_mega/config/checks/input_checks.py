@@ -51,13 +51,13 @@ def input_problems(config: Config) -> Iterator[str]:
     for agent in config.agents:
         if problem := _tokenizer_problem(agent):
             yield f"agents.{agent.name}: {problem}"
-    without = [agent.name for agent in config.agents if not agent.chat_template]
-    if config.data.tools_field and without:
-        yield f"data.tools_field: tools are read by chat templates; set chat_template = true of {', '.join(without)}"
+    plain = [agent.name for agent in config.agents if not agent.chat_template]
+    if config.data.tools_field and plain:
+        yield f"data.tools_field: tools are read by chat templates; set chat_template = true of {', '.join(plain)}"
 
 
 def code_problems(config: Config, *, reads_files: bool = True) -> Iterator[str]:
-    """A line for each grader, option and environment that there is not; without `reads_files` for built-in ones."""
+    """A line for each unknown grader, option and environment; without `reads_files`, of built-in ones alone."""
     for key, grader in config.reward.graders.items():
         if ":" in grader.kind and not reads_files:
             continue
@@ -66,8 +66,8 @@ def code_problems(config: Config, *, reads_files: bool = True) -> Iterator[str]:
         elif problem := option_problem(grader.kind, grader.options):
             yield f"{key}.options: {problem}"
     environment = config.conversation.environment
-    is_asked = environment is not None and (reads_files or ":" not in environment)
-    if is_asked and (problem := environment_problem(environment)):
+    is_checked = environment is not None and (reads_files or ":" not in environment)
+    if is_checked and (problem := environment_problem(environment)):
         yield f"conversation.environment: {problem}"
 
 
@@ -125,8 +125,8 @@ def _file_problem(file: Path, fields: tuple[tuple[str, str], ...]) -> str | None
     if (file / SAVED_STATE).is_file():  # by datasets.save_to_disk
         return None
     if (file / "dataset_dict.json").is_file():
-        found = sorted(state.parent for state in file.glob(f"*/{SAVED_STATE}"))
-        return f"{file} is a data set of splits; give one of them" + (f". Nearest: {found[0]}" if found else "")
+        splits = sorted(state.parent for state in file.glob(f"*/{SAVED_STATE}"))
+        return f"{file} is a data set of splits; give one of them" + (f". Nearest: {splits[0]}" if splits else "")
     if file.is_dir():
         inside = sorted(path for path in file.iterdir() if path.suffix in (".jsonl", ".parquet"))
         return f"{file} is a folder; list its files" + (f". Nearest: {inside[0]}" if inside else "")

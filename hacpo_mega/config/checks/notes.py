@@ -1,4 +1,4 @@
-"""Lines for people about a configuration that is taken: what it does not use, leaves open, or learns less by.
+"""Notes for the user on a configuration that is accepted: settings without effect, left open, or of little use.
 
 Elsewhere: settings that are refused (checks.py, pass_through.py), and chat templates (tokenizer_checks.py).
 """
@@ -17,8 +17,8 @@ from hacpo_mega.models.sharding.megatron_fields import AUX_LOSS
 BF16_GAP = 0.01
 SMALL_LR = 1e-6
 # Below it a model that has been trained gives nearly one answer to a prompt.
-COLD = 0.2
-UNREWARDED = ("calculator", "relay")  # built-in environments that leave every reward to the judge
+LOW_TEMPERATURE = 0.2
+REWARDLESS = ("calculator", "relay")  # built-in environments that leave every reward to the judge
 UNUSED = {
     "router_aux_loss_coef": "megatron.moe_aux_loss_coeff alone switches on the loss that evens the load of experts",
     **dict.fromkeys(PREDICTS, "layers that predict further tokens are not loaded, trained or exported"),
@@ -26,14 +26,14 @@ UNUSED = {
 
 
 def weak_settings(config: Config) -> Iterator[str]:
-    """A line for each such setting."""
+    """A line for each setting with which agents learn little or nothing."""
     algorithm, answers = config.algorithm, config.rollout.rollouts_per_prompt
     if config.answers_compared == 1 and algorithm.advantages is None:
         yield (
             f"rollout.rollouts_per_prompt = {answers}: {algorithm.method!r} has no second answer to measure one of its "
             "own against, so an agent learns from the others' alone"
         )
-    if (temperature := config.rollout.temperature) < COLD:
+    if (temperature := config.rollout.temperature) < LOW_TEMPERATURE:
         yield (
             f"rollout.temperature = {temperature:g}: answers to a prompt will hardly differ, and equal rewards teach "
             "nothing"
@@ -83,13 +83,13 @@ def unread_settings(config: Config) -> Iterator[str]:
 def _unread_of_environment(config: Config) -> Iterator[str]:
     """A line for each setting of the judge that an environment's own rewards leave without effect."""
     environment, reward = config.conversation.environment, config.reward
-    if environment is None or environment in UNREWARDED:
+    if environment is None or environment in REWARDLESS:
         return
-    of = f"on a conversation that {environment} gives a reward"
+    where = f"on a conversation that {environment} gives a reward"
     if reward.require_stop:
-        yield f"reward.require_stop has no effect {of}: it keeps this, cut or not"
+        yield f"reward.require_stop has no effect {where}: it keeps this, cut or not"
     if isinstance(reward.success, str):
-        yield f"reward.success = {reward.success!r} has no effect {of}: the full one is its success"
+        yield f"reward.success = {reward.success!r} has no effect {where}: the full one is its success"
 
 
 def _best_of_one(config: Config) -> Iterator[str]:
@@ -154,7 +154,7 @@ def default_success_note(config: Config) -> Iterator[str]:
 
 
 def unused_fields(config: Config) -> Iterator[str]:
-    """A line for each such field of an agent's folder, if it has one, and for prompts that it cannot share."""
+    """A line for each field of UNUSED in an agent's config.json, and for prompts that its model cannot share."""
     for agent in config.agents:
         family = FAMILIES.get(str(text_fields(agent.model).get("model_type")))
         if family is not None and family.delta_net is not None and config.training.share_prompts:
@@ -166,9 +166,9 @@ def unused_fields(config: Config) -> Iterator[str]:
 
 
 def suggestions(config: Config) -> Iterator[str]:
-    """A line for each agent that samples from another policy than the trained one.
+    """A line for each agent whose engine is quantized, so that it samples from another policy than the trained one.
 
-    Where answers are of one step before, the ratio is to the engine's own log-probs already.
+    One step off has none: there the ratio is to the engine's log-probs already.
     """
     if config.rollout.engine_correction != "none" or config.mode.one_step_off:
         return

@@ -76,13 +76,13 @@ READ_HERE: dict[str, Option] = {
     **{"gpu_memory_utilization": _PART, "max_num_seqs": COUNT, "kv_cache_memory_bytes": _SIZE},
     **{"enforce_eager": FLAG, "enable_prefix_caching": FLAG, "quantization": TEXT, "kv_cache_dtype": TEXT},
 }
-# Values of the fields of Megatron that work; the others are flags.
-OF_MEGATRON: dict[str, Option] = {
+# Values of Megatron's free fields; those that are missing here are flags.
+MEGATRON_VALUES: dict[str, Option] = {
     **{AUX_LOSS: DISTANCE, Z_LOSS: DISTANCE, BALANCING: TEXT},
     **dict.fromkeys((FIRST_STAGE, LAST_STAGE, VIRTUAL), _SIZE),
 }
-# Kinds of vLLM 0.32 that read how a folder was quantized from it, and refuse one that was not.
-OF_QUANTIZED_FOLDERS = frozenset(
+# Quantization of vLLM 0.32 that needs a folder that is quantized already.
+OFFLINE_QUANTIZATION = frozenset(
     (
         *("auto_awq", "awq", "awq_marlin", "auto_gptq", "gptq", "gptq_marlin", "moe_wna16", "inc"),
         *("compressed-tensors", "fbgemm_fp8", "quark", "torchao"),
@@ -92,7 +92,7 @@ OF_QUANTIZED_FOLDERS = frozenset(
 
 
 def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iterator[str]:
-    """A line for every key that is decided here, that the library does not know, or whose value cannot be."""
+    """A line for every key that this project decides, that the library does not know, or that has an invalid value."""
     for table, given, decided in (("megatron", megatron, DECIDED), ("vllm", vllm, DECIDED_VLLM)):
         for key in sorted(decided & given.keys()):
             by = "recompute" if key in DECIDED_BY_RECOMPUTE else "tp, cp, pp, engine_tp"
@@ -105,7 +105,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
             )
         elif problem := no_effect(key, megatron[key]):
             yield f"megatron.{key}: {problem}"
-        elif not (kind := OF_MEGATRON.get(key, FLAG)).takes(megatron[key]):
+        elif not (kind := MEGATRON_VALUES.get(key, FLAG)).takes(megatron[key]):
             yield f"megatron.{key} must be {kind.said}, found {short(megatron[key])}"
     free = [key for key in vllm if key not in DECIDED_VLLM]
     names = engine_fields() if free else None
@@ -119,7 +119,7 @@ def table_problems(megatron: Mapping[str, Any], vllm: Mapping[str, Any]) -> Iter
 def require_accepted(
     options: Mapping[str, Any], types: Mapping[str, Any], tables: Sequence[Mapping[str, Any]], owner: str
 ) -> None:
-    """Holds engine arguments against vLLM's `types`, by name, and the bounds of the fields in its pydantic `tables`.
+    """Checks engine arguments by vLLM's `types`, by name, and the bounds of the fields in its pydantic `tables`.
 
     ValueError, one line that begins with `owner`, for an argument that is decided here or unknown to vLLM, and for a
     value that it would refuse or make another type of.
@@ -133,11 +133,11 @@ def require_accepted(
             continue
         bounds = [bound for table in tables if key in table for bound in table[key].metadata]
         try:
-            taken = TypeAdapter(Annotated[types[key], *bounds] if bounds else types[key]).validate_python(value)
+            parsed = TypeAdapter(Annotated[types[key], *bounds] if bounds else types[key]).validate_python(value)
         except ValidationError as error:
-            why = error.errors()[0]["msg"].splitlines()[0]
-            raise ValueError(f"{owner}vllm.{key}: {why[0].lower()}{why[1:]}, found {short(value)}") from error
-        both = type(value), type(taken)
+            reason = error.errors()[0]["msg"].splitlines()[0]
+            raise ValueError(f"{owner}vllm.{key}: {reason[0].lower()}{reason[1:]}, found {short(value)}") from error
+        both = type(value), type(parsed)
         if len({bool, int, float, str} & set(both)) > 1 and both != (int, float):
             raise ValueError(f"{owner}vllm.{key} must be {both[1].__name__}, found {short(value)}")
 
@@ -164,10 +164,10 @@ def engine_head_sizes(*, has_latents: bool) -> Collection[int] | None:
 
 
 def _vllm_source(file: str) -> ast.Module | None:
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return None
-    return ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
+    return ast.parse((Path(spec.origin).parent / file).read_text(encoding="utf-8"))
 
 
 def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
@@ -175,7 +175,7 @@ def quantization_problems(config: Config, agent: AgentConfig) -> Iterator[str]:
     kind = agent.vllm.get("quantization")
     if kind is None:
         return
-    if kind in OF_QUANTIZED_FOLDERS:
+    if kind in OFFLINE_QUANTIZATION:
         yield (
             f"vllm.quantization: {kind!r} is for folders that are quantized already, and engines here get the "
             f"weights that are trained. Nearest: 'fp8_per_tensor'; known here: {', '.join(KINDS)}"

@@ -1,6 +1,6 @@
 """State of a run's folder before the run: empty, only files of its job, a run of this program, or something else.
 
-Only the third is ever moved away, and a run is written into the first two alone. Told by names and first lines, so that
+Only the third is ever moved away, and a run is written into the first two alone. Names and first lines decide, so that
 `hacpo-mega check` answers at once. Elsewhere: the moving itself (logbook/run/older_runs.py).
 """
 
@@ -57,11 +57,11 @@ def shown(names: list[str]) -> str:
 def require_displaceable(run_dir: Path) -> None:
     """ValueError if a new run could not replace the content of `run_dir`; an empty place is fine."""
     folder = Path(os.path.realpath(run_dir))
-    if not (found := contents(folder)):
+    if not (names := contents(folder)):
         return
     if not is_run(folder):
         raise ValueError(
-            f"run_dir {run_dir} holds {shown(found)}, and is no run by its {CONFIG} and {STARTS} or {METRICS}: it is "
+            f"run_dir {run_dir} holds {shown(names)}, and is no run by its {CONFIG} and {STARTS} or {METRICS}: it is "
             "not moved away. Give an empty or a new folder"
         )
 
@@ -97,9 +97,9 @@ def run_dir_problems(config: Config) -> Iterator[str]:
     if not inside:
         yield from _folder_problems(given, folder, existing)
     names = [(f"agents.{agent.name}", "name", agent.name) for agent in config.agents]
-    for key, what, text in (*names, ("run_dir", "name", folder.name), ("run_dir", "path", folder)):
-        if (number := len(os.fsencode(text))) > (most := MOST_BYTES[what]):
-            yield f"{key}: a {what} of {number} bytes is too long for the run's files. Nearest: at most {most} bytes"
+    for key, kind, text in (*names, ("run_dir", "name", folder.name), ("run_dir", "path", folder)):
+        if (number := len(os.fsencode(text))) > (most := MOST_BYTES[kind]):
+            yield f"{key}: a {kind} of {number} bytes is too long for the run's files. Nearest: at most {most} bytes"
 
 
 def _real(path: Path) -> Path:
@@ -114,17 +114,17 @@ def _folder_problems(given: Path, folder: Path, above: Path) -> Iterator[str]:
     elif above.is_dir() and os.statvfs(above).f_blocks == 0:
         yield f"run_dir: {given} is on a file system that holds no files of a user ({above}). Nearest: runs/run"
     elif folder == _real(Path(os.path.expanduser("~"))) or is_mount_point(folder):
-        what = "a mount point" if is_mount_point(folder) else "your home"
-        yield f"run_dir: {given} is {what}, and a run needs a folder of its own. Nearest: run_dir = '{given / 'run'}'"
+        place = "a mount point" if is_mount_point(folder) else "your home"
+        yield f"run_dir: {given} is {place}, and a run needs a folder of its own. Nearest: run_dir = '{given / 'run'}'"
     elif folder.is_dir():
         try:
-            found = contents(folder)
+            names = contents(folder)
         except OSError as error:
             yield f"run_dir: {given} cannot be read ({error.strerror}); give a folder that you may read and write"
             return
-        if found and not may_hold_run(folder):
+        if names and not may_hold_run(folder):
             yield (
-                f"run_dir: {given} holds {shown(found)} and no run; a run needs an empty or a new folder, or a run to "
+                f"run_dir: {given} holds {shown(names)} and no run; a run needs an empty or a new folder, or a run to "
                 f"go on with. Nearest: run_dir = '{given / 'run'}'"
             )
 

@@ -42,14 +42,14 @@ def tokenizer_problems(
 def _template_problems(agent: AgentConfig, tools_field: str | None) -> Iterator[str]:
     prompting = agent.prompting
     try:
-        found = chat_template(agent.model)
+        entry = chat_template(agent.model)
         variables = {**special_tokens(agent.model), **prompting.template_kwargs}
     except ValueError as problem:
         yield str(problem)
         return
-    if found is None:
+    if entry is None:
         return
-    file, template = found
+    file, template = entry
     try:
         texts = render(template, [prompting.messages(probe) for probe in TRIALS], variables, prompting.time)
         problem = prompting.template_problem(template, texts) or time_problem(agent)
@@ -70,7 +70,7 @@ def several_tokenizers(names: Sequence[str]) -> str:
 
 
 def one_tokenizer_problem(config: Config) -> Iterator[str]:
-    """Yields that line, as far as files tell (samples/learner_view.py asks the tokenizers themselves)."""
+    """The line of `several_tokenizers`, as far as files tell (samples/learner_view.py compares the tokenizers)."""
     if not config.algorithm.needs_one_tokenizer:
         return
     try:
@@ -108,8 +108,8 @@ def _has_template(folder: Path) -> bool:
 def folder_ends(agent: AgentConfig) -> tuple[AnswerEnds, dict[int, str]]:
     """The ends of an agent by its folder's files alone, and the text of each control token.
 
-    A run finds them with the tokenizer itself (samples/tokenizers.py). Nothing is told of a template or tokenizer
-    that is Python code of the folder.
+    A run finds them with the tokenizer itself (samples/tokenizers.py). A template or tokenizer that is Python code of
+    the folder is not read here.
     """
     folder, special = agent.model, special_tokens(agent.model)
     control = token_texts(folder, named_ends(folder)[1])

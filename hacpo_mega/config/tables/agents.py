@@ -79,10 +79,10 @@ class DataParallelConfig(Section):
         return self
 
     def by_nodes(self, nodes: Collection[bytes]) -> Self:
-        """The same with what is not given decided by the nodes of the agent's cells."""
+        """The table with both overlaps decided by the nodes of the agent's cells, where they are not given."""
         is_given, gathers = self.overlap_grad_reduce is not None, self.overlap_param_gather
         reduces = self.overlap_grad_reduce if is_given else len(set(nodes)) > 1
-        # Given by hand, the one does not switch on the other: it would change what a configuration computes today.
+        # A given overlap_grad_reduce does not switch on the other: existing configurations keep what they compute.
         gathers = gathers if gathers is not None else reduces and not is_given
         return self.model_copy(update={"overlap_grad_reduce": reduces, "overlap_param_gather": gathers})
 

@@ -210,11 +210,11 @@ def _refuse_unread(method: str, given: dict[str, Any], chosen: dict[str, Any]) -
     known = AlgorithmConfig.model_fields
 
     def differs(name: str) -> bool:
-        anyway = chosen.get(name, known[name].default)
-        return given[name] != anyway and not (isinstance(anyway, tuple) and given[name] == list(anyway))
+        default = chosen.get(name, known[name].default)
+        return given[name] != default and not (isinstance(default, tuple) and given[name] == list(default))
 
     for name in filter(differs, unread_options(method, frozenset(given) & frozenset(known))):
-        readers = [other for other, what in METHODS.items() if name in what.reads]
+        readers = [other for other, spec in METHODS.items() if name in spec.reads]
         raise ValueError(
             f"{name} = {given[name]!r}: method {method!r} does not read it. Leave it out, or choose a method that "
             f"does: {', '.join(readers)}"

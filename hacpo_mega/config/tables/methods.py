@@ -39,14 +39,14 @@ MECHANISMS = CAPABILITY | {
 class Method:
     """Configuration of a method, beside its functions.
 
-    sets                what it sets otherwise than a preset; a run's own options come last
+    sets                options that it sets differently from a preset; options that are given override them
     reads               the options that it reads beside COMMON; any other is refused
-    needs_peers         whether it is nothing for an agent alone
-    cross               which objective others' answers have, by a name of hacpo_kernels.Bounds, which refuses another;
-                        None where nothing is shared, "band" follows `cross_clip`; "function" is for a method with an
-                        objective in algorithm/methods.py
+    needs_peers         whether it needs more than one agent
+    cross               objective of others' answers, a name of hacpo_kernels.Bounds, which refuses others; None where
+                        nothing is shared; "band" follows `cross_clip`; "function" is for a method with an objective in
+                        algorithm/methods.py
     reads_successes     whether it needs to know which answers are a success (reward.success)
-    by_token            what `ratio_level = "token"` sets otherwise; None where a method has no such form
+    by_token            options that `ratio_level = "token"` sets differently; None if a method has no such form
     answers, updates    factors of rollout.rollouts_per_prompt and of the updates in a step
     """
 
@@ -81,8 +81,8 @@ METHODS: Mapping[str, Method] = {
 MethodName = Literal[tuple(METHODS)]
 
 
-# Options that the value of another one leaves unread: (that option, its value; ... for any) to their names. An exponent
-# of 0 is none, which is what the own clip has, so `alpha = 0` beside it says nothing wrong.
+# (an option, its value or ... for any, the options that are then unread). The own clip has no exponent, and an exponent
+# of 0 has no effect: so `alpha = 0` beside it is accepted.
 CLIPS = frozenset({"eps_low", "eps_high", "delta", "delta_step", "alpha", "cross_clip", "ratio_level", "ratio_cap"})
 LIMITS = frozenset({"divergence_limit", "answer_divergence_limit"})
 UNREAD_BESIDE: tuple[tuple[str, Any, frozenset[str]], ...] = (
@@ -103,16 +103,16 @@ def unread_options(method: str, names: Mapping[str, Any] | frozenset[str]) -> li
 
     Advantages of the user's, if `names` has them, read the capability.
     """
-    own = CAPABILITY if "advantages" in names else frozenset()
-    return sorted(set(names) - COMMON - METHODS[method].reads - own)
+    by_user = CAPABILITY if "advantages" in names else frozenset()
+    return sorted(set(names) - COMMON - METHODS[method].reads - by_user)
 
 
 def unread_beside(given: Mapping[str, Any]) -> dict[str, str]:
     """The options in `given` that another one of them leaves unread, with that other one."""
-    found = {}
+    unread = {}
     for key, value, names in UNREAD_BESIDE:
         if given.get(key) is not None and value in (..., given[key]):
-            found |= dict.fromkeys(sorted(names & given.keys()), key)
-    if given.get("alpha") == 0.0 and found.get("alpha") == "cross_clip":
-        del found["alpha"]
-    return found
+            unread |= dict.fromkeys(sorted(names & given.keys()), key)
+    if given.get("alpha") == 0.0 and unread.get("alpha") == "cross_clip":
+        del unread["alpha"]
+    return unread

@@ -14,7 +14,7 @@ from hacpo_mega.models.files.chat_template import names_in, utc_now
 
 PLACE = "{prompt}"
 # Arguments that a template is always given.
-OWNED = {"messages", "add_generation_prompt", "continue_final_message"}
+RESERVED = {"messages", "add_generation_prompt", "continue_final_message"}
 # Trial input of a template: two tasks, one of them long, since a template may truncate.
 TRIALS = ("Which number is 17 more than 25? Answer with it alone.", f"Count these: {'word, ' * 500}and end with 4711.")
 
@@ -28,7 +28,7 @@ class Prompting:
     template_kwargs   arguments of that template, such as enable_thinking = false
     system_prompt     the message before the user's
     prompt_template   text with `{prompt}` where the task goes: an instruction, or worked examples for a base model
-    time              in UTC, at which the clock of the template stands; None: whoever renders first says (`timed`)
+    time              fixed time, in UTC, of the template's clock; None: the time of the first rendering (`timed`)
 
     Raises ValueError for what would otherwise be ignored in silence.
     """
@@ -47,7 +47,7 @@ class Prompting:
             )
         if not self.chat_template and self.time is not None:
             raise ValueError("chat_template_time is read by a chat template only: remove it")
-        if owned := sorted(self.template_kwargs.keys() & OWNED):
+        if owned := sorted(self.template_kwargs.keys() & RESERVED):
             raise ValueError(f"chat_template_kwargs sets {', '.join(owned)}, which every prompt has already: remove it")
         if self.prompt_template is not None and self.prompt_template.count(PLACE) != 1:
             raise ValueError(
@@ -56,7 +56,7 @@ class Prompting:
             )
 
     def timed(self) -> "Prompting":
-        """With a time: now, where none is given."""
+        """The same prompting with the current time where none is given."""
         return replace(self, time=utc_now()) if self.chat_template and self.time is None else self
 
     def filled(self, text: str) -> str:
@@ -83,10 +83,10 @@ class Prompting:
         return [*before, last | {"content": self.filled(last["content"])}]
 
     def opened_thinking(self, read: str, text: str) -> str:
-        """Start of the answer that the prompt has written itself: from a <think> left open at its end; else empty.
+        """Start of the answer that the prompt itself contains: from a <think> left open at its end; else empty.
 
-        `read` is the task `text` as the model reads it. Behind the last message all is the template's; in plain text
-        <think> may be a word of the task, but as its last one.
+        `read` is the task `text` as the model reads it. After the last message all text is the template's. In plain
+        text a <think> counts only at the very end, since it may be a word of the task.
         """
         task = self.messages(text)[-1]["content"].strip() if self.chat_template else read
         behind = read[read.rfind(task) + len(task) :] if task in read else ""

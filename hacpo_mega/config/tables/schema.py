@@ -142,8 +142,8 @@ class RewardConfig(RewardPartConfig):
         parts = info.data.get("parts")  # absent where they are wrong themselves
         if isinstance(success, str) and parts is not None and success not in parts:
             near = (*difflib.get_close_matches(success[:80], parts, n=1), *parts, 1.0)[0]
-            there = f"there are: {', '.join(parts)}" if parts else "there is none, so give a number above 0, at most 1"
-            raise ValueError(f"{short(success)} is no part of the reward; {there}. Nearest: {near!r}")
+            known = f"there are: {', '.join(parts)}" if parts else "there is none, so give a number above 0, at most 1"
+            raise ValueError(f"{short(success)} is no part of the reward; {known}. Nearest: {near!r}")
         return success
 
     @property
@@ -327,7 +327,7 @@ class Mode(NamedTuple):
     is_apart             engines have devices of their own
     takes_turns          agents take turns on the same devices
     one_step_off         the engine answers the next step while the actor learns
-    engine_stays_awake   actor and engine work at the same time
+    engine_stays_awake   the engine keeps its device memory while the actor learns
     """
 
     placement: str
@@ -417,7 +417,7 @@ class Config(Section):
 
     @property
     def colocated(self) -> Self:
-        """The same with every engine on the devices that train, for a comparison of both in one process."""
+        """The configuration with every engine on the devices that train, to compare both placements in one process."""
         if not self.mode.is_apart:
             return self
         agents = (agent.model_copy(update={"rollout_gpus": None, "engine_tp": None}) for agent in self.agents)
@@ -449,8 +449,8 @@ class Config(Section):
     @property
     def scores_in_first_update(self) -> bool:
         """training.score_in_first_update, with "auto" decided."""
-        asked = self.training.score_in_first_update
-        return not self.why_scored_before if asked == "auto" else asked
+        setting = self.training.score_in_first_update
+        return not self.why_scored_before if setting == "auto" else setting
 
     @property
     def diagnoses(self) -> bool:

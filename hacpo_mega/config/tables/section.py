@@ -58,33 +58,35 @@ def _finite(value: Any) -> Any:
 
 
 def _own_function(name: str) -> str:
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute.isidentifier() or not place.isprintable():
+    module, _, attribute = name.rpartition(":")
+    if not module or not attribute.isidentifier() or not module.isprintable():
         raise ValueError(f"needs FILE.py:name or module:name, found {name!r}")
     return name
 
 
 def one_of(words: str) -> WrapValidator:
-    """For a field that takes values of several kinds: one complaint, in these words, in place of one for each kind."""
+    """Validator of a field with several types: one complaint, in these words, in place of one for each type."""
 
-    def tried(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def validated(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
             raise ValueError(f"needs {words}, found {short(value)}") from error
 
-    return WrapValidator(tried)
+    return WrapValidator(validated)
 
 
 FlagOrAuto = Annotated[Flag | Literal["auto"], one_of("true, false or 'auto'")]
-# of the user's own; whether there is one is looked up in its source (user_code.py)
+# Name of a function or class of the user's; user_code.py looks for it in the source.
 OwnFunction = Annotated[str, AfterValidator(_own_function)]
 PassedOn = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def _openable(path: Path) -> Path:
-    """The path, a leading ~ as the user's home. ValueError for one that no file system takes, or no line can show, so
-    that everybody else may simply look at it."""
+    """The path, a leading ~ as the user's home.
+
+    ValueError for one that no file system takes, or that no line can show: other code need not check paths again.
+    """
     if "\0" in str(path) or len(os.fsencode(path)) > 4095 or any(len(os.fsencode(part)) > 255 for part in path.parts):
         raise ValueError("needs a path of at most 4095 bytes, 255 in each part, without a zero character")
     if not str(path).isprintable():

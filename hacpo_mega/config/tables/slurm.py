@@ -25,11 +25,11 @@ def _limit(text: str) -> str:
 
 
 def time_note(limit: str | None) -> str | None:
-    """The meaning of a Slurm time limit that is easily taken for hours; None for every other."""
-    found = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
-    if found is None or (found[2] is None and int(found[1]) > LIKE_HOURS):
+    """Note on a Slurm time limit that is easily mistaken for hours; None for any other."""
+    match = re.fullmatch(r"(\d+)(?::(\d\d))?", limit or "")
+    if match is None or (match[2] is None and int(match[1]) > LIKE_HOURS):
         return None
-    first, second = int(found[1]), int(found[2] or 0)
+    first, second = int(match[1]), int(match[2] or 0)
     means = f"{first} minutes" + (f" {second} seconds" if second else "")
     hours = f"{first} hours" + (f" {second} minutes" if second else "")
     return f"slurm.time: {limit} is {means} to Slurm; {hours} is {first:02}:{second:02}:00"
@@ -37,8 +37,8 @@ def time_note(limit: str | None) -> str | None:
 
 def _gres(text: str) -> str:
     """The value of sbatch's --gres: "h100:8" stands for "gpu:h100:8"."""
-    found = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
-    if found is None:
+    match = re.fullmatch(r"(?:gpu:)?(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)|none", text)
+    if match is None:
         raise ValueError(f"needs a type and a number of GPUs, such as 'h100:8', or 'none', found {text!r}")
     return text if text == "none" or text.startswith("gpu:") else f"gpu:{text}"
 

@@ -367,7 +367,7 @@ class LatentAttention(torch.nn.Module):
         self.q_up = ColumnParallelLinear(latent.query_rank or hidden, heads * architecture.head_dim, **split)
         self.kv_down = LatentProjection(config, latent.cached, pg_collection.tp)
         self.kv_norm = norm(config, latent.rank, EPSILON)
-        self.kv_up = ColumnParallelLinear(latent.rank, heads * (latent.plain_dim + latent.value_dim), **split)
+        self.kv_up = ColumnParallelLinear(latent.rank, heads * (latent.nope_dim + latent.value_dim), **split)
         self.core_attention = PackedAttention(config, pg_collection, architecture.softmax_scale)
         self.linear_proj = RowParallelLinear(
             heads * latent.value_dim, hidden, input_is_parallel=True, tp_group=pg_collection.tp, **how
@@ -386,13 +386,13 @@ class LatentAttention(torch.nn.Module):
         latent = self.latent
         of_query = hidden_states if self.q_down is None else self.q_norm(self.q_down(hidden_states))
         query_tND = self._heads_of(self.q_up(of_query)[0])
-        compressed, turned = self.kv_down(hidden_states).split([latent.rank, latent.turned_dim], dim=-1)
+        compressed, turned = self.kv_down(hidden_states).split([latent.rank, latent.rope_dim], dim=-1)
         if self.tp_group.size() > 1:  # each rank's heads meet it, so its gradient is the sum of theirs
             turned = gather_from_sequence_parallel_region(turned, group=self.tp_group)
         written_tNE = self._heads_of(self.kv_up(self.kv_norm(compressed))[0])
-        key_tNE, value_tND = written_tNE.split([latent.plain_dim, latent.value_dim], dim=-1)
+        key_tNE, value_tND = written_tNE.split([latent.nope_dim, latent.value_dim], dim=-1)
         turned = rotate(turned.contiguous(), rotary_pos_emb, self.config).expand(-1, self.heads, -1)
-        plain, last = query_tND.split([latent.plain_dim, latent.turned_dim], dim=-1)
+        plain, last = query_tND.split([latent.nope_dim, latent.rope_dim], dim=-1)
         query_tND = torch.cat([plain, rotate(last.contiguous(), rotary_pos_emb, self.config)], dim=-1)
         key_tND = torch.cat([key_tNE, turned], dim=-1)
         output = self.core_attention(query_tND, key_tND, value_tND, None, packed_seq_params=packed_seq_params)

@@ -119,7 +119,7 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, layers: 
     # Layers of the same kind share a spec.
     a = architecture
     kinds = [
-        (a.window_of(layer), a.has_experts_in(layer), a.has_delta_net_in(layer), layer not in a.unturned)
+        (a.window_of(layer), a.has_experts_in(layer), a.has_delta_net_in(layer), layer not in a.nope_layers)
         for layer in layers
     ]
     specs = {kind: _layer_spec(architecture, config, *kind) for kind in kinds}

@@ -191,7 +191,7 @@ def copy_beside_weights(source: Path, out: Path, dtype: torch.dtype, *, text_onl
         described.write_text(json.dumps(named, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     config = read_config(source)
     if text_only:
-        config = {**config, **Architecture.from_folder(source).served_as}
+        config = {**config, **Architecture.from_folder(source).vllm_overrides}
     elif has_tower(source):
         config = read_json(source / "config.json")
     config = without_extra_layers(with_dtype(config, str(dtype).removeprefix("torch.")))

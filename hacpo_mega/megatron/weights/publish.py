@@ -176,7 +176,7 @@ class Exchange:
         return dist.P2POp(what, tensor, group=self._group, group_peer=peer)
 
     def _room(self, pieces: Iterable[Piece]) -> torch.Tensor:
-        return torch.empty(sum(piece.what.size for piece in pieces), dtype=self._dtype, device=self._device)
+        return torch.empty(sum(piece.shard.size for piece in pieces), dtype=self._dtype, device=self._device)
 
 
 def send_and_receive(
@@ -218,8 +218,8 @@ class _Arrivals:
         for work in self.works:
             work.wait()
         for buffer, pieces in self.buffers:
-            parts = buffer.split([piece.what.size for piece in pieces])
-            came = [part.view(piece.what.sizes) for part, piece in zip(parts, pieces, strict=True)]
+            parts = buffer.split([piece.shard.size for piece in pieces])
+            came = [part.view(piece.shard.sizes) for part, piece in zip(parts, pieces, strict=True)]
             _copy([write(piece) for piece in pieces], came, wrote, pieces)
 
 

@@ -17,7 +17,7 @@ from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.families.heads import Heads, read_heads
 from hacpo_mega.models.families.latent import Latent, read_latent
-from hacpo_mega.models.families.rope import Rope, YarnRope, read_rope, read_unturned
+from hacpo_mega.models.families.rope import Rope, YarnRope, read_nope_layers, read_rope
 from hacpo_mega.models.families.windows import read_windows
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import MOST, Fields
@@ -41,15 +41,15 @@ class Architecture:
     num_experts         of a layer; 0: none
     experts_per_token   experts that a token goes to
     expert_ffn          width of an expert
-    normalises_experts  whether the shares of a token's experts are made to add up to 1
-    num_groups          in which experts lie; groups_per_token: to how many of them a token goes at the most
-    routed_scale        what its shares are multiplied with at the end
+    normalises_experts  whether the weights of a token's experts are made to add up to 1
+    num_groups          groups of experts; groups_per_token: how many of them a token's experts may be in
+    routed_scale        factor on the weights of a token's experts
     shared_ffn          width of the feed-forward that all tokens go to beside their experts; 0: none
     dense_layers        how many layers, the first ones, have a feed-forward and no experts
-    unturned            the layers whose queries and keys do not turn with the position
-    latent              what its heads are made of; None: of a token itself
-    delta_net           what some layers have in the place of attention; delta_layers: whether each has it
-    full_heads          key/value heads of layers without a window, where they are others (heads.py)
+    nope_layers         layers without rotary positions (NoPE)
+    latent              sizes of latent attention; None: plain attention
+    delta_net           sizes of the delta net that some layers have in place of attention; delta_layers: which layers
+    full_heads          key/value heads of layers without a window, where these differ from the others (heads.py)
     softcap             logits z are c tanh(z / c), with this c; None: z
     Raises ValueError for sizes that no such decoder has.
     """
@@ -83,7 +83,7 @@ class Architecture:
     routed_scale: float = 1.0
     shared_ffn: int = 0
     dense_layers: int = 0
-    unturned: tuple[int, ...] = ()
+    nope_layers: tuple[int, ...] = ()
     latent: Latent | None = None
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
@@ -139,12 +139,12 @@ class Architecture:
         return self.rope.query_beta if isinstance(self.rope, YarnRope) else 0.0
 
     @property
-    def served_as(self) -> dict[str, Any]:
-        """Fields of config.json by which vLLM runs the text model alone, and with the scale of its queries."""
+    def vllm_overrides(self) -> dict[str, Any]:
+        """Fields of config.json with which vLLM runs the text model as training does."""
         fields = {"architectures": [self.traits.architecture], "tie_word_embeddings": self.tied}
-        if self.traits.asked:
+        if self.traits.vllm_fields:
             fields |= self.traits.only
-            fields |= {name: getattr(self, own) for name, own in self.traits.asked.items()}
+            fields |= {name: getattr(self, field) for name, field in self.traits.vllm_fields.items()}
         if isinstance(self.rope, YarnRope) and self.rope.query_beta:
             original = self.rope.original_positions
             fields[SCALING] = {"original_max_position_embeddings": original, "beta": self.rope.query_beta}
@@ -152,7 +152,7 @@ class Architecture:
 
     @property
     def rope_table(self) -> dict[str, Any]:
-        """Fields of a YaRN table that it may leave out and vLLM's gpt-oss asks for."""
+        """Fields that vLLM's gpt-oss needs in a YaRN table, and that the table may leave out."""
         assert isinstance(self.rope, YarnRope), self.family
         return {"beta_fast": self.rope.beta_fast, "beta_slow": self.rope.beta_slow}
 
@@ -184,7 +184,7 @@ class Architecture:
 
     @cached_property
     def kinds_of_heads(self) -> tuple[Heads, ...]:
-        """Key/value heads of layers with a window, or of all, and those of layers without one where they are others."""
+        """Key/value heads of layers with a window, and then those of layers without one, if these differ."""
         return (Heads(self.num_kv_heads, self.head_dim), *((self.full_heads,) if self.full_heads is not None else ()))
 
     def heads_in(self, layer: int) -> Heads:
@@ -225,29 +225,34 @@ class Architecture:
         return self.has_experts and layer >= self.dense_layers
 
     def kinds(self, layers: range | tuple[int, ...]) -> Mapping["Architecture", int]:
-        """Models of a single layer for every kind among `layers`, without experts and with, with attention and with a
-        delta net, with key/value heads of either kind, and how many are such."""
+        """One-layer models, one for each kind of layer among `layers`, with the number of layers of that kind.
+
+        Kinds differ in experts, delta net or attention, and key/value heads.
+        """
         if layers not in self._kinds:
             self._kinds[layers] = self._kinds_among(layers)
         return self._kinds[layers]
 
     @cached_property
     def _kinds(self) -> dict[range | tuple[int, ...], Mapping["Architecture", int]]:
-        """The results of `kinds`: a search for layouts asks for each of them thousands of times."""
+        """Cache of `kinds`, which a search for layouts calls thousands of times with equal arguments."""
         return {}
 
     def _kinds_among(self, layers: range | tuple[int, ...]) -> dict["Architecture", int]:
-        own, all_windows = self.full_heads is not None, self.windows
-        counts = Counter(
-            (self.has_experts_in(layer), self.has_delta_net_in(layer), (self.window_of(layer),) if own else all_windows)
-            for layer in layers
-        )
-        thin = replace(self, num_layers=1, dense_layers=0)
-        plain = replace(thin, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
+        def kind(layer: int) -> tuple[bool, bool, tuple[int | None, ...]]:
+            # Without heads of their own, layers with and without a window count as one kind.
+            windows = self.windows if self.full_heads is None else (self.window_of(layer),)
+            return self.has_experts_in(layer), self.has_delta_net_in(layer), windows
+
+        counts = Counter(map(kind, layers))
+        sparse = replace(self, num_layers=1, dense_layers=0)
+        dense = replace(sparse, num_experts=0, experts_per_token=0, expert_ffn=0, shared_ffn=0, num_groups=1,
                         groups_per_token=1)  # fmt: skip
         return {
             replace(
-                thin if has_experts else plain, delta_layers=(has_delta,) if self.delta_layers else (), windows=windows
+                sparse if has_experts else dense,
+                delta_layers=(has_delta,) if self.delta_layers else (),
+                windows=windows,
             ): count
             for (has_experts, has_delta, windows), count in counts.items()
         }
@@ -259,12 +264,12 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of a head's dimensions that rotary positions turn: the first, or with latents the last ones."""
-        return int((self.head_dim if self.latent is None else self.latent.turned_dim) * self.rotary_share)
+        """Dimensions of a head with rotary positions: the first ones, or with latents the last."""
+        return int((self.head_dim if self.latent is None else self.latent.rope_dim) * self.rotary_share)
 
     @property
     def cached_dim(self) -> int:
-        """Numbers of a token that an engine's cache has for a head or, of latents, for all heads."""
+        """Numbers per token in an engine's cache: of one head or, with latents, of all heads together."""
         return self.head_dim if self.latent is None else self.latent.cached
 
     @property
@@ -274,7 +279,7 @@ class Architecture:
 
     @property
     def full_rotary_dim(self) -> int:
-        """The same in layers without a window."""
+        """Dimensions of a head with rotary positions in layers without a window."""
         return self.rotary_dim if self.full_heads is None else int(self.full_heads.size * self.rotary_share)
 
     @classmethod
@@ -331,7 +336,7 @@ class Architecture:
                 norm_eps=fields.positive("rms_norm_eps", default=1e-6),
                 **angles,
                 windows=windows,
-                unturned=read_unturned(path, fields, family, num_layers),
+                nope_layers=read_nope_layers(path, fields, family, num_layers),
                 **delta_net,
                 query_scalar=_query_scalar(fields, family),
                 full_heads=read_heads(path, fields, family, windows or (None,) * num_layers, (num_kv_heads, head_dim)),
@@ -343,12 +348,12 @@ class Architecture:
                 use_qk_norm=fields.flag("use_qk_norm", default=False),
             )
         except ValueError as error:
-            named = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
-            raise ValueError(named) from error
+            message = str(error) if str(error).startswith(str(path)) else f"{path}: {error}"
+            raise ValueError(message) from error
 
 
 def _query_scalar(fields: Fields, family: Family) -> int | None:
-    """The number in the place of the head size where scores are scaled; None: the head size."""
+    """The number whose root divides attention scores in place of the head size's; None: the head size."""
     if family.query_scalar is True:
         return fields.count("query_pre_attn_scalar")
     return family.query_scalar or None
@@ -358,16 +363,16 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
     """The family that a config.json names by its model_type, and its `architectures` in the same way."""
     classes = [name for family in FAMILIES.values() for name in (family.architecture, family.image_class) if name]
     supported = list(dict.fromkeys(classes))
-    named = given.get("architectures")
-    name = one_line(str(named[0])) if isinstance(named, list) and named else "none given"
+    architectures = given.get("architectures")
+    name = one_line(str(architectures[0])) if isinstance(architectures, list) and architectures else "none given"
     model_type = given.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    for what, found, known in (("architecture", name, supported), ("model_type", model_type, list(FAMILIES))):
-        if found not in known:
-            (nearest,) = get_close_matches(str(found), known, n=1, cutoff=0.0)
-            shown = found if what == "architecture" else short(found)
+    for field, value, known in (("architecture", name, supported), ("model_type", model_type, list(FAMILIES))):
+        if value not in known:
+            (nearest,) = get_close_matches(str(value), known, n=1, cutoff=0.0)
+            shown = value if field == "architecture" else short(value)
             raise ValueError(
-                f"{path}: {what} {shown} is not supported; nearest: {nearest}; supported: {', '.join(known)}. "
+                f"{path}: {field} {shown} is not supported; nearest: {nearest}; supported: {', '.join(known)}. "
                 "CONTRIBUTING.md, Add a model family, says how to add one"
             )
     assert family is not None, model_type
@@ -379,15 +384,14 @@ def _family(path: Path, given: Mapping[str, Any]) -> Family:
 
 
 def _refuse_variants(path: Path, given: Mapping[str, Any], family: Family) -> None:
-    """ValueError for a member that computes something else than its family, or has a field that may ask for it."""
+    """ValueError for a model that computes something else than its family, or has a field that may ask for it."""
     for key, only in family.values.items():
-        found = given.get(key)
-        # true == 1 in Python, and 1 is no answer to a question of true or false
-        is_other = found is not None and (found != only or isinstance(found, bool) != isinstance(only, bool))
-        if is_other or (key not in given and family.made_with.get(key) is not None):
-            asked = f"{path}: {key} = {short(found)} is not supported"
-            raise ValueError(f"{asked} with {family.model_type}: {family.why[key]}" if key in family.why
-                             else f"{asked}, only {only!r}")  # fmt: skip
+        value = given.get(key)
+        # true == 1 in Python, but 1 is no flag
+        is_other = value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool))
+        if is_other or (key not in given and family.new_config_fields.get(key) is not None):
+            reason = f" with {family.model_type}: {family.why[key]}" if key in family.why else f", only {only!r}"
+            raise ValueError(f"{path}: {key} = {short(value)} is not supported{reason}")
     packed, known = given.get("quantization_config"), PACKED.get(family.packs or "", {})
     if packed and (not isinstance(packed, dict) or any(packed.get(key) != value for key, value in known.items())):
         only = " and ".join(f"{key} {value}" for key, value in known.items())

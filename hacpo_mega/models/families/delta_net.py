@@ -65,8 +65,8 @@ def read_delta_net(path: Path, fields: Fields, family: Family, num_layers: int) 
         return {}
     every = fields.count(DELTA_INTERVAL, default=4)
     kinds = fields.given.get("layer_types")
-    has = [(layer + 1) % every > 0 for layer in range(num_layers)] if not kinds else [kind == LINEAR for kind in kinds]
-    if len(has) != num_layers:
-        raise ValueError(f"{path}: layer_types has {len(has)} entries; num_hidden_layers is {num_layers}")
+    layers = [kind == LINEAR for kind in kinds] if kinds else [(n + 1) % every > 0 for n in range(num_layers)]
+    if len(layers) != num_layers:
+        raise ValueError(f"{path}: layer_types has {len(layers)} entries; num_hidden_layers is {num_layers}")
     sizes = {size: fields.count(name, most=MOST["head_dim"]) for name, size in DELTA_FIELDS.items()}
-    return {"delta_net": DeltaNet(**sizes), "delta_layers": tuple(has)}
+    return {"delta_net": DeltaNet(**sizes), "delta_layers": tuple(layers)}

@@ -55,7 +55,7 @@ SMOLLM3 = Family(
     only=_WINDOW,
     ignores=_NO_WINDOW,
 )  # fmt: skip
-# Its dropouts are of pre-training: an answer that is scored twice has one score.
+# Its dropouts are of pre-training and stay off: an answer that is scored twice must have one score.
 SEED_OSS = Family(
     "seed_oss",
     "SeedOssForCausalLM",
@@ -79,7 +79,7 @@ QWEN3_MOE = replace(
         "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
-    # Qwen3-Coder says what it has none of, and what all have.
+    # Qwen3-Coder's config.json also names features that it lacks, and some that all have.
     only={
         **_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": [], "shared_expert_intermediate_size": 0,
         "use_qk_norm": True, "qkv_bias": False,
@@ -102,7 +102,7 @@ MIXTRAL = Family(
     ignores=_BALANCE,
     why={"router_jitter_noise": "an answer that is scored twice would have two scores; only 0.0"},
 )
-# v0.1 has a window; v0.3, Nemo and Small say null, which is not the same as nothing.
+# v0.1 has a window; v0.3, Nemo and Small have null. A config.json without the field has the default, 4096.
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -110,7 +110,7 @@ MISTRAL = Family(
     windows="all",
     image_class="Mistral3ForConditionalGeneration",
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    made_with={"sliding_window": None},
+    new_config_fields={"sliding_window": None},
 )
 MINISTRAL3 = Family(
     "ministral3",
@@ -127,9 +127,9 @@ MINISTRAL3 = Family(
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
     },
-    ignores=frozenset({"llama_4_scaling"}),  # the same for vLLM, which reads no other (Architecture.served_as)
+    ignores=frozenset({"llama_4_scaling"}),  # the same for vLLM, which reads no other (Architecture.vllm_overrides)
 )  # fmt: skip
-# Others have longrope. transformers reads yarn as longrope.
+# Other models of the family have longrope. transformers reads their yarn as longrope.
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
@@ -137,7 +137,7 @@ PHI3 = Family(
     stored_fused=frozenset({"qkv_proj", "gate_up_proj"}),
     windows="all",
     rope_kinds=("default",),
-    may_turn_a_part=True,
+    may_rotate_a_part=True,
     defaults={"rms_norm_eps": 1e-5},
     ignores=frozenset({"original_max_position_embeddings"}),  # of longrope
     only={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
@@ -175,7 +175,7 @@ GLM4 = Family(
     stored_fused=frozenset({"gate_up_proj"}),
     interleaved=True,
     rotary_share=0.5,
-    may_turn_a_part=True,
+    may_rotate_a_part=True,
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
 )
 # vLLM's class decides some fields by itself, whatever config.json says: a config.json with other values is refused.
@@ -206,7 +206,7 @@ GPT_OSS = Family(
     only={"attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, **_UNTIED},
     ignores=_BALANCE | {"experts_per_token", "initial_context_length"},
     why={"tie_word_embeddings": _OWN_HEAD},
-    asked={"rope_parameters": "rope_table"},
+    vllm_fields={"rope_parameters": "rope_table"},
 )  # fmt: skip
 # Behind the last layer, its folders have layers that predict further tokens (weight_files.py).
 GLM4_MOE = Family(
@@ -221,7 +221,7 @@ GLM4_MOE = Family(
         counts=("n_routed_experts",), correction=f"gate.{CORRECTION}", shared="shared_experts",
     ),
     rotary_share=0.5,
-    may_turn_a_part=True,
+    may_rotate_a_part=True,
     defaults={
         "num_key_value_heads": 8, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408,
         "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
@@ -243,8 +243,8 @@ MINIMAX_M2 = Family(
     experts=Experts(
         "block_sparse_moe", "w1", "w3", "w2", width="intermediate_size", may_normalise=False, correction=CORRECTION,
     ),
-    may_turn_a_part=True,
-    counts_turning=True,
+    may_rotate_a_part=True,
+    reads_rotary_dim=True,
     defaults={
         "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 256,
         "num_experts_per_tok": 8, "intermediate_size": 1536, "vocab_size": 200064, "max_position_embeddings": 196608,
@@ -257,7 +257,7 @@ MINIMAX_M2 = Family(
     ignores=_BALANCE | {"attn_type_list", "mlp_intermediate_size", "shared_moe_mode", "swa_rope_theta", "use_mtp"}
     | {"mtp_transformer_layers", "num_mtp_modules"},
     why={**MIXTRAL.why, "tie_word_embeddings": _OWN_HEAD},
-    asked={"rotary_dim": "rotary_dim"},
+    vllm_fields={"rotary_dim": "rotary_dim"},
 )  # fmt: skip
 HY_V3 = Family(
     "hy_v3",
@@ -267,7 +267,7 @@ HY_V3 = Family(
     experts=Experts(
         "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
         router="router.gate", correction=EXPERT_BIAS, shared="shared_mlp", dense_kinds=True,
-        says={
+        config_names={
             "routed_scale": "router_scaling_factor", "shared_ffn": "num_shared_experts",
             "dense_layers": "first_k_dense_replace",
         },
@@ -280,10 +280,10 @@ HY_V3 = Family(
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0,
     },
     only={"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True},
-    # In which type parts of it are added, by which kernel its experts are multiplied; the width of an expert again.
+    # Ignored: types of some sums, the kernel of the experts, and the width of an expert a second time.
     ignores=_BALANCE | frozenset(PREDICTS) | {"expert_hidden_dim", "use_grouped_mm", "enable_moe_fp32_combine"}
     | {"enable_attention_fp32_softmax", "enable_lm_head_fp32"},
-    asked={"first_k_dense_replace": "dense_layers", "expert_hidden_dim": "expert_ffn"},
+    vllm_fields={"first_k_dense_replace": "dense_layers", "expert_hidden_dim": "expert_ffn"},
 )  # fmt: skip
 # The text models: 1B, and those of larger ones, which are image checkpoints.
 _TANH = "gelu_pytorch_tanh"
@@ -335,7 +335,7 @@ GEMMA4 = Family(
     experts=Experts(
         "", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
         counts=("num_experts",), per_token="top_k_experts", switch="enable_moe_block", router="router.proj",
-        shared="mlp", says={"shared_ffn": "intermediate_size"}, beside=True, adapted=False,
+        shared="mlp", config_names={"shared_ffn": "intermediate_size"}, beside=True, adapted=False,
     ),
     image_class="Gemma4ForConditionalGeneration",
     defaults={
@@ -354,7 +354,7 @@ GEMMA4 = Family(
         "sliding_window_pattern": 6,
     },
     why={"hidden_size_per_layer_input": _NO_PLE, "num_kv_shared_layers": _NO_PLE},
-    made_with={"hidden_size_per_layer_input": 0},
+    new_config_fields={"hidden_size_per_layer_input": 0},
 )  # fmt: skip
 # From the second generation on these models have gated delta nets; their folders hold layers of multi-token prediction
 # beside the model's own (weight_files.py). `mamba_ssm_dtype` is the engine's type of a state.
@@ -374,7 +374,7 @@ QWEN3_5 = Family(
     rope_kinds=("default", "yarn"),
     rope_ignores=frozenset({"mrope_section", "mrope_interleaved"}),
     rotary_share=0.25,
-    may_turn_a_part=True,
+    may_rotate_a_part=True,
     image_class="Qwen3_5ForConditionalGeneration",
     defaults={**_DELTA, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 248320,
               "max_position_embeddings": 32768},
@@ -385,7 +385,7 @@ QWEN3_5 = Family(
 _SHARED_EXPERT = Experts(
     "mlp", "gate_proj", "up_proj", "down_proj", width="moe_intermediate_size", may_normalise=False,
     counts=("num_experts",), shared="shared_expert", shared_gate="shared_expert_gate",
-    says={"shared_ffn": "shared_expert_intermediate_size"},
+    config_names={"shared_ffn": "shared_expert_intermediate_size"},
 )  # fmt: skip
 _MOE_SIZES = {
     **_DELTA, "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768,
@@ -419,7 +419,7 @@ QWEN3_NEXT = replace(
 )  # fmt: skip
 
 # With latents (latent.py). vLLM's class reads how experts are scored and chosen, and in which type, where transformers'
-# has one way; it turns neighbours alone.
+# has one way. It supports interleaved rotary pairs alone.
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -441,7 +441,7 @@ DEEPSEEK_V3 = Family(
     },
     ignores=frozenset(PREDICTS) | _BALANCE | {"aux_loss_alpha", "seq_aux", "ep_size"},
     why={"tie_word_embeddings": _OWN_HEAD, "rope_interleave": "vLLM turns neighbours"},
-    asked={"first_k_dense_replace": "dense_layers"},
+    vllm_fields={"first_k_dense_replace": "dense_layers"},
 )  # fmt: skip
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,

@@ -59,7 +59,7 @@ SANDWICH = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
 }
-# The fields about gated delta nets -> their sizes (delta_net.py); how far apart layers with attention are.
+# The fields about gated delta nets -> their sizes (delta_net.py), and that of the distance of layers with attention.
 DELTA_FIELDS = {
     "linear_num_key_heads": "key_heads",
     "linear_num_value_heads": "value_heads",
@@ -72,7 +72,7 @@ DELTA_INTERVAL = "full_attention_interval"
 LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 # The fields about key/value heads of layers without a window (heads.py).
 FULL_HEADS = frozenset({"attention_k_eq_v", "global_head_dim", "num_global_key_value_heads", "per_layer_config"})
-# Layers that may see a window alone -> the fields that say so.
+# Layers that may have a sliding window -> the fields of config.json about it.
 WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern": frozenset({"sliding_window"}),
            "some": frozenset({"sliding_window", "sliding_window_pattern"})}  # fmt: skip
 
@@ -81,52 +81,53 @@ WINDOWS = {"none": frozenset(), "all": frozenset({"sliding_window"}), "pattern":
 class Family:
     """A family of decoders with rotary positions, RMSNorm and a gated feed-forward, or experts that are such.
 
-    models          what is published of it, for people
-    model_type      as config.json and Megatron's model builder know it
+    models          published models of the family, for users
+    model_type      its name in config.json and in Megatron's model builder
     architecture    the class that transformers and vLLM run
     qkv_bias        whether queries, keys and values have a bias, whatever config.json says
     may_have_bias   whether `attention_bias` may be true
-    output_bias     whether it then stands for a bias on the output projection, too
-    qk_norm         whether queries and keys are normalised; None: `use_qk_norm` says it
-    whole_qk_norm   whether that is over all heads together, before they are split
-    interleaved     whether neighbours turn together, not the halves of what turns
-    windows         which layers may see a window alone: none, all, some, or those of the family's pattern (windows.py)
-    two_ropes       whether layers with a window have angles of their own
-    offset_norms    whether its folders hold what a norm's scale is beyond 1
-    sinks           whether each query head has a number that joins its scores and has no value
+    output_bias     whether `attention_bias` means a bias on the output projection, too
+    qk_norm         whether queries and keys are normalised; None: `use_qk_norm` decides
+    whole_qk_norm   whether that norm is over all heads together, before they are split
+    interleaved     whether rotary pairs are interleaved (GPT-J style), not half-split (NeoX style)
+    windows         layers that may have a sliding window: none, all, some, or those of a pattern (windows.py)
+    two_ropes       whether layers with a window have rotary angles of their own
+    offset_norms    whether its folders hold norms' scales minus 1
+    sinks           whether query heads have attention sinks: a number each that joins the scores and has no value
     full_heads      whether layers without a window may have key/value heads of their own (heads.py)
     value_norm      whether values are normalised, without a scale
-    scaled_layers   whether a layer's output is multiplied with a number of its own, which is not trained
+    scaled_layers   whether each layer's output has a factor, which is not trained
     softcap         whether `final_logit_softcapping` may be given: logits z are then c tanh(z / c)
     activation      of the feed-forward's gate, by transformers' name or vLLM's
     scaled_embedding    whether the embedding is multiplied with the root of the hidden size
-    query_scalar    whether `query_pre_attn_scalar` is in the place of the head size where scores are scaled; a number:
-                    this one is, whatever config.json says
-    experts         what it has in the place of its feed-forwards; None: feed-forwards
+    query_scalar    whether `query_pre_attn_scalar` replaces the head size in the scale of scores; a number: this one
+                    does, whatever config.json says
+    experts         experts in place of its feed-forwards; None: feed-forwards
     norms           the norms of a layer: Megatron's name -> that of its folders
     stored_fused    matrices that its folders hold as one, of qkv_proj and gate_up_proj
     rope_ignores    fields of its rope table that say where images lie, and change nothing in text
-    rope_lacks      fields of its rope table that vLLM's class passes over
+    rope_lacks      fields of its rope table that vLLM's class ignores
     rope_kinds      the kinds of rotary scaling that it may have (rope.py)
-    rotary_share    how much of a head turns with the position, where config.json does not say it
-    may_turn_a_part whether config.json may say another share
-    counts_turning  whether it may do so by `rotary_dim`, a number of a head's dimensions
+    rotary_share    share of a head's dimensions with rotary positions, where config.json has none
+    may_rotate_a_part   whether config.json may have another share
+    reads_rotary_dim    whether it may have it as `rotary_dim`, a number of dimensions
     image_class     the class of its image checkpoints, whose `text_config` is a model of this family
-    packs           how its folders may hold matrices that are read as bfloat16: experts in MXFP4, all of a layer in fp8
-    skips_rope      whether `no_rope_layers` may name layers whose queries and keys do not turn
+    packs           quantization of its folders' matrices, read as bfloat16: experts in MXFP4, all of a layer in fp8
+    skips_rope      whether `no_rope_layers` may name layers without rotary positions
     gated_attention whether queries come with a gate on attention's output
-    delta_net       how it stores the projections of gated delta nets (delta_net.py): queries, keys and values, gates
-                    and the rest apart, or by heads of keys; None: it has no delta nets
-    latent          whether queries, keys and values come out of latents (latent.py)
+    delta_net       how it stores the projections of gated delta nets (delta_net.py): in matrices apart, or fused by key
+                    heads; None: it has no delta nets
+    latent          whether it has latent attention (latent.py)
     scales_queries  whether queries grow with their position, by `llama_4_scaling_beta` of its rope table (rope.py)
     defaults        values of fields that a config.json leaves out; head_dim is otherwise the hidden size over heads,
                     num_key_value_heads as many as heads
     ignores         fields of the family that change nothing, given what `only` fixes
     only            fields of the family, with the one value that is supported
-    why             of an `only` field, what is wrong with another value; no entry: it computes something else
-    made_with       what a new config.json has to say, where transformers' default is another model
-    asked           fields that vLLM's class asks for and folders may leave out -> the Architecture's; it gets those of
-                    `only`, too
+    why             reasons why an `only` field cannot have another value; no entry: the model would compute something
+                    else
+    new_config_fields   fields that a new config.json needs, since transformers' defaults mean another model
+    vllm_fields     fields that vLLM's class needs and folders may leave out -> attributes of Architecture; vLLM gets
+                    those of `only`, too
     engine_cuts_norms   whether vLLM cuts norms over all heads by ranks
     """
 
@@ -157,8 +158,8 @@ class Family:
     rope_ignores: frozenset[str] = frozenset()
     rope_lacks: frozenset[str] = frozenset()
     rotary_share: float = 1.0
-    may_turn_a_part: bool = False
-    counts_turning: bool = False
+    may_rotate_a_part: bool = False
+    reads_rotary_dim: bool = False
     image_class: str | None = None
     packs: Literal["mxfp4", "fp8"] | None = None
     skips_rope: bool = False
@@ -170,35 +171,35 @@ class Family:
     ignores: frozenset[str] = frozenset()
     only: Mapping[str, Any] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
-    made_with: Mapping[str, Any] = field(default_factory=dict)
-    asked: Mapping[str, str] = field(default_factory=dict)
+    new_config_fields: Mapping[str, Any] = field(default_factory=dict)
+    vllm_fields: Mapping[str, str] = field(default_factory=dict)
     engine_cuts_norms: bool = False
 
     @property
     def values(self) -> Mapping[str, Any]:
         """Fields that a config.json may have with one value alone."""
-        free = {"attention_bias": self.may_have_bias, "partial_rotary_factor": self.may_turn_a_part}
-        free |= {**dict.fromkeys(self.ignores, True), "quantization_config": self.packs is not None}
+        free = {"partial_rotary_factor": self.may_rotate_a_part, **dict.fromkeys(self.ignores, True)}
+        free["quantization_config"] = self.packs is not None
         free["attention_bias"] = self.may_have_bias and "attention_bias" not in self.only
         return {name: value for name, value in {**ONLY, **self.only}.items() if not free.get(name)}
 
     @property
     def fits_te(self) -> bool:
         """True if it has TransformerEngine's layout: a plain norm before each block, fused with the next layer."""
-        lacks = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
-        lacks = lacks or self.skips_rope or self.sinks or self.latent or self.full_heads
-        return self.norms == BEFORE and not lacks
+        differs = self.whole_qk_norm or self.offset_norms or self.two_ropes or self.gated_attention
+        differs = differs or self.skips_rope or self.sinks or self.latent or self.full_heads
+        return self.norms == BEFORE and not differs
 
     def knows(self, name: str) -> bool:
         """True if a config.json of the family may have this field."""
-        scalar = {"query_pre_attn_scalar"} if self.query_scalar is True else set()
-        scalar |= FULL_HEADS if self.full_heads else set()
-        scalar |= {"final_logit_softcapping"} if self.softcap else set()
-        scalar |= {"use_qk_norm"} if self.qk_norm is None else set()
-        scalar |= {"rotary_dim"} if self.counts_turning else set()
-        scalar |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
-        scalar |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
-        scalar |= {*LATENT_FIELDS} if self.latent else set()
+        optional = {"query_pre_attn_scalar"} if self.query_scalar is True else set()
+        optional |= FULL_HEADS if self.full_heads else set()
+        optional |= {"final_logit_softcapping"} if self.softcap else set()
+        optional |= {"use_qk_norm"} if self.qk_norm is None else set()
+        optional |= {"rotary_dim"} if self.reads_rotary_dim else set()
+        optional |= {"no_rope_layers", "no_rope_layer_interval"} if self.skips_rope else set()
+        optional |= {*DELTA_FIELDS, DELTA_INTERVAL} if self.delta_net is not None else set()
+        optional |= {*LATENT_FIELDS} if self.latent else set()
         experts = self.experts.fields if self.experts is not None else frozenset()
-        own = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | scalar | experts
-        return name in own or name in ONLY or name in self.only
+        known = READ | DESCRIBES | self.ignores | WINDOWS[self.windows] | optional | experts
+        return name in known or name in ONLY or name in self.only

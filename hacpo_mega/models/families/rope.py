@@ -18,9 +18,9 @@ from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.fields import Fields
 
 # Keys that a rope table of any kind may have.
-OF_ALL = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 # Further keys of a rope table whose family scales its queries; transformers does not read the second.
-_OF_QUERIES = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
+_QUERY_KEYS = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Llama3Rope:
 class YarnRope:
     """YaRN (arXiv 2309.00071).
 
-    beta_fast, beta_slow   turns over the original positions above which a frequency stays, below which it is divided
-    attention_factor       cosines and sines are multiplied by it
+    beta_fast, beta_slow   rotations over the original positions above which frequencies stay, below which they shrink
+    attention_factor       factor on cosines and sines
     truncate               whether the edges of the blend are moved to whole pairs
     query_beta             a query at position p is multiplied with 1 + query_beta * log(1 + floor(p / original
-                           positions)), as Llama 4 has it; 0: it is not
-    score_factor           of attention's scores, as DeepSeek-V2 has it
+                           positions)), as in Llama 4; 0: it is not
+    score_factor           factor on attention scores, as in DeepSeek-V2
     """
 
     factor: float
@@ -69,7 +69,7 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class ProportionalRope:
-    """Pairs lie as if all of a head turned, and only the first `share` of them do (Gemma 4)."""
+    """Pairs are those of a head that is rotated whole, and only the first `share` of them are rotated (Gemma 4)."""
 
     share: float
 
@@ -95,20 +95,20 @@ def read_rope(path: Path, fields: Fields, family: Family) -> dict[str, Any]:
             f"{path}: rope_parameters of {family.model_type} has a table for {FULL!r} and {WINDOWED!r} each"
         )
     if family.two_ropes and not table.given:
-        _refuse_passed_over(path, older, family)
+        _refuse_ignored(path, older, family)
     table = table if table.given else older
     table = table if table.given else Fields(path, family.defaults.get("rope_parameters", {}))
     window_theta = _window_theta(path, fields, table, family) if family.two_ropes else None
     if family.two_ropes and (FULL in table.given or WINDOWED in table.given):
         table = table.table(FULL)
-    theta = _holder(table, fields, "rope_theta").positive("rope_theta", default=10_000.0)
-    own_share = family.rotary_share
-    if family.counts_turning and fields.given.get("rotary_dim") is not None:
-        own_share = fields.count("rotary_dim") / fields.count("head_dim")
-    share = _holder(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=own_share)
+    theta = _first_with(table, fields, "rope_theta").positive("rope_theta", default=10_000.0)
+    default_share = family.rotary_share
+    if family.reads_rotary_dim and fields.given.get("rotary_dim") is not None:
+        default_share = fields.count("rotary_dim") / fields.count("head_dim")
+    share = _first_with(table, fields, "partial_rotary_factor").positive("partial_rotary_factor", default=default_share)
     kind = _kind(path, table)
-    share = family.rotary_share if kind == "proportional" else share  # whose own it is
-    if share != family.rotary_share and not family.may_turn_a_part:
+    share = family.rotary_share if kind == "proportional" else share  # ProportionalRope has the table's share
+    if share != family.rotary_share and not family.may_rotate_a_part:
         raise ValueError(f"{path}: partial_rotary_factor = {short(share)} is not supported with {family.model_type}")
     if kind not in family.rope_kinds:
         raise ValueError(
@@ -116,30 +116,30 @@ def read_rope(path: Path, fields: Fields, family: Family) -> dict[str, Any]:
             f"supported are {', '.join(family.rope_kinds)}"
         )
     known, read = KINDS[kind]
-    known = (known - family.rope_lacks) | family.rope_ignores | (_OF_QUERIES if family.scales_queries else frozenset())
-    if unknown := sorted(key for key, value in table.given.items() if value is not None and key not in known | OF_ALL):
+    known = (known - family.rope_lacks) | family.rope_ignores | (_QUERY_KEYS if family.scales_queries else frozenset())
+    if unknown := sorted(key for key, value in table.given.items() if value is not None and key not in known | COMMON):
         raise ValueError(
             f"{path}: {one_line(unknown[0])} = {short(table.given[unknown[0]])} is no field of rope type {kind!r} that "
             "is known here, so the model may compute other angles; if it does not, take it out of config.json"
         )
     rope = read(table)
     if family.scales_queries and isinstance(rope, YarnRope):
-        scales = table.given.get("llama_4_scaling_beta") != 0
-        rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta") if scales else 0.0)
+        is_scaled = table.given.get("llama_4_scaling_beta") != 0
+        rope = replace(rope, query_beta=table.positive("llama_4_scaling_beta") if is_scaled else 0.0)
     if family.latent and isinstance(rope, YarnRope):
         rope = replace(rope, score_factor=_score_factor(table, rope.factor))
     return {"rope_theta": theta, "rope": rope, "rotary_share": share, "window_theta": window_theta}
 
 
-def read_unturned(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
-    """The layers whose queries and keys do not turn: a 0 in `no_rope_layers` or, without it, every so many."""
+def read_nope_layers(path: Path, fields: Fields, family: Family, num_layers: int) -> tuple[int, ...]:
+    """Layers without rotary positions: 0 in `no_rope_layers` or, without that, every `no_rope_layer_interval`-th."""
     if not family.skips_rope:
         return ()
     every = fields.count("no_rope_layer_interval")
-    turns = fields.given.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(num_layers)]
-    if not isinstance(turns, list) or len(turns) != num_layers or any(turn not in (0, 1) for turn in turns):
-        raise ValueError(f"{path}: no_rope_layers must be a list of {num_layers} times 0 or 1, found {short(turns)}")
-    return tuple(layer for layer, turn in enumerate(turns) if not turn)
+    flags = fields.given.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(num_layers)]
+    if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        raise ValueError(f"{path}: no_rope_layers must be a list of {num_layers} times 0 or 1, found {short(flags)}")
+    return tuple(layer for layer, has_rope in enumerate(flags) if not has_rope)
 
 
 def _kind(path: Path, table: Fields) -> Any:
@@ -150,32 +150,37 @@ def _kind(path: Path, table: Fields) -> Any:
     return kind or older or "default"
 
 
-def _refuse_passed_over(path: Path, older: Fields, family: Family) -> None:
-    """ValueError for what transformers passes over in a `rope_scaling` of layers of two kinds, since it adds that to
-    the table of one of them."""
+def _refuse_ignored(path: Path, older: Fields, family: Family) -> None:
+    """ValueError for keys that transformers ignores in the `rope_scaling` of a family with two kinds of layers.
+
+    It merges `rope_scaling` into the table of one kind alone.
+    """
     is_named = older.given.get("rope_type") or older.given.get("type") in (None, "default")
-    if lost := [key for key in (FULL, WINDOWED, *(() if is_named else ("type",))) if key in older.given]:
+    if ignored := [key for key in (FULL, WINDOWED, *(() if is_named else ("type",))) if key in older.given]:
         raise ValueError(
-            f"{path}: transformers passes over {lost[0]} = {short(older.given[lost[0]])} in rope_scaling of "
+            f"{path}: transformers passes over {ignored[0]} = {short(older.given[ignored[0]])} in rope_scaling of "
             f"{family.model_type}; write rope_parameters, with a table and its rope_type for both kinds of layers"
         )
 
 
 def _window_theta(path: Path, fields: Fields, table: Fields, family: Family) -> float:
     """The base of layers with a window: in a table of their own or, in older folders, in a field."""
-    own = table.table(WINDOWED)
-    kind = _kind(path, own)
-    if unknown := sorted(key for key, value in own.given.items() if value is not None and key not in OF_ALL):
+    window = table.table(WINDOWED)
+    kind = _kind(path, window)
+    if unknown := sorted(key for key, value in window.given.items() if value is not None and key not in COMMON):
         raise ValueError(f"{path}: {one_line(unknown[0])} of layers with a window is not supported")
-    if kind != "default" or own.given.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind != "default" or window.given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"{path}: rope type {short(kind)} of layers with a window is not supported, only 'default'")
     local = fields.positive("rope_local_base_freq", default=family.defaults["window_theta"])
-    return own.positive("rope_theta", default=local)
+    return window.positive("rope_theta", default=local)
 
 
 def _score_factor(table: Fields, factor: float) -> float:
-    """Factor of scores, from the size that `mscale_all_dim` gives cosines and sines of both sides. ValueError for what
-    vLLM's class for models with latents passes over, and where it counts one of both alone."""
+    """Factor on scores: the square of the factor that `mscale_all_dim` means for queries and for keys.
+
+    ValueError for fields that vLLM's class for latent attention ignores, and for one of `mscale` and `mscale_all_dim`
+    alone.
+    """
     scales = [table.given.get(name) or 0.0 for name in ("mscale", "mscale_all_dim")]
     if any(scales) and not all(scales):
         raise ValueError(
@@ -191,7 +196,7 @@ def _score_factor(table: Fields, factor: float) -> float:
     return (0.1 * table.positive("mscale_all_dim") * math.log(factor) + 1.0) ** 2 if all(scales) else 1.0
 
 
-def _holder(table: Fields, fields: Fields, name: str) -> Fields:
+def _first_with(table: Fields, fields: Fields, name: str) -> Fields:
     return table if table.given.get(name) is not None else fields
 
 
@@ -212,16 +217,16 @@ def _llama3(table: Fields) -> Llama3Rope:
 
 def _yarn(table: Fields) -> YarnRope:
     factor = table.at_least_one("factor")
-    # Both libraries: the two count together or not at all.
+    # Both libraries read the two fields together or not at all.
     scales = [table.given.get(name) for name in ("mscale", "mscale_all_dim")]
-    above, below = [table.positive(name) for name in ("mscale", "mscale_all_dim")] if all(scales) else (1.0, 0.0)
-    usual = (0.1 * above * math.log(factor) + 1.0) / (0.1 * below * math.log(factor) + 1.0)
+    mscale, all_dim = [table.positive(name) for name in ("mscale", "mscale_all_dim")] if all(scales) else (1.0, 0.0)
+    default_factor = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
     return YarnRope(
         factor=factor,
         original_positions=table.count("original_max_position_embeddings"),
         beta_fast=table.positive("beta_fast", default=32.0),
         beta_slow=table.positive("beta_slow", default=1.0),
-        attention_factor=table.positive("attention_factor", default=usual),
+        attention_factor=table.positive("attention_factor", default=default_factor),
         truncate=table.flag("truncate", default=True),
     )
 
@@ -233,7 +238,7 @@ def _proportional(table: Fields) -> ProportionalRope:
     return ProportionalRope(share)
 
 
-# kind -> the fields of its table, and their reading
+# kind -> the fields of its table, and the function that reads them
 KINDS: Mapping[str, tuple[frozenset[str], Callable[[Fields], Rope | None]]] = {
     "default": (frozenset(), lambda _: None),
     "linear": (frozenset({"factor"}), _linear),

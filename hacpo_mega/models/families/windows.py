@@ -26,7 +26,7 @@ def read_windows(path: Path, fields: Fields, family: Family, num_layers: int) ->
         raise ValueError(f"{path}: layer_types has {short(other[0])}, which is not supported, only {only}")
     if family.windows == "none":
         return ()
-    # An explicit null is no window; no word is the family's own.
+    # An explicit null means no window; a missing field means the family's default.
     window = fields.given.get("sliding_window", family.defaults.get("sliding_window"))
     if family.windows == "pattern":
         period = family.defaults["sliding_window_pattern"]

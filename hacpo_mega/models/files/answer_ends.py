@@ -1,7 +1,7 @@
 """The tokens that end an agent's answers, and the one that ends the answers it learns from others. No torch.
 
 Families have several ends: Gemma's <eos> and <end_of_turn>, Phi-3's <|endoftext|> and <|end|>, GLM's <|user|>. The
-sampler stops at all of them. An answer of another agent gets the one that the learner would have said.
+sampler stops at all of them. An answer of another agent gets the one that the learner itself would have sampled.
 Elsewhere: the engine that stops (rollout/engine.py), and the files that name ends (folder.py).
 """
 
@@ -23,14 +23,14 @@ class AnswerEnds:
     """The ends of one agent.
 
     ids     every token that ends an answer, first the one that ends the answers of others in this agent's tokens
-    added   of them the one that the chat template alone names, no file of the folder; None where there is none
+    added   one of them that the chat template writes and no file of the folder names; None where there is none
     """
 
     ids: tuple[int, ...]
     added: int | None = None
 
     def added_line(self, text_of: Callable[[int], str]) -> str | None:
-        """A line for people on the end that the template adds; None without one."""
+        """A line for the user about the end that the template adds; None without one."""
         if self.added is None:
             return None
         named = ", ".join(text_of(number) for number in self.ids if number != self.added) or "none"
@@ -52,15 +52,15 @@ def answer_ends(folder: Path | None, eos_id: int | None, written: Sequence[int],
     """
     of_model, named = named_ends(folder) if folder is not None else ((), ())
     named = tuple(dict.fromkeys((*named, *(() if eos_id is None else (eos_id,)))))
-    if not named:  # by files that do not tell
+    if not named:
         return AnswerEnds(())
     known = [number for number in written if number in named]
     others = [number for number in written if number not in named and number != bos_id]
-    if known or not others:
-        is_named = eos_id is not None and (eos_id in of_model or not of_model)
-        chosen = known[0] if known else eos_id if is_named else named[0]
-        return AnswerEnds((chosen, *(number for number in named if number != chosen)))
-    return AnswerEnds((others[0], *named), added=others[0])
+    if not known and others:
+        return AnswerEnds((others[0], *named), added=others[0])
+    if not known:
+        known = [eos_id if eos_id is not None and (eos_id in of_model or not of_model) else named[0]]
+    return AnswerEnds((known[0], *(number for number in named if number != known[0])))
 
 
 def chats_with_answer(before: Chat) -> tuple[Chat, Chat]:
@@ -77,8 +77,8 @@ def written_ends(texts: Sequence[str | None], control: Mapping[str, int]) -> tup
 
     `texts` are of `chats_with_answer`; None is a chat that the template refuses. `control` are control tokens by text.
     """
-    found = (_first(_behind_answer(text), control) for text in texts if text is not None)
-    return tuple(dict.fromkeys(number for number in found if number is not None))
+    ends = (_first(_behind_answer(text), control) for text in texts if text is not None)
+    return tuple(dict.fromkeys(number for number in ends if number is not None))
 
 
 def _behind_answer(text: str) -> str:
@@ -88,7 +88,7 @@ def _behind_answer(text: str) -> str:
 
 
 def _first(text: str, control: Mapping[str, int]) -> int | None:
-    places = {token: text.find(token) for token in control if token and token in text}
-    if not places:
+    positions = {token: text.find(token) for token in control if token and token in text}
+    if not positions:
         return None
-    return control[min(places, key=lambda token: (places[token], -len(token)))]
+    return control[min(positions, key=lambda token: (positions[token], -len(token)))]  # of two there, the longer

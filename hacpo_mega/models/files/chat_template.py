@@ -36,8 +36,8 @@ MAX_ERROR = 300
 CLOCK, DRAWS = "strftime_now", frozenset(("random", "lipsum"))
 # Text that Python prints for a function or an object.
 ADDRESS = re.compile(r"<[^\n]{1,200} at 0x[0-9a-f]+>")
-# Seconds since 1970, which the C library counts by the zone of the machine.
-EPOCH = re.compile(r"%(.)", re.DOTALL)
+# A strftime directive. %s, the seconds since 1970, is replaced: the C library counts them by the machine's time zone.
+DIRECTIVE = re.compile(r"%(.)", re.DOTALL)
 
 Messages = Sequence[Mapping[str, str]]
 _drawing = threading.Lock()
@@ -50,36 +50,38 @@ def render(
 
     The template's clock stands at `time`, as `utc_now` writes it; None: now.
     """
-    found = _asked(template, conversations, variables, time)
-    if problem := next((error for _, error in found if error is not None), None):
+    results = _render_apart(template, conversations, variables, time)
+    if problem := next((error for _, error in results if error is not None), None):
         raise ValueError(problem)
-    return [text for text, _ in found]
+    return [text for text, _ in results]
 
 
 def render_closed(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None = None
 ) -> list[str | None]:
     """The text of every conversation, no further turn opened; None of one that the template refuses or fails on."""
-    found = _asked(template, conversations, {**variables, "add_generation_prompt": False}, time)
-    return [text for text, _ in found]
+    results = _render_apart(template, conversations, {**variables, "add_generation_prompt": False}, time)
+    return [text for text, _ in results]
 
 
-def _asked(
+def _render_apart(
     template: str, conversations: Sequence[Messages], variables: Mapping[str, Any], time: str | None
 ) -> list[tuple[str | None, str | None]]:
-    """The text of each conversation, or None and one line about the failure. ValueError if the process never ends."""
-    given = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
-    asked = json.dumps(given)
+    """(text, None) of each conversation, or (None, one line about the failure), rendered in a process of its own.
+
+    ValueError if the process fails or never ends.
+    """
+    inputs = {"template": template, "conversations": conversations, "variables": variables, "time": time or utc_now()}
     command = [sys.executable, "-P", __file__]
     try:
-        done = subprocess.run(command, input=asked.encode(), capture_output=True, timeout=WAIT_SECONDS)
+        done = subprocess.run(command, input=json.dumps(inputs).encode(), capture_output=True, timeout=WAIT_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"does not end within {WAIT_SECONDS:.0f} s") from error
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ValueError(f"does not end within {CPU_SECONDS} CPU seconds")
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        raise ValueError(f"cannot be rendered: {said[-1][:MAX_ERROR]}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ValueError(f"cannot be rendered: {lines[-1][:MAX_ERROR]}")
     return json.loads(done.stdout)
 
 
@@ -100,9 +102,9 @@ def utc_now() -> str:
 
 def clock_at(time: str) -> Callable[[str], str]:
     """`strftime_now` of a template with its clock fixed at `time`."""
-    at = datetime.datetime.fromisoformat(time)
-    seconds = str(int(at.replace(tzinfo=datetime.UTC).timestamp()))
-    return lambda form: at.strftime(EPOCH.sub(lambda sign: seconds if sign[1] == "s" else sign[0], form))
+    moment = datetime.datetime.fromisoformat(time)
+    seconds = str(int(moment.replace(tzinfo=datetime.UTC).timestamp()))
+    return lambda form: moment.strftime(DIRECTIVE.sub(lambda match: seconds if match[1] == "s" else match[0], form))
 
 
 @contextmanager
@@ -157,16 +159,16 @@ def names_in(template: str) -> frozenset[str]:
     return frozenset(value for _, kind, value in environment().lex(template) if kind == "name")
 
 
-def _rendered(template: str, messages: Messages, given: Mapping[str, Any], time: str) -> tuple[str | None, str | None]:
+def _rendering(template: str, messages: Messages, given: Mapping[str, Any], time: str) -> tuple[str | None, str | None]:
     try:
         made = environment(time).from_string(template)
         with same_draws(template, messages):
             text = made.render(messages=messages, **given)
     except Exception as error:  # a template is a program: whatever it raises is its fault
-        said = (str(error).splitlines() or [""])[0][:MAX_ERROR]
+        message = (str(error).splitlines() or [""])[0][:MAX_ERROR]
         if type(error) is jinja2.TemplateError:  # by raise_exception
-            return None, f"refuses the prompt: {said}"
-        return None, f"fails with {type(error).__name__}{': ' if said else ''}{said}"
+            return None, f"refuses the prompt: {message}"
+        return None, f"fails with {type(error).__name__}{': ' if message else ''}{message}"
     if len(text) > MAX_CHARACTERS:
         return None, f"makes {len(text)} characters of a prompt"
     if (found := ADDRESS.search(text)) and found[0] not in str(messages):
@@ -185,6 +187,6 @@ if __name__ == "__main__":
     _limit(resource.RLIMIT_CPU, CPU_SECONDS)
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
-    asked = json.load(sys.stdin)
-    given = {"tools": None, "documents": None, "add_generation_prompt": True, **asked["variables"]}
-    print(json.dumps([_rendered(asked["template"], chat, given, asked["time"]) for chat in asked["conversations"]]))
+    inputs = json.load(sys.stdin)
+    given = {"tools": None, "documents": None, "add_generation_prompt": True, **inputs["variables"]}
+    print(json.dumps([_rendering(inputs["template"], chat, given, inputs["time"]) for chat in inputs["conversations"]]))

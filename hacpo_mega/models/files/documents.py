@@ -45,9 +45,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     """The table of a TOML document. ValueError, one line, for invalid TOML, and for an absurdly large document."""
     if len(text) > MAX_TOML_BYTES:
         raise ValueError(f"has more than {MAX_TOML_BYTES:,} characters")
-    for pattern, what in ((LONG_KEY, f"a key of more than {MAX_DEPTH} parts"), (LONG_NUMBER, "a number too long")):
+    for pattern, problem in ((LONG_KEY, f"a key of more than {MAX_DEPTH} parts"), (LONG_NUMBER, "a number too long")):
         if found := pattern.search(text):
-            raise ValueError(f"{what} (at line {text.count(chr(10), 0, found.start()) + 1})")
+            raise ValueError(f"{problem} (at line {text.count(chr(10), 0, found.start()) + 1})")
     try:
         table = tomllib.loads(text)
     except RecursionError as error:
@@ -80,10 +80,10 @@ def toml_file(file: Path, expected: str) -> dict[str, Any]:
         )
         raise ValueError(f"{file}: not valid TOML: {found}") from error
     except ValueError as error:
-        raise ValueError(f"{file}: not valid TOML: {error}{_another_language(file)}") from error
+        raise ValueError(f"{file}: not valid TOML: {error}{_language_hint(file)}") from error
 
 
-def _another_language(file: Path) -> str:
+def _language_hint(file: Path) -> str:
     """The end of a line about a file that is no TOML: whether it looks like YAML or JSON."""
     lines = (line.strip() for line in _bytes_of(file, 4 * MAX_TOML_BYTES).decode().split("\n"))
     first = next((line for line in lines if line and not line.startswith("#")), "")

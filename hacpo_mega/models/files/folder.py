@@ -13,19 +13,19 @@ from hacpo_mega.models.files.hub import missing_folder, not_cached
 DTYPES = ("float32", "bfloat16", "float16")
 # One of these is the tokenizer of a Hugging Face folder, beside the files that only describe it.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-# Number of layers behind the last one, which predict further tokens: the older field, the newer.
+# Fields with the number of multi-token prediction layers: the older one, the newer one.
 PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
-# The text side of a folder, by which it is asked and its answers end: tokenizers of all kinds, templates, generation.
+# Files that turn text into prompts and end answers: tokenizers of all kinds, chat templates, generation settings.
 TEXT_FILES = (
     *TOKENIZER_FILES,
     *("tokenizer.*.json", "*.model", "*.tiktoken", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "merges.txt", "generation_config.json", "chat_template.jinja"),
     "additional_chat_templates/*.jinja",
 )
-IMAGE_FILES = ("*processor_config.json", "chat_template.json")  # by which images are read
+IMAGE_FILES = ("*processor_config.json", "chat_template.json")
 NOTICES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")  # which go with every copy of a model
 ADAPTER_NAMES = ("adapter_config.json", "adapter_model.")
-# Fields of an image checkpoint that stand beside its `text_config` and say something of the text model.
+# Fields of an image checkpoint that lie beside its `text_config` and hold for the text model, too.
 _OF_BOTH = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _OF_BOTH += ("pad_token_id", "quantization_config")
 MERGE = "merge it into its base (merge_and_unload of peft), or give the base, with [agents.lora] to train adapters"
@@ -80,8 +80,11 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def copied_files(folder: Path, *, text_only: bool = False) -> list[Path]:
-    """Files that a copy of a model keeps beside its weights and config.json: no README of another model, no adapter, no
-    state of an optimizer; those by which an image checkpoint reads images, but with `text_only`."""
+    """Files that a copy of a model keeps beside its weights and config.json: text files and licences.
+
+    An image checkpoint keeps the files of its image processor, too, unless `text_only`. A README, an adapter and an
+    optimizer's state do not belong to a copy.
+    """
     reads_images = has_tower(folder) and not text_only
     return [*text_files(folder), *_files(folder, (*NOTICES, *IMAGE_FILES) if reads_images else NOTICES)]
 
@@ -114,11 +117,11 @@ def read_json(file: Path) -> Mapping[str, Any]:
 def named_ends(folder: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that end an answer by the model's own files, in their order: those of the first file, and all.
 
-    The first is generation_config.json; config.json where that names none.
+    The first is generation_config.json, or config.json where that names none.
     """
     files = read_json(folder / "generation_config.json"), text_fields(folder)
-    named = [fields.get("eos_token_id") for fields in files]
-    by_file = [(ids,) if isinstance(ids, int) else tuple(ids or ()) for ids in named]
+    values = [fields.get("eos_token_id") for fields in files]
+    by_file = [(ids,) if isinstance(ids, int) else tuple(ids or ()) for ids in values]
     return by_file[0] or by_file[1], tuple(dict.fromkeys((*by_file[0], *by_file[1])))
 
 
@@ -134,12 +137,12 @@ def dtype_name(folder: Path) -> str:
 
 
 def with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config.json that names the dtype `name`, under the keys that it uses already; so does its text_config."""
+    """A config.json with the dtype `name`, under the keys that it uses already, also in its text_config."""
     keys = config.keys() & {"dtype", "torch_dtype"} or {"dtype"}
-    named = {**config, **dict.fromkeys(keys, name)}
+    changed = {**config, **dict.fromkeys(keys, name)}
     if isinstance(text := config.get("text_config"), dict) and text.keys() & {"dtype", "torch_dtype"}:
-        named["text_config"] = with_dtype(text, name)
-    return named
+        changed["text_config"] = with_dtype(text, name)
+    return changed
 
 
 def head_size(folder: Path) -> int | None:

@@ -39,10 +39,10 @@ class HubModel:
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """The Hub model of a text such as Qwen/Qwen3-4B or Qwen/Qwen3-4B@v1.1; None for one that can only be a path."""
-        found = NAME.fullmatch(text)
-        if found is None or ".." in text:
+        match = NAME.fullmatch(text)
+        if match is None or ".." in text:
             return None
-        return cls(found["repo"], found["revision"] or constants.DEFAULT_REVISION)
+        return cls(match["repo"], match["revision"] or constants.DEFAULT_REVISION)
 
     @classmethod
     def of_snapshot(cls, folder: Path) -> Self | None:
@@ -77,8 +77,8 @@ class HubModel:
 
 def given_path(text: str | Path) -> Path:
     """The path that a user writes. One with ./ before it or / behind it means a folder, whatever the Hub has."""
-    path, says_folder = Path(text), str(text).startswith("./") or str(text).endswith("/")
-    return path.absolute() if says_folder and _named_on_hub(path) else path
+    path, is_folder = Path(text), str(text).startswith("./") or str(text).endswith("/")
+    return path.absolute() if is_folder and _hub_model(path) else path
 
 
 def model_folder(path: Path) -> Path:
@@ -86,7 +86,7 @@ def model_folder(path: Path) -> Path:
 
     A folder of that name comes first.
     """
-    model = _named_on_hub(path)
+    model = _hub_model(path)
     return (model and model.snapshot()) or path
 
 
@@ -96,12 +96,12 @@ def model_name(folder: Path) -> str:
 
 
 def not_cached(path: Path) -> HubModel | None:
-    """The model on the Hub that a path can only mean, where the cache does not have it; else None."""
-    model = _named_on_hub(path)
+    """The Hub model that a path means, if no folder has that name and the cache lacks the model; else None."""
+    model = _hub_model(path)
     return None if model is None or model.snapshot() else model
 
 
-def _named_on_hub(path: Path) -> HubModel | None:
+def _hub_model(path: Path) -> HubModel | None:
     model = HubModel.parse(str(path))
     if model is None or path.exists():
         return None
@@ -122,15 +122,15 @@ def missing_folder(path: Path) -> str:
     )
     has = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "no folder"
     near = difflib.get_close_matches(named.name, names, n=1)
-    asked = "" if model is None else f" (the Hub is not asked where {named.parent}/ is a folder)"
+    note = "" if model is None else f" (the Hub is not asked where {named.parent}/ is a folder)"
     nearest = f". Nearest: {named.parent / near[0]}" if near else ""
     parent = str(named.parent).rstrip("/")
-    return f"model folder {path} does not exist: {parent}/ has no {named.name}; it has {has}{asked}{nearest}"
+    return f"model folder {path} does not exist: {parent}/ has no {named.name}; it has {has}{note}{nearest}"
 
 
 def _nearest_name(path: Path) -> str:
     """The end of a line about a Hub page's address: the model name in it."""
-    found = PAGE.fullmatch(str(path)) or SCHEME.fullmatch(str(path))
-    model = found and HubModel.parse(found["repo"] + (f"@{found['revision']}" if found["revision"] else ""))
+    match = PAGE.fullmatch(str(path)) or SCHEME.fullmatch(str(path))
+    model = match and HubModel.parse(match["repo"] + (f"@{match['revision']}" if match["revision"] else ""))
     is_default = model is not None and model.revision == constants.DEFAULT_REVISION
     return f". Nearest: {model.repo if is_default else model}" if model else ""

@@ -11,7 +11,7 @@ from hacpo_mega.models.files.hub import HubModel
 
 COPY = "If it is yours, copy what it leads to into its place, or name that place itself"
 TRUST = "--trust follows it, if you trust the maker of this run"
-OF_A_RUN = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
+RUN_FILES = ("starts.jsonl", "metrics.jsonl")  # one of them lies beside the config.toml of a run
 
 
 def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
@@ -33,7 +33,7 @@ def require_inside(root: Path, *places: Path, advice: str = COPY) -> None:
             )
         if target not in seen and target.is_dir():
             seen.add(target)
-            waiting += _worth_a_look(path)
+            waiting += _links_and_folders(path)
 
 
 def require_inside_its_run(path: Path) -> None:
@@ -45,26 +45,27 @@ def require_inside_its_run(path: Path) -> None:
 
 def require_own_model(folder: Path, run_dir: Path) -> None:
     """`require_inside` for the model folder that a stored run names: links stay in the run, else in the model."""
-    named, above = os.path.abspath(folder), (os.path.abspath(run_dir), os.path.realpath(run_dir))
-    is_in_run = any(Path(named).is_relative_to(run) for run in above)
-    is_snapshot = HubModel.of_snapshot(folder) is not None
-    root = run_dir if is_in_run else folder.parent.parent if is_snapshot else folder
+    runs = os.path.abspath(run_dir), os.path.realpath(run_dir)
+    if any(Path(os.path.abspath(folder)).is_relative_to(run) for run in runs):
+        root = run_dir
+    else:  # a snapshot's files are links to `blobs`, two folders up
+        root = folder if HubModel.of_snapshot(folder) is None else folder.parent.parent
     require_inside(root, folder, advice=TRUST)
 
 
 def run_above(path: Path) -> Path | None:
     """The nearest folder at or above an absolute path that is a run by the names in it; None without one."""
     for folder in (path, *path.parents):
-        if os.path.lexists(folder / "config.toml") and any(os.path.lexists(folder / name) for name in OF_A_RUN):
+        if os.path.lexists(folder / "config.toml") and any(os.path.lexists(folder / name) for name in RUN_FILES):
             return folder
     return None
 
 
-def _worth_a_look(folder: str) -> list[str]:
-    """Entries of a folder that are no plain files. ValueError if they cannot be seen."""
+def _links_and_folders(folder: str) -> list[str]:
+    """Entries of a folder that are no plain files. ValueError if it cannot be read."""
     try:
-        with os.scandir(folder) as found:
-            return [entry.path for entry in found if not entry.is_file(follow_symlinks=False)]
+        with os.scandir(folder) as entries:
+            return [entry.path for entry in entries if not entry.is_file(follow_symlinks=False)]
     except FileNotFoundError:  # a run removes its old checkpoints
         return []
     except OSError as error:

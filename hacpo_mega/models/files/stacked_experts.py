@@ -1,6 +1,6 @@
 """Experts that a folder stacks: one matrix of one expert out of a stack, and the stack again.
 
-gpt-oss has of a layer gate_up_proj [E, H, 2 F], gate and up in turn, down_proj [E, F, H] and a bias of each, or as
+gpt-oss has for a layer gate_up_proj [E, H, 2 F], gate and up interleaved, down_proj [E, F, H] and a bias of each, or
 MXFP4 (OCP Microscaling 1.0) blocks of 32 numbers [E, rows, blocks, 16], two a byte, and their scales [E, rows, blocks].
 Image checkpoints of Qwen3.5 and all folders of Gemma 4 have plain stacks: gate_up_proj [E, 2 F, H], gate above up, and
 down_proj [E, H, F].
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hacpo_mega.models.files.weight_files import DOWN, FP8_BLOCK, GATE_UP, StoredTensor, expert_place
+from hacpo_mega.models.files.weight_files import DOWN, FP8_BLOCK, GATE_UP, StoredTensor, parse_expert
 
 Tensor = Any
 # The numbers of four bits: a sign, two bits of an exponent, one of a mantissa.
@@ -22,9 +22,9 @@ EXPONENT_BIAS = 127
 
 
 def unpacked_tensor(stored: StoredTensor, read: Callable[[StoredTensor], Tensor]) -> Tensor:
-    """The matrix or bias of an expert, from the stack that `stored` names, or the matrix that it has in fp8.
+    """The matrix or bias of an expert out of the stack `stored`, or a matrix that is stored in fp8.
 
-    `read` has what a file holds of it.
+    `read` returns the numbers of a stored tensor; of a stack those of one expert.
     """
     whole = read(stored)
     if stored.expert is None:
@@ -56,16 +56,18 @@ def unpacked_fp8(numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def joined_experts(tensors: Iterable[tuple[str, Tensor]], *, plain: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The same with gate and up of every expert as one, [H, 2 F], and down as [F, H], as a stack has them, under its
-    names with the number of the expert before the last word; others as they are. A `plain` stack has [2 F, H], [H, F].
+    """Tensors with gate and up of every expert joined, [H, 2 F], and down as [F, H], as a stack has them.
+
+    Names are the stack's, with the number of the expert before the last part; other tensors pass unchanged. A `plain`
+    stack has [2 F, H] and [H, F].
     """
     gates: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        place = expert_place(name)
-        if place is None:
+        parsed = parse_expert(name)
+        if parsed is None:
             yield name, tensor
             continue
-        block, expert, part, ending = place
+        block, expert, part, ending = parsed
         joined = f"{block}.{expert}.{_base(part)}{ending}"
         tensor = tensor.T if tensor.dim() == 2 and not plain else tensor
         if part == DOWN:
@@ -88,18 +90,18 @@ def _both(gate: Tensor, up: Tensor, *, plain: bool) -> Tensor:
 
 def stack_shapes(shapes: Iterable[tuple[str, Sequence[int]]], *, plain: bool = False) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors of a folder that stacks the experts of these, in the order of `stacked_experts`."""
-    found: dict[str, tuple[int, ...]] = {}
+    stacks: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes:
-        place = expert_place(name)
-        if place is None:
-            found[name] = tuple(shape)
+        parsed = parse_expert(name)
+        if parsed is None:
+            stacks[name] = tuple(shape)
             continue
-        block, expert, part, ending = place
+        block, expert, part, ending = parsed
         rows, *columns = shape
         width = rows if part == DOWN else 2 * rows
         sizes = (width, *columns) if plain else (*columns, width)
-        found[f"{block}.{_base(part)}{ending}"] = (int(expert) + 1, *sizes)
-    return found
+        stacks[f"{block}.{_base(part)}{ending}"] = (int(expert) + 1, *sizes)  # the last expert's number counts
+    return stacks
 
 
 def stacked_experts(

@@ -17,7 +17,7 @@ import tokenizers
 from hacpo_mega.models.files.documents import one_line, short
 from hacpo_mega.models.files.folder import read_json
 
-# Their tokenizer.json is all there is; another class may bring special tokens of its own.
+# Classes that read tokenizer.json alone; another class may add special tokens of its own.
 PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 # Classes that replace a part of tokenizer.json by their own, and what that part holds where it says something else:
 # bytes in place of SentencePiece's signs, or other splits of a text than GPT-2's.
@@ -43,7 +43,7 @@ CONTROL_SHAPE = re.compile(r"<[|\uff5c].+[|\uff5c]>|</?s>|[<\[](?:pad|unk|bos|eo
 
 
 def is_complete(folder: Path) -> bool:
-    """True if tokenizer.json says all of a folder's tokenizer: by its class, or by another that reads it wrongly."""
+    """True if tokenizer.json alone defines a folder's tokenizer: by its class, or since the named class misreads it."""
     described = read_json(folder / "tokenizer_config.json")
     if "auto_map" in described or not (folder / "tokenizer.json").is_file():
         return False
@@ -81,21 +81,21 @@ def _older_map(folder: Path, described: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def token_texts(folder: Path, others: Collection[int]) -> dict[int, str]:
-    """The tokens that steer the model, by id: special ones, added ones of CONTROL_SHAPE, and `others`. ValueError.
+    """Texts of control tokens by id: special ones, added ones of CONTROL_SHAPE, and `others`.
 
-    None of a folder without tokenizer.json.
+    Empty for a folder without tokenizer.json. ValueError for one that is no tokenizer.
     """
     if not (folder / "tokenizer.json").is_file():
         return {}
     tokenizer = _loaded(folder / "tokenizer.json")
-    found = {
+    control = {
         number: token.content
         for number, token in tokenizer.get_added_tokens_decoder().items()
         if token.special or CONTROL_SHAPE.fullmatch(token.content)
     }
     named = [*others, *map(tokenizer.token_to_id, special_tokens(folder).values())]
     texts = {number: tokenizer.id_to_token(number) for number in named if number is not None}
-    return found | {number: text for number, text in texts.items() if text is not None}
+    return control | {number: text for number, text in texts.items() if text is not None}
 
 
 def mapping_digest(tokenizer_json: str) -> str:
@@ -226,8 +226,8 @@ def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, str]]:
                 yield file, key, text
             elif key in LISTS and value is not None:
                 yield from ((file, key, token) for token in _listed(file, key, value))
-    own = {} if is_complete(folder) else CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {})
-    for key, text in own.items():
+    added = {} if is_complete(folder) else CLASS_TOKENS.get(str(table.get("tokenizer_class")).removesuffix("Fast"), {})
+    for key, text in added.items():
         if key not in table and key not in older:
             yield described, f"tokenizer_class {table['tokenizer_class']} with its {key}", text
 
@@ -255,13 +255,13 @@ def _end_problem(
     tokens: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], ends: list[tuple[Path, int]]
 ) -> str | None:
     """Checks that an id that ends answers is a control token: if it is text, the tokenizer is another model's."""
-    steering = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
+    control = set(tokenizer.get_added_tokens_decoder()) | {tokenizer.token_to_id(text) for text in special.values()}
     for file, number in ends:
-        if number not in steering:
+        if number not in control:
             token = tokenizer.id_to_token(number)
-            what = "no token" if token is None else f"the ordinary token {short(token)}"
+            meaning = "no token" if token is None else f"the ordinary token {short(token)}"
             return (
-                f"{file}: eos_token_id {number} is {what} in {tokens}, so no answer would end where the model ends "
+                f"{file}: eos_token_id {number} is {meaning} in {tokens}, so no answer would end where the model ends "
                 "it: one of the two files is another model's"
             )
     return None

@@ -22,7 +22,7 @@ def visible(text: str) -> str:
 
     Line ends (\n) and tabs stay, and so does a backslash: answers are full of LaTeX.
     """
-    return PLAIN.sub(_written_out, text)
+    return PLAIN.sub(_escaped, text)
 
 
 def one_line(text: str) -> str:
@@ -49,8 +49,8 @@ def say(text: object, file: TextIO | None = None) -> None:
     print(visible(str(text)), file=sys.stdout if file is None else file, flush=True)
 
 
-def _written_out(found: re.Match[str]) -> str:
-    sign = found[0]
-    category = unicodedata.category(sign)
-    is_obeyed = category.startswith("C") or category in ("Zl", "Zp") or UNSEEN.match(sign)
-    return sign.encode("unicode_escape").decode() if is_obeyed else sign
+def _escaped(match: re.Match[str]) -> str:
+    character = match[0]
+    category = unicodedata.category(character)
+    is_hidden = category.startswith("C") or category in ("Zl", "Zp") or UNSEEN.match(character)
+    return character.encode("unicode_escape").decode() if is_hidden else character

@@ -49,13 +49,13 @@ TEXT_PREFIXES = {
     "language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-# A router's bias: for the choice of experts alone, of no gradient, and float32 in folders and engines of any type; by
-# the names of most families and of Hy3.
+# Names of a router's bias in most families, and in Hy3. It takes part in the choice of experts alone, has no gradient,
+# and is float32 in folders and engines of any type.
 CORRECTION, EXPERT_BIAS = "e_score_correction_bias", "expert_bias"
 # A number of a layer that its output is multiplied with, which is not trained.
 LAYER_SCALE = "layer_scalar"
-# Prefix of multi-token prediction layers that do not lie behind the others.
-BESIDE = "mtp."
+# Prefix of multi-token prediction layers that are not numbered after the model's own.
+MTP_PREFIX = "mtp."
 # Last names of stacks of experts (stacked_experts.py), and the matrices of an expert that are in them.
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _IN_STACK = {GATE_UP: ("gate_proj", "up_proj"), DOWN: (DOWN,)}
@@ -114,20 +114,22 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _with_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same with fp8 matrices as bfloat16, each with the scales of its blocks, which are no weights."""
-    found = dict(tensors)
+    """The tensors with fp8 matrices as bfloat16, each with the scales of its blocks, which are no tensors any more."""
+    joined = dict(tensors)
     for name, stored in tensors.items():
         scales = tensors.get(f"{name}{FP8_SCALES}")
         blocks = tuple(-(-size // FP8_BLOCK) for size in stored.shape)
         if stored.dtype == "F8_E4M3" and scales is not None and scales.shape == blocks:
-            found[name] = replace(stored, dtype="BF16", scales=found.pop(scales.name))
-    return found
+            joined[name] = replace(stored, dtype="BF16", scales=joined.pop(scales.name))
+    return joined
 
 
 def _unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The same with the matrices and biases of every expert in the place of stacks, which of gpt-oss alone have biases,
-    while those of others are plain; what has not the dimensions of a stack stays what it is."""
-    found: dict[str, StoredTensor] = {}
+    """The tensors with the matrices and biases of every expert in place of stacks.
+
+    Stacks with biases are gpt-oss's, others are plain. A tensor without the dimensions of a stack stays as it is.
+    """
+    unstacked: dict[str, StoredTensor] = {}
     for name, stored in tensors.items():
         block, _, last = name.rpartition(".")
         plain = f"{block}.{GATE_UP}_bias" not in tensors
@@ -136,10 +138,10 @@ def _unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         scales = tensors.get(f"{block}.{base}_scales") if kind == "_blocks" else None
         fits = scales is None if kind != "_blocks" else scales is not None and scales.shape == stored.shape[:-1]
         if match is None or len(stored.shape) != _DIMENSIONS[kind] or not fits:
-            found[name] = stored
+            unstacked[name] = stored
         elif kind != "_scales":
-            found |= _members(block, base, replace(stored, plain=plain, scales=scales))
-    return found
+            unstacked |= _members(block, base, replace(stored, plain=plain, scales=scales))
+    return unstacked
 
 
 def _members(block: str, base: str, stack: StoredTensor) -> dict[str, StoredTensor]:
@@ -158,7 +160,7 @@ def _members(block: str, base: str, stack: StoredTensor) -> dict[str, StoredTens
 
 def stacks_experts(names: Iterable[str]) -> bool:
     """True if tensors by these names are those of a model whose folders stack experts, which have biases."""
-    return any((place := expert_place(name)) is not None and place[3] for name in names)
+    return any((parsed := parse_expert(name)) is not None and parsed[3] for name in names)
 
 
 def stacks_plainly(names: Iterable[str]) -> bool:
@@ -167,7 +169,7 @@ def stacks_plainly(names: Iterable[str]) -> bool:
     return any(_IN_LAYER.match(name) is not None for name in names)
 
 
-def expert_place(name: str) -> tuple[str, str, str, str] | None:
+def parse_expert(name: str) -> tuple[str, str, str, str] | None:
     """(block, number, matrix, ending of a stack's name) of an expert's tensor; None for another name."""
     match = _EXPERT.fullmatch(name)
     return None if match is None else (*match.groups()[:3], "_bias" if match[4] == "bias" else "")
@@ -181,9 +183,9 @@ def tower_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def text_name(stored: str) -> str | None:
     """The name of a text model's tensor that an image checkpoint holds as `stored`; None for one of its tower."""
-    for prefix, own in TEXT_PREFIXES.items():
+    for prefix, text_prefix in TEXT_PREFIXES.items():
         if stored.startswith(prefix):
-            return own + stored.removeprefix(prefix)
+            return text_prefix + stored.removeprefix(prefix)
     return None
 
 
@@ -191,7 +193,7 @@ def all_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by the names in its files, from its index or its single file.
 
     ValueError, a line per problem: no safetensors, an index that names what is not there, a file that is broken or cut
-    short, weights that another reader would take otherwise.
+    short, a folder from which another reader would take other weights.
     """
     index = read_json(folder / INDEX).get("weight_map")
     has_index = (folder / INDEX).is_file()
@@ -212,8 +214,7 @@ def all_tensors(folder: Path) -> dict[str, StoredTensor]:
             problems.append(f"{folder / file} lacks {len(lost)} tensors that {INDEX} looks for there: {some(lost)}")
         unnamed = weight_names(header.keys() - (wanted or header.keys()), tied=False, extra=extra_names)
         problems += _against_index(folder / file, unnamed, index or {})
-        found = header if wanted is None else {name: header[name] for name in wanted & header.keys()}
-        tensors.update(found)
+        tensors |= header if wanted is None else {name: header[name] for name in wanted & header.keys()}
     if problems:
         raise ValueError("\n".join(problems))
     return tensors
@@ -314,12 +315,14 @@ def weight_names(tensors: Iterable[str], *, tied: bool, extra: tuple[str, ...] =
 
 
 def extra_layers(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name prefixes of multi-token prediction layers: they lie behind the last layer or, as Qwen3-Next's, beside the
-    model, and are not used."""
+    """Name prefixes of multi-token prediction layers, which are not used.
+
+    They are numbered after the last layer or, as in Qwen3-Next, have MTP_PREFIX.
+    """
     first, counts = config.get("num_hidden_layers"), [config.get(name) or 0 for name in PREDICTS]
     if any(type(count) is not int or not 0 <= count < 100 for count in counts) or type(first) is not int:
-        return (BESIDE,)
-    return BESIDE, *(f"model.layers.{first + number}." for number in range(max(counts)))
+        return (MTP_PREFIX,)
+    return MTP_PREFIX, *(f"model.layers.{first + number}." for number in range(max(counts)))
 
 
 def without_extra_layers(config: Mapping[str, Any]) -> dict[str, Any]:

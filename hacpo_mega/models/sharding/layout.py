@@ -92,16 +92,16 @@ def layout_problems(
     """Reasons why the model cannot have this layout, a line each; empty if it can.
 
     max_positions       tokens of the longest prompt and answer together
-    engine_head_sizes   sizes of heads, or of latents, that an engine's attention on the CPU knows; None: it is on CUDA
+    engine_head_sizes   sizes of heads, or of latents, that vLLM's attention on the CPU supports; None: it is on CUDA
     """
-    of_tensors = _tensor_problems(architecture, layout)
-    problems = of_tensors or _context_problems(architecture, layout)
+    tensor_problems = _tensor_problems(architecture, layout)
+    problems = [*(tensor_problems or _context_problems(architecture, layout))]
     problems += _expert_problems(architecture, layout)
-    of_pipeline = list(_pipeline_problems(architecture.num_layers, layout))
-    problems += of_pipeline or _chunk_problems(architecture.num_layers, layout)
+    pipeline_problems = list(_pipeline_problems(architecture.num_layers, layout))
+    problems += pipeline_problems or _chunk_problems(architecture.num_layers, layout)
     # An engine over the whole cell has the ranks of tp: its problems are reported for tp, with one advice.
-    follows = layout.engine_tp == layout.cell_size and not layout.rollout
-    if layout.engine_tp is not None and not (of_tensors and follows):
+    follows_tp = layout.engine_tp == layout.cell_size and not layout.rollout
+    if layout.engine_tp is not None and not (tensor_problems and follows_tp):
         problems += _engine_problems(architecture, layout, layout.engine_tp, engine_head_sizes)
     if max_positions is not None and max_positions > architecture.max_positions:
         problems.append(
@@ -145,7 +145,7 @@ def chunks_in_flight(layout: Layout, stage: int) -> int:
 
 
 def head_size_problem(size: int | None, known: Collection[int], *, has_latents: bool) -> str | None:
-    """The sentence for a size of heads, or of latents, that the engine's attention does not know; None if it does."""
+    """Message about a size of heads, or of latents, that vLLM's attention does not support; None if it does."""
     if size is None or size in known:
         return None
     named, sizes = "kv_lora_rank + qk_rope_head_dim" if has_latents else "head_dim", ", ".join(map(str, sorted(known)))
@@ -155,13 +155,13 @@ def head_size_problem(size: int | None, known: Collection[int], *, has_latents: 
 def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:
     # Megatron cuts query, key and value as one matrix, also through a key/value head that ranks share.
     queries = architecture.num_heads * (2 if architecture.gated else 1)
-    also = {}
+    divided = {}
     for heads, where in zip(architecture.kinds_of_heads, ("", " in layers without a window"), strict=False):
-        together = f"the model's {{}} rows of query, key and value together{where}"
-        also[together] = (queries + (1 + heads.has_values) * heads.kv_heads) * heads.size
+        words = f"the model's {{}} rows of query, key and value together{where}"
+        divided[words] = (queries + (1 + heads.has_values) * heads.kv_heads) * heads.size
     if architecture.traits.whole_qk_norm:
-        also["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
-    return _sharing_problems(architecture, "tp", layout.tp, also)
+        divided["the model's {} key/value heads, which have one norm together"] = architecture.num_kv_heads
+    return _sharing_problems(architecture, "tp", layout.tp, divided)
 
 
 def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
@@ -176,7 +176,7 @@ def _context_problems(architecture: Architecture, layout: Layout) -> list[str]:
         ]
 
     def fits(cp: int) -> bool:
-        return heads % (tp * cp) == 0 and all(_copies(each.kv_heads, tp * cp) for each in architecture.kinds_of_heads)
+        return heads % (tp * cp) == 0 and all(_divides(each.kv_heads, tp * cp) for each in architecture.kinds_of_heads)
 
     if fits(layout.cp):
         return []
@@ -210,21 +210,18 @@ def _expert_problems(architecture: Architecture, layout: Layout) -> Iterator[str
 def _engine_problems(
     architecture: Architecture, layout: Layout, engine_tp: int, head_sizes: Collection[int] | None
 ) -> list[str]:
-    also = (
-        {f"rollout_gpus ({layout.rollout})": layout.rollout} if layout.rollout else {layout.product(): layout.cell_size}
-    )
+    words = f"rollout_gpus ({layout.rollout})" if layout.rollout else layout.product()
+    divided = {words: layout.rollout or layout.cell_size}
     if architecture.has_experts:
-        also["the model's {} columns of an expert"] = architecture.expert_ffn
-    problems = _sharing_problems(architecture, "engine_tp", engine_tp, also)
+        divided["the model's {} columns of an expert"] = architecture.expert_ffn
+    problems = _sharing_problems(architecture, "engine_tp", engine_tp, divided)
     if head_sizes is None:
         return problems
-    sizes = [heads.size for heads in architecture.kinds_of_heads]
     has_latents = architecture.latent is not None
-    found = (
-        head_size_problem(size, head_sizes, has_latents=has_latents)
-        for size in ([architecture.cached_dim] if has_latents else sizes)
-    )
-    problems += [problem for problem in found if problem is not None]
+    sizes = [architecture.cached_dim] if has_latents else [heads.size for heads in architecture.kinds_of_heads]
+    for size in sizes:
+        if problem := head_size_problem(size, head_sizes, has_latents=has_latents):
+            problems.append(problem)
     if architecture.has_experts and architecture.hidden_size % CPU_EXPERTS:
         near = max(1, round(architecture.hidden_size / CPU_EXPERTS)) * CPU_EXPERTS
         problems.append(
@@ -241,8 +238,8 @@ def _engine_problems(
     return problems
 
 
-def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Mapping[str, int]) -> list[str]:
-    """Reasons why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `also` (words -> size).
+def _sharing_problems(architecture: Architecture, key: str, ranks: int, sizes: Mapping[str, int]) -> list[str]:
+    """Reasons why `ranks` cannot share every layer: what Megatron and vLLM both divide, and `sizes` (words -> size).
 
     With more ranks than key/value heads, each head is copied to several.
     """
@@ -251,13 +248,13 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
         "the model's {} attention heads": heads,
         "the model's {} feed-forward columns": architecture.ffn_size,
         "the model's {} columns of shared experts": architecture.shared_ffn,
-        **also,
+        **sizes,
     }
     if architecture.delta_net is not None:
         divided["the model's {} key heads of gated delta nets"] = architecture.delta_net.key_heads
 
     def fits(n: int) -> bool:
-        return all(_copies(each.kv_heads, n) for each in kinds) and not any(size % n for size in divided.values())
+        return all(_divides(each.kv_heads, n) for each in kinds) and not any(size % n for size in divided.values())
 
     valid = [n for n in range(1, heads + 1) if fits(n)]
     nearest = f"Nearest: {key} = {_nearest(ranks, valid)}"
@@ -269,12 +266,12 @@ def _sharing_problems(architecture: Architecture, key: str, ranks: int, also: Ma
     return problems + [
         f"{key} ({ranks}) must divide the model's {each.kv_heads} key/value heads or be a multiple of them. {nearest}"
         for each in kinds
-        if not _copies(each.kv_heads, ranks)
+        if not _divides(each.kv_heads, ranks)
     ]
 
 
-def _copies(kv_heads: int, ranks: int) -> bool:
-    """True if each rank has equally many key/value heads, or each head is on equally many ranks."""
+def _divides(kv_heads: int, ranks: int) -> bool:
+    """True if one number divides the other: ranks have equally many heads, or heads equally many ranks."""
     return max(kv_heads, ranks) % min(kv_heads, ranks) == 0
 
 

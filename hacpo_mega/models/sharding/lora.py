@@ -2,10 +2,10 @@
 
 A matrix W [out, in] that is a target stays as it is and is used as W + alpha / rank * B A: A [rank, in] is the
 adapter's `down`, B [out, rank] its `up`. The Hugging Face matrices that one Megatron layer holds fused have an adapter
-each; of their downs the layer has one parameter, stacked, and another of their ups, whose rows lie as its own rows do.
+each; the layer has one parameter of all their downs, stacked, and one of all their ups, whose rows lie as its own do.
 In a layer that is split along its output, down is on every rank and up is split; in one that is split along its input,
-the reverse; of experts each rank has the factors of its own. So both are slots (segments.py), and whoever stores, cuts
-or gathers parameters needs no word of LoRA. Names are peft's. Imports no torch. Elsewhere: modules and merging
+the reverse; each rank has the factors of its own experts. So both are slots (segments.py), and code that stores, cuts
+or gathers parameters need not know of LoRA. Names are peft's. Imports no torch. Elsewhere: modules and merging
 (megatron/weights/lora.py, hacpo_kernels.merge_adapter).
 """
 
@@ -30,7 +30,7 @@ LAYERS = tuple(
     }.items()
     for layer in layers.split()
 )
-# By the cut of a layer those of down and up; else down is whole, and up is cut as the layer is.
+# Cut of a layer -> cuts of its down and up; for other layers down is whole, and up is cut as the layer is.
 CUTS = {Cut.COLUMNS: (Cut.COLUMNS, Cut.WHOLE), Cut.EXPERTS: (Cut.EXPERTS, Cut.EXPERTS)}
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
@@ -70,38 +70,38 @@ def chosen_targets(architecture: Architecture, asked: str | Sequence[str]) -> tu
     layers = (stage_slots(layer, (1,), 0) for layer in architecture.kinds(range(architecture.num_layers)))
     slots = (slot for layer in layers for slot in layer if _may_have_adapters(slot, architecture))
     names = (_last(source) for slot in slots for source in slot.sources)
-    there = tuple(dict.fromkeys(names))  # those of an expert are those of every other
+    available = tuple(dict.fromkeys(names))  # all experts have the same
     if asked == ALL_LINEAR:
-        return there
+        return available
     problems = []
     for name in dict.fromkeys(asked):
-        if name not in there:
-            near = difflib.get_close_matches(name.rpartition(".")[2], there, n=1) or [ALL_LINEAR]
+        if name not in available:
+            near = difflib.get_close_matches(name.rpartition(".")[2], available, n=1) or [ALL_LINEAR]
             problems.append(
                 f"lora.targets: {name!r} matches nothing in this {architecture.family} model, whose matrices are "
-                f"{', '.join(there)}. Nearest: {near[0]!r}"
+                f"{', '.join(available)}. Nearest: {near[0]!r}"
             )
     if problems:
         raise ValueError("\n".join(problems))
-    return tuple(name for name in there if name in asked)
+    return tuple(name for name in available if name in asked)
 
 
 def lora_problems(architecture: Architecture, lora: Lora, *, tp: int) -> Iterator[str]:
     """Reasons why this model cannot have these adapters on `tp` ranks, a line each."""
-    found = (_problems(each, architecture, lora, tp) for each in layer_adapters(architecture, lora))
-    yield from dict.fromkeys(itertools.chain.from_iterable(found))
+    problems = (_problems(each, architecture, lora, tp) for each in layer_adapters(architecture, lora))
+    yield from dict.fromkeys(itertools.chain.from_iterable(problems))
 
 
 def _problems(adapter: Adapter, architecture: Architecture, lora: Lora, tp: int) -> Iterator[str]:
     matrices = tuple(dict.fromkeys(map(_last, adapter.base.sources)))
-    given = {_last(source): min(source.shape) for source in adapter.base.sources if _last(source) in lora.targets}
-    narrow = min(given, key=lambda name: given[name])
-    if lora.rank > given[narrow]:
+    sides = {_last(source): min(source.shape) for source in adapter.base.sources if _last(source) in lora.targets}
+    narrow = min(sides, key=lambda name: sides[name])
+    if lora.rank > sides[narrow]:
         yield (
-            f"lora.rank ({lora.rank}) is more than the smaller side of {narrow} ({given[narrow]}). Nearest: "
-            f"{given[narrow]}"
+            f"lora.rank ({lora.rank}) is more than the smaller side of {narrow} ({sides[narrow]}). Nearest: "
+            f"{sides[narrow]}"
         )
-    if adapter.base.cut is Cut.EXPERTS and len(given) < len(matrices):
+    if adapter.base.cut is Cut.EXPERTS and len(sides) < len(matrices):
         yield (
             f"lora.targets: {' and '.join(matrices)} of an expert are one matrix to transformers, so peft adapts "
             f"both. Nearest: both of {', '.join(matrices)}"
@@ -111,7 +111,7 @@ def _problems(adapter: Adapter, architecture: Architecture, lora: Lora, tp: int)
     if (heads := adapter.base.heads) and len(shares) > 1:
         yield (
             f"lora.targets: tp ({tp}) cuts through the {heads.kv_heads} key/value heads, so ranks have unequal shares "
-            f"of {' and '.join(given)} alone. Nearest: all of {', '.join(matrices)}"
+            f"of {' and '.join(sides)} alone. Nearest: all of {', '.join(matrices)}"
         )
 
 

@@ -1,9 +1,9 @@
-"""The fields of Megatron's TransformerConfig: decided by this project, working, and all others.
+"""The fields of Megatron's TransformerConfig: decided by this project, free for the user, and without effect.
 
-The model builder fills a configuration from the first (megatron/model/model.py) and `hacpo-mega check` refuses them in
-the table `agents.megatron`: a second opinion there would split the truth. It refuses the last, too, which nothing here
-would read. A test holds the tables against Megatron's class, so that a field of a later version has its place. Imports
-no torch and no Megatron.
+The model builder fills a configuration from the decided ones (megatron/model/model.py), and `hacpo-mega check` refuses
+them in the table `agents.megatron`, where they would contradict the builder. It also refuses those that nothing here
+reads. A test compares the tables with Megatron's class, so that no field of a later version is missed. Imports no torch
+and no Megatron.
 """
 
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ FIXED: dict[str, Any] = {
     "expert_tensor_parallel_size": None,
     "num_moe_experts": None,
     "heterogeneous_block_specs": False,
-    # One chunk of dense layers per stage, as decoder_spec builds them; uneven stages are told by their layers.
+    # decoder_spec builds the stages; uneven ones are given by the layers of the first and the last.
     "pipeline_model_parallel_layout": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
@@ -111,7 +111,7 @@ DECIDED = frozenset(
 
 
 AUX_LOSS, Z_LOSS, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
-# Fields that work: WORKS with every model and layout, each WITH_ set only with the models or layouts of its name.
+# Free fields: WORKS with every model and layout, each WITH_ set only with the models or layouts of its name.
 WORKS = frozenset(
     (
         *("bias_dropout_fusion", "deterministic_mode", "disable_bf16_reduced_precision_matmul"),
@@ -139,17 +139,17 @@ def no_effect(field: str, value: Any) -> str | None:
 def field_problems(
     given: Mapping[str, Any], architecture: Architecture, layout: Layout, *, has_adapters: bool = False
 ) -> Iterator[str]:
-    """A line for every field that works, but not for this model in this layout."""
-    where = (
+    """A line for every free field that has no effect on this model in this layout."""
+    conditions = (
         (WITH_PIPELINE, layout.pp > 1, "pp is 1"),
         (WITH_CHUNKS, layout.vpp > 1, f"there is no {VIRTUAL}"),
         (WITH_TENSOR_RANKS, layout.tp > 1, "tp is 1"),
         (WITH_EXPERTS, architecture.has_experts, f"this {architecture.family} model has no experts"),
     )
-    for fields, works, why in where:
-        if not works:
+    for fields, has_effect, reason in conditions:
+        if not has_effect:
             yield from (
-                f"megatron.{field} has no effect here: {why}; remove it" for field in sorted(fields & given.keys())
+                f"megatron.{field} has no effect here: {reason}; remove it" for field in sorted(fields & given.keys())
             )
     if architecture.has_experts and has_adapters:
         for field in sorted({AUX_LOSS, Z_LOSS} & given.keys()):

@@ -37,14 +37,14 @@ NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: rank `source` reads it from its shard `read`, rank `target` writes it into its shard
-    `written`."""
+    """A rectangle of a tensor that rank `source` reads and rank `target` writes, and the numbers of their shards that
+    it lies in."""
 
-    what: Shard
+    shard: Shard
     source: int
-    read: int
+    source_shard: int
     target: int
-    written: int
+    target_shard: int
 
     @property
     def crosses(self) -> bool:
@@ -65,9 +65,12 @@ class WeightSyncPlan:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that are equal where the plans are."""
+        """Hash of the plan, 16 bytes."""
         pieces = [
-            [[p.what.name, p.what.offsets, p.what.sizes, p.source, p.read, p.target, p.written] for p in bucket]
+            [
+                [p.shard.name, p.shard.offsets, p.shard.sizes, p.source, p.source_shard, p.target, p.target_shard]
+                for p in bucket
+            ]
             for bucket in self.buckets
         ]
         content = json.dumps([self.num_ranks, self.itemsize, pieces]).encode()
@@ -81,9 +84,9 @@ class WeightSyncPlan:
     @cached_property
     def last_of_bucket(self) -> tuple[frozenset[str], ...]:
         """For every bucket, the tensors of which no rank gets anything in a later one."""
-        last = {piece.what.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
+        last = {piece.shard.name: number for number, bucket in enumerate(self.buckets) for piece in bucket}
         return tuple(
-            frozenset(piece.what.name for piece in bucket if last[piece.what.name] == number)
+            frozenset(piece.shard.name for piece in bucket if last[piece.shard.name] == number)
             for number, bucket in enumerate(self.buckets)
         )
 
@@ -106,22 +109,22 @@ def publish_plan(
         for number, shard in enumerate(shards):
             if shard.size:
                 holders[shard.name][shard].append((rank, number))
-    shared: dict[Shard, _Shared] = {}  # engines over fewer ranks than the cell has need the same
+    held: dict[Shard, _Overlaps] = {}  # several engines of a cell need the same shards
     pieces = []
     for rank, shards in enumerate(targets):
         for number, shard in enumerate(shards):
-            if shard not in shared:
-                shared[shard] = _shared(shard, rank, holders.get(shard.name, {}))
-            for overlap, where in shared[shard]:
-                source, read = min(where, key=partial(_distance, rank, cell_size or len(targets)))
-                pieces += _split(Piece(overlap, source, read, rank, number), bucket_bytes // itemsize)
-    order = {name: place for place, name in enumerate(holders)}
-    pieces.sort(key=lambda p: (order[p.what.name], p.target, p.written, p.what.offsets))
+            if shard not in held:
+                held[shard] = _overlaps(shard, rank, holders.get(shard.name, {}))
+            for overlap, where in held[shard]:
+                source, source_shard = min(where, key=partial(_distance, rank, cell_size or len(targets)))
+                pieces += _split(Piece(overlap, source, source_shard, rank, number), bucket_bytes // itemsize)
+    order = {name: index for index, name in enumerate(holders)}
+    pieces.sort(key=lambda p: (order[p.shard.name], p.target, p.target_shard, p.shard.offsets))
     return WeightSyncPlan(len(targets), itemsize, tuple(_buckets(pieces, bucket_bytes // itemsize)))
 
 
-# Parts of a shard that others hold: each rectangle, and the ranks and numbers of their shards that it lies in.
-_Shared = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
+# Parts of a shard that ranks hold: each rectangle, and the ranks and numbers of the shards that it lies in.
+_Overlaps = Sequence[tuple[Shard, Sequence[tuple[int, int]]]]
 
 
 def _distance(rank: int, cell_size: int, holder: tuple[int, int]) -> tuple[bool, int, tuple[int, int]]:
@@ -129,28 +132,28 @@ def _distance(rank: int, cell_size: int, holder: tuple[int, int]) -> tuple[bool,
     return holder[0] // cell_size != rank // cell_size, abs(holder[0] - rank), holder
 
 
-def _shared(shard: Shard, rank: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]) -> _Shared:
-    """`rank` is one that needs the shard. ValueError unless each of its numbers is held in one way."""
-    found = [(overlap, where) for held, where in holders.items() if (overlap := held.overlap(shard)) is not None]
-    num_found = sum(overlap.size for overlap, _ in found)
-    if num_found != shard.size:
+def _overlaps(shard: Shard, rank: int, holders: Mapping[Shard, Sequence[tuple[int, int]]]) -> _Overlaps:
+    """Parts of a shard that `rank` needs. ValueError unless held shards cover each of its numbers once."""
+    overlaps = [(overlap, where) for held, where in holders.items() if (overlap := held.overlap(shard)) is not None]
+    num_held = sum(overlap.size for overlap, _ in overlaps)
+    if num_held != shard.size:
         raise ValueError(
             f"{shard}, which the engine of rank {rank} of the cell needs, has {shard.size} numbers, and the actor's "
-            f"shards have {num_found} of them: the actor and the engine were not built from the same config.json"
+            f"shards have {num_held} of them: the actor and the engine were not built from the same config.json"
         )
-    return found
+    return overlaps
 
 
 def _split(piece: Piece, limit: int) -> Iterator[Piece]:
-    """The same in blocks of at most `limit` numbers, cut along the first dimension that has several rows."""
-    what = piece.what
-    if what.size <= limit:
+    """A piece in blocks of at most `limit` numbers, cut along the first dimension that has several rows."""
+    shard = piece.shard
+    if shard.size <= limit:
         yield piece
         return
-    dim = next((dim for dim, size in enumerate(what.sizes) if size > 1), 0)
-    rows = max(1, limit // (what.size // what.sizes[dim]))
-    for start in range(0, what.sizes[dim], rows):
-        yield from _split(replace(piece, what=what.part(dim, start, min(rows, what.sizes[dim] - start))), limit)
+    dim = next((dim for dim, size in enumerate(shard.sizes) if size > 1), 0)
+    rows = max(1, limit // (shard.size // shard.sizes[dim]))
+    for start in range(0, shard.sizes[dim], rows):
+        yield from _split(replace(piece, shard=shard.part(dim, start, min(rows, shard.sizes[dim] - start))), limit)
 
 
 def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]:
@@ -158,7 +161,7 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
     written: Counter[int] = Counter()
     sent: Counter[int] = Counter()
     for piece in pieces:
-        size, crossing = piece.what.size, piece.what.size * piece.crosses
+        size, crossing = piece.shard.size, piece.shard.size * piece.crosses
         if bucket and (written[piece.target] + size > limit or sent[piece.source] + crossing > limit):
             yield tuple(bucket)
             bucket = []
@@ -172,9 +175,9 @@ def _buckets(pieces: Iterable[Piece], limit: int) -> Iterator[tuple[Piece, ...]]
 
 
 def whole_summary(reasons: Mapping[str, str]) -> str:
-    """Tensors that every rank of a cell is given whole (name -> why), in a line for people; empty where there is none.
+    """Line for the log on tensors that every rank of a cell is given whole (name -> reason); empty if there is none.
 
-    The number of a layer, or of an expert in it, is a star there.
+    A star stands for the number of a layer or an expert.
     """
     names: dict[str, dict[str, None]] = {}
     for name, reason in sorted(reasons.items()):
@@ -200,14 +203,14 @@ def actor_shards(
 def actor_stacks(
     slots: Sequence[Slot], architecture: Architecture, **place: int
 ) -> Iterator[tuple[Slot, tuple[Rectangle, ...]]]:
-    """The same, with shards that are published as one (`stack_of`) together; `place` is that of actor_shards."""
+    """`actor_shards`, grouped by what is published as one shard (`stack_of`); `place` as there."""
     held = list(actor_shards(slots, architecture, **place))
     for run in runs((_shard_of(rectangle), slot.parameter, rectangle.start) for slot, rectangle in held):
         yield held[run[0]][0], tuple(held[number][1] for number in run)
 
 
 def stack_of(rectangles: Sequence[Rectangle]) -> Shard:
-    """As what these are published, which are of neighbouring experts or a single one."""
+    """The shard as which rectangles of neighbouring experts, or a single rectangle, are published."""
     return stacked([_shard_of(rectangle) for rectangle in rectangles])
 
 
@@ -253,13 +256,13 @@ def engine_layer_shapes(architecture: Architecture, *, tp: int) -> set[tuple[int
 
 
 def _engine_experts(slot: Slot, architecture: Architecture, *, tp: int, rank: int) -> Iterator[Shard]:
-    """A slice of every expert's hidden dimension, between its two products; all of experts that a folder stacks."""
+    """A rank's slice of the feed-forward dimension of every expert; whole experts where the folder stacks them."""
     named, size = architecture.traits.experts, architecture.expert_ffn // tp
     assert named is not None, architecture.family
     for source in slot.sources[: len(slot.sources) // architecture.num_experts]:
         sizes = architecture.num_experts, *source.shape
         whole = Shard(stack_name(source.name), (0,) * len(sizes), sizes)
-        if named.biased:  # vLLM's loader turns them, so every rank is sent all of them
+        if named.biased:  # vLLM's loader transposes them, so every rank is sent all of them
             yield whole
         else:
             yield whole.part(2 if source.name.endswith(f".{named.down}.weight") else 1, size * rank, size)
@@ -270,8 +273,8 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
     rows = slot.sources[0].shape[slot.dim]
     if slot.cut is Cut.ROWS and architecture.traits.engine_cuts_norms:
         shares = min(tp, rows // architecture.head_dim)
-        each, place = rows // shares, rank // (tp // shares)
-        yield rows, each * place, each * (place + 1)
+        each, share = rows // shares, rank // (tp // shares)
+        yield rows, each * share, each * (share + 1)
     elif slot.cut in (Cut.WHOLE, Cut.ROWS):  # norms over all heads, which are ROWS to Megatron, are else whole in vLLM
         yield rows, 0, rows
     elif slot.cut is Cut.COLUMNS:
@@ -284,11 +287,11 @@ def _engine_rows(slot: Slot, architecture: Architecture, *, tp: int, rank: int) 
         yield rows, min(each * rank, rows), min(each * (rank + 1), rows)
     elif slot.cut is Cut.QKV:
         queries = architecture.num_heads * (2 if architecture.gated else 1)  # with the gate of each
-        own = slot.heads
-        assert own is not None, slot.parameter
-        for heads in (queries, own.kv_heads, own.kv_heads):  # a key without a value is loaded as both
-            shares = min(tp, heads)
-            each, place = heads * own.size // shares, rank // (tp // shares)
-            yield heads * own.size, each * place, each * (place + 1)
+        heads = slot.heads
+        assert heads is not None, slot.parameter
+        for count in (queries, heads.kv_heads, heads.kv_heads):  # a key without a value is loaded as both
+            shares = min(tp, count)
+            each, share = count * heads.size // shares, rank // (tp // shares)
+            yield count * heads.size, each * share, each * (share + 1)
     else:
         raise ValueError(f"{slot.sources[0].name}: how vLLM cuts what is {slot.cut.value} is not known here")

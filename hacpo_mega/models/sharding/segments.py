@@ -76,9 +76,9 @@ class HeadRows:
 class Slot:
     """A Megatron parameter of one pipeline stage, and the Hugging Face tensors it is made of.
 
-    matrices   those of a fused cut that it has, its sources one by one; None: all
-    parts      of a cut by heads, in the order of the parameter, and of how many groups of heads
-    heads      of a fused query, key and value: the key/value heads of its layer
+    matrices   numbers of a fused cut's matrices that the slot has, one per source; None: all
+    parts      parts of a cut by heads, in the order of the parameter; groups: number of groups of heads
+    heads      key/value heads of the layer, for a fused query, key and value
     """
 
     parameter: str
@@ -142,7 +142,7 @@ def _layer_slots(architecture: Architecture, local: int, layer: int) -> list[Slo
         for ours, theirs in traits.norms.items()
     }
     has_experts = architecture.has_experts_in(layer)
-    if has_experts and traits.experts.beside:  # whose own norms stand in the place of this one
+    if has_experts and traits.experts.beside:  # BESIDE_NORMS replace this one
         del norms["pre_mlp_layernorm"]
     slots = [norms.pop("input_layernorm")] if "input_layernorm" in norms else []
     if architecture.has_delta_net_in(layer):
@@ -188,7 +188,7 @@ def _attention_slots(architecture: Architecture, heads: Heads, attention: str, s
 
 
 def _latent_slots(architecture: Architecture, megatron: str, hugging: str) -> list[Slot]:
-    """Latents, which every rank has whole, and what their heads are made of."""
+    """Down projections to latents, which every rank has whole, and up projections, which are split by heads."""
     latent, hidden, heads = architecture.latent, architecture.hidden_size, architecture.num_heads
     assert latent is not None, architecture.family
 
@@ -211,7 +211,7 @@ def _latent_slots(architecture: Architecture, megatron: str, hugging: str) -> li
         *slots,
         whole("kv_down", "kv_a_proj_with_mqa", latent.cached, hidden),
         whole("kv_norm", "kv_a_layernorm", latent.rank),
-        by_heads("kv_up", "kv_b_proj", latent.plain_dim + latent.value_dim, latent.rank),
+        by_heads("kv_up", "kv_b_proj", latent.nope_dim + latent.value_dim, latent.rank),
         _columns(f"{megatron}linear_proj.weight", f"{hugging}o_proj.weight", hidden, heads * latent.value_dim),
     ]
 
@@ -254,7 +254,7 @@ def _below(groups: int, source: int, *rows: int) -> tuple[HeadRows, ...]:
 
 
 def _beside(source: int, *rows: int) -> tuple[HeadRows, ...]:
-    """Parts of a source that has a group of heads with all of them after the other."""
+    """Parts of a source in which each group of heads has its rows of every part, group after group."""
     starts = itertools.accumulate(rows[:-1], initial=0)
     return tuple(HeadRows(source, start, each, sum(rows)) for start, each in zip(starts, rows, strict=True))
 
@@ -343,13 +343,13 @@ def segments(
     if slot.cut is Cut.QKV:
         assert slot.heads is not None, slot.parameter
         query_rows, kv_rows = architecture.num_heads * slot.heads.size, slot.heads.kv_heads * slot.heads.size
-        pieces = _window(_fused_qkv(architecture, slot.heads), tp=tp, tp_rank=tp_rank)
-        return _as_stored(pieces, slot, (query_rows, kv_rows, kv_rows))
+        pieces = _rank_share(_fused_qkv(architecture, slot.heads), tp=tp, tp_rank=tp_rank)
+        return _in_sources(pieces, slot, (query_rows, kv_rows, kv_rows))
     if slot.cut is Cut.GATE_UP:
         rows = gate_rows(slot)
         share = rows // tp
         pieces = tuple(Segment(half, tp_rank * share, (tp_rank + 1) * share) for half in range(2))
-        return _as_stored(pieces, slot, (rows, rows))
+        return _in_sources(pieces, slot, (rows, rows))
     if slot.cut is Cut.HEADS:
         return tuple(_head_rows(slot, tp=tp, tp_rank=tp_rank))
     if slot.cut is Cut.EXPERTS:
@@ -435,32 +435,34 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _fused_qkv(architecture: Architecture, own: Heads) -> list[Segment]:
+def _fused_qkv(architecture: Architecture, heads: Heads) -> list[Segment]:
     """The whole fused projection: for each key/value group its query heads, its key head, its value head if any."""
-    size, per_group = own.size, architecture.num_heads // own.kv_heads
+    size, per_group = heads.size, architecture.num_heads // heads.kv_heads
     fused = []
-    for group in range(own.kv_heads):
+    for group in range(heads.kv_heads):
         if architecture.gated:  # a folder has the gate of every head after its query
-            heads = [2 * size * head for head in range(group * per_group, (group + 1) * per_group)]
-            fused += [Segment(0, head + gate, head + gate + size) for gate in (0, size) for head in heads]
+            starts = [2 * size * head for head in range(group * per_group, (group + 1) * per_group)]
+            fused += [Segment(0, start + gate, start + gate + size) for gate in (0, size) for start in starts]
         else:
             fused.append(Segment(0, group * per_group * size, (group + 1) * per_group * size))
-        fused += [Segment(source, group * size, (group + 1) * size) for source in range(1, 2 + own.has_values)]
+        fused += [Segment(source, group * size, (group + 1) * size) for source in range(1, 2 + heads.has_values)]
     return fused
 
 
-def _as_stored(pieces: tuple[Segment, ...], slot: Slot, rows: tuple[int, ...]) -> tuple[Segment, ...]:
-    """The same where a folder holds several matrices, of so many `rows`, one below the other in a single tensor, and
-    where the slot has not all of them."""
-    if (there := slot.matrices) is not None:
-        return tuple(replace(piece, source=there.index(piece.source)) for piece in pieces if piece.source in there)
+def _in_sources(pieces: tuple[Segment, ...], slot: Slot, rows: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Segments of fused matrices as segments of the slot's sources.
+
+    The slot may have some of the matrices alone, or its folder may hold them all, of so many `rows`, in one tensor.
+    """
+    if (kept := slot.matrices) is not None:
+        return tuple(replace(piece, source=kept.index(piece.source)) for piece in pieces if piece.source in kept)
     if len(slot.sources) > 1:
         return pieces
-    above = tuple(itertools.accumulate(rows[:-1], initial=0))
-    return tuple(Segment(0, piece.start + above[piece.source], piece.stop + above[piece.source]) for piece in pieces)
+    starts = tuple(itertools.accumulate(rows[:-1], initial=0))
+    return tuple(Segment(0, piece.start + starts[piece.source], piece.stop + starts[piece.source]) for piece in pieces)
 
 
-def _window(fused: list[Segment], *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
+def _rank_share(fused: list[Segment], *, tp: int, tp_rank: int) -> tuple[Segment, ...]:
     """The rank's equal share of a fused list; with more ranks than key/value groups it may cut through a head."""
     total = sum(piece.stop - piece.start for piece in fused)
     low, high = total * tp_rank // tp, total * (tp_rank + 1) // tp

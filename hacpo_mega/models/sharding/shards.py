@@ -25,7 +25,7 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Numbers."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     def overlap(self, other: "Shard") -> "Shard | None":
@@ -36,18 +36,18 @@ class Shard:
         return None if min(sizes) <= 0 else Shard(self.name, starts, sizes)
 
     def part(self, dim: int, start: int, size: int) -> "Shard":
-        """So many of its rows in a dimension, from its own row `start` on."""
+        """`size` rows of a dimension, from row `start` of this shard on."""
         offsets, sizes = list(self.offsets), list(self.sizes)
         offsets[dim], sizes[dim] = offsets[dim] + start, size
         return replace(self, offsets=tuple(offsets), sizes=tuple(sizes))
 
     @property
     def num_members(self) -> int:
-        """Number of equally large tensors of a folder that it has a rectangle of."""
+        """Number of experts' tensors of which the shard has a rectangle; 1 for a tensor of no expert."""
         return self.sizes[0] if STAR in self.name else 1
 
     def member(self, number: int) -> "Shard":
-        """One of these rectangles."""
+        """The rectangle of one of these tensors."""
         if STAR not in self.name:
             return self
         return Shard(self.name.replace(STAR, str(self.offsets[0] + number)), self.offsets[1:], self.sizes[1:])
@@ -64,11 +64,11 @@ def stack_name(name: str) -> str:
 
 def stacked_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Tensors of a folder, name -> shape, with those of experts stacked into one."""
-    found: dict[str, tuple[int, ...]] = {}
+    stacks: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         stack = stack_name(name)
-        found[stack] = shape if stack == name else (found.get(stack, (0,))[0] + 1, *shape)
-    return found
+        stacks[stack] = shape if stack == name else (stacks.get(stack, (0,))[0] + 1, *shape)
+    return stacks
 
 
 def stacked(shards: Sequence[Shard]) -> Shard:
@@ -84,23 +84,23 @@ def stacked(shards: Sequence[Shard]) -> Shard:
 def runs(held: Iterable[tuple[Shard, Hashable, int]]) -> list[list[int]]:
     """Runs of shards, by number, that count as one: equal rectangles of neighbouring experts at equal distances.
 
-    `held` says of every shard in which memory it lies, and from where on.
+    held   of every shard: itself, the memory that it lies in, and its offset there
     """
-    found: list[list[int]] = []
-    # of a kind of matrix: its last run, the last expert in it, where that lies, and how far from the one before
+    all_runs: list[list[int]] = []
+    # kind of matrix -> its last run, the last expert in it, the offset of that, and the distance to the one before
     latest: dict[Hashable, tuple[list[int], int, int, int | None]] = {}
-    for number, (shard, memory, place) in enumerate(held):
+    for number, (shard, memory, offset) in enumerate(held):
         expert = _expert(shard)
         kind = (stack_name(shard.name), shard.offsets, shard.sizes, memory)
         run, last, before, step = latest.get(kind, ([], -1, 0, None))
-        distance = place - before
+        distance = offset - before
         if not run or expert is None or expert != last + 1 or distance <= 0 or step not in (None, distance):
             run, distance = [], None
-            found.append(run)
+            all_runs.append(run)
         run.append(number)
         if expert is not None:
-            latest[kind] = run, expert, place, distance
-    return found
+            latest[kind] = run, expert, offset, distance
+    return all_runs
 
 
 def _expert(shard: Shard) -> int | None:

@@ -1,7 +1,7 @@
 """vLLM's scheduler with a fast path for steps that only decode: every running request gets one token.
 
 Most steps of a rollout are of this kind, and vLLM's own path walks over each request: slots, hashes, a record of its
-one token, that record's way to the answer. The fast path looks only at requests at the edge of a cache block, through
+one token, the passing on of that record. The fast path looks only at requests at the edge of a cache block, through
 vLLM's own functions in vLLM's order, and holds tokens back until their request ends. Requests, blocks, hashes,
 preemptions and ends equal vLLM's to the bit (tests/jobs/test_decode_scheduler.py). A step with anything else, such as a
 new request, a missing block or a chunked prompt, takes vLLM's path.
@@ -57,7 +57,7 @@ class DecodeBatch:
         self._rows_R = np.arange(0)
 
     def at_block_edge(self, block_size: int) -> tuple[list[int], int]:
-        """Places of requests whose next token opens or fills a block, and the number that open one."""
+        """Indices of requests whose next token opens or fills a block, and the number that open one."""
         offset_R = self.computed_R % block_size
         opens_R = offset_R == 0
         return np.flatnonzero(opens_R | (offset_R == block_size - 1)).tolist(), int(opens_R.sum())
@@ -85,13 +85,13 @@ class DecodeBatch:
         self.num_held += 1
         return np.isin(tokens_R, self.ends) | (self.left_R == 0)
 
-    def held(self, place: int) -> tuple[list[int], LogprobsLists | None]:
+    def held(self, index: int) -> tuple[list[int], LogprobsLists | None]:
         """Held tokens of a request, with their log-probs in vLLM's form."""
-        tokens = self.requests[place]._output_token_ids[-self.num_held :]
+        tokens = self.requests[index]._output_token_ids[-self.num_held :]
         if not self.wants_logprobs:
             return tokens, None
-        logprobs_T1 = self._logprobs_RT[place, : self.num_held, None].copy()
-        ranks_T = self._ranks_RT[place, : self.num_held].copy()
+        logprobs_T1 = self._logprobs_RT[index, : self.num_held, None].copy()
+        ranks_T = self._ranks_RT[index, : self.num_held].copy()
         return tokens, LogprobsLists(np.array(tokens)[:, None], logprobs_T1, ranks_T)
 
     def keep(self, goes_on_R: np.ndarray) -> None:
@@ -110,7 +110,7 @@ class DecodeScheduler(Scheduler):
         super().__init__(*arguments, **options)
         self._batch: DecodeBatch | None = None
         self._held_back: list[EngineCoreOutput] = []
-        self._decodes_alone = self._knows_all_that_steps_may_bring()
+        self._has_fast_path = self._supports_fast_path()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedules the next step, on the fast path if it only decodes."""
@@ -121,11 +121,11 @@ class DecodeScheduler(Scheduler):
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
         new_blocks: list[Any] = [None] * len(batch.requests)
-        for place in batch.at_block_edge(self.block_size)[0]:
-            slots = self.kv_cache_manager.allocate_slots(batch.requests[place], 1)
-            new_blocks[place] = slots.get_block_ids(allow_none=True)
+        for index in batch.at_block_edge(self.block_size)[0]:
+            slots = self.kv_cache_manager.allocate_slots(batch.requests[index], 1)
+            new_blocks[index] = slots.get_block_ids(allow_none=True)
         self.prefill_capacity_bound = self.get_request_counts()[1] > len(self.deferred_waiting)
-        batch.scheduled = self._step_of(batch, new_blocks)
+        batch.scheduled = self._scheduler_output(batch, new_blocks)
         batch.advance()
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         return batch.scheduled
@@ -146,15 +146,15 @@ class DecodeScheduler(Scheduler):
         batch.scheduled = None
         ended_R = batch.take(model_runner_output)
         # Hashes blocks that the sampled token has filled, as vLLM does for every token.
-        for place in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
-            batch.requests[place].update_block_hashes()
-        outputs = [self._ended(batch, place) for place in np.flatnonzero(ended_R).tolist()]
+        for index in np.flatnonzero((batch.computed_R + 1) % self.hash_block_size == 0).tolist():
+            batch.requests[index].update_block_hashes()
+        outputs = [self._end_request(batch, index) for index in np.flatnonzero(ended_R).tolist()]
         if outputs:
             goes_on_R = ~ended_R
             self.running = list(compress(self.running, goes_on_R))
             batch.keep(goes_on_R)
         if batch.num_held == MOST_HELD:
-            outputs += self._held_of(batch)
+            outputs += self._pop_held(batch)
         return self._with_held_back({0: EngineCoreOutputs(outputs=outputs)} if outputs else {})
 
     def take_held(self) -> list[EngineCoreOutput]:
@@ -165,18 +165,18 @@ class DecodeScheduler(Scheduler):
 
     def _decoding(self) -> DecodeBatch | None:
         """Batch of the running requests if the next step only decodes; else None."""
-        if not self._decodes_alone or not self.running or self._pause_state != PauseState.UNPAUSED:
+        if not self._has_fast_path or not self.running or self._pause_state != PauseState.UNPAUSED:
             return None
         if self._batch is None or self._batch.requests != self.running:
             self._leave()
-            if not self._may_admit_nobody(0) or not are_decoding(self.running, self.prev_step_scheduled_req_ids):
+            if not self._cannot_admit(0) or not are_decoding(self.running, self.prev_step_scheduled_req_ids):
                 return None
             self._batch = DecodeBatch(self.running, self.max_model_len)
         num_opened = self._batch.at_block_edge(self.block_size)[1]
         enough = num_opened <= self.kv_cache_manager.block_pool.get_num_free_blocks()
-        return self._batch if enough and self._may_admit_nobody(num_opened) else None
+        return self._batch if enough and self._cannot_admit(num_opened) else None
 
-    def _may_admit_nobody(self, num_blocks: int) -> bool:
+    def _cannot_admit(self, num_blocks: int) -> bool:
         """True if no waiting request can start, once `num_blocks` more blocks are given to the running ones."""
         most = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         if len(self.running) > most or self.kv_holding_waiting:
@@ -201,7 +201,7 @@ class DecodeScheduler(Scheduler):
         )
         return needed + slots.watermark_blocks > slots.block_pool.get_num_free_blocks() - num_blocks
 
-    def _step_of(self, batch: DecodeBatch, new_blocks: list[Any]) -> SchedulerOutput:
+    def _scheduler_output(self, batch: DecodeBatch, new_blocks: list[Any]) -> SchedulerOutput:
         """vLLM's record of a step in which all requests get a token."""
         cached = CachedRequestData(
             req_ids=batch.ids,
@@ -227,49 +227,49 @@ class DecodeScheduler(Scheduler):
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
 
-    def _ended(self, batch: DecodeBatch, place: int) -> EngineCoreOutput:
+    def _end_request(self, batch: DecodeBatch, index: int) -> EngineCoreOutput:
         """Frees an ended request; returns the record of its held tokens."""
-        request = batch.requests[place]
+        request = batch.requests[index]
         assert check_stop(request, self.max_model_len), request.request_id
-        output = self._record(batch, place, request.get_finished_reason())
+        output = self._record(batch, index, request.get_finished_reason())
         self._free_request(request)
         return output
 
-    def _record(self, batch: DecodeBatch, place: int, finish_reason: FinishReason | None) -> EngineCoreOutput:
-        tokens, logprobs = batch.held(place)
+    def _record(self, batch: DecodeBatch, index: int, finish_reason: FinishReason | None) -> EngineCoreOutput:
+        tokens, logprobs = batch.held(index)
         return EngineCoreOutput(
-            request_id=batch.ids[place],
+            request_id=batch.ids[index],
             new_token_ids=tokens,
             new_logprobs=logprobs,
             finish_reason=finish_reason,
-            stop_reason=batch.requests[place].stop_reason,
+            stop_reason=batch.requests[index].stop_reason,
         )
 
-    def _held_of(self, batch: DecodeBatch) -> list[EngineCoreOutput]:
+    def _pop_held(self, batch: DecodeBatch) -> list[EngineCoreOutput]:
         if batch.num_held == 0:
             return []
-        records = [self._record(batch, place, None) for place in range(len(batch.ids))]
+        records = [self._record(batch, index, None) for index in range(len(batch.ids))]
         batch.num_held = 0
         return records
 
     def _leave(self) -> None:
-        """Leaves the fast path: held tokens go out with the next step, which may be any."""
+        """Leaves the fast path: held tokens go out with the output of the next step, on whichever path it is."""
         if self._batch is not None:
-            self._held_back += self._held_of(self._batch)
+            self._held_back += self._pop_held(self._batch)
             self._batch = None
 
     def _with_held_back(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Prepends held-back records to `outputs`, which are by client."""
         if self._held_back:
-            mine = outputs.setdefault(0, EngineCoreOutputs())
-            mine.outputs = self._held_back + list(mine.outputs)
+            of_client = outputs.setdefault(0, EngineCoreOutputs())
+            of_client.outputs = self._held_back + list(of_client.outputs)
             self._held_back = []
         return outputs
 
-    def _knows_all_that_steps_may_bring(self) -> bool:
-        """True if this engine has nothing but requests, tokens and one cache of full attention."""
+    def _supports_fast_path(self) -> bool:
+        """True if no feature of this engine adds anything to a step but tokens in one cache of full attention."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        others = (
+        features = (
             self.connector, self.ec_connector, self.aux_output_connector, self.lora_config, self.perf_metrics,
             self.finished_req_ids_dict, self.vllm_config.speculative_config,
         )  # fmt: skip
@@ -280,8 +280,8 @@ class DecodeScheduler(Scheduler):
             self.spec_decode_metrics_level != "none", self.num_sampled_tokens_per_step != 1, self.num_lookahead_tokens,
             self.dcp_world_size > 1, self.pcp_world_size > 1,
         )  # fmt: skip
-        alone = all(other is None for other in others) and not any(switches)
-        return alone and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
+        is_plain = all(feature is None for feature in features) and not any(switches)
+        return is_plain and [type(manager).__name__ for manager in managers] == ["FullAttentionManager"]
 
 
 def are_decoding(requests: Sequence[Request], last_scheduled: set[str]) -> bool:

@@ -39,15 +39,15 @@ def in_any_type(of_vllm: Callable[..., None]) -> Callable[..., None]:
         context = get_forward_context()
         layer = context.no_compile_layers[_resolve_layer_name(layer_name)]
         if context.attn_metadata is not None and context.attn_metadata[layer.prefix].num_actual_tokens:
-            _answer(layer, context.attn_metadata[layer.prefix], (mixed_qkv, b, a), core_attn_out)
+            _write_outputs(layer, context.attn_metadata[layer.prefix], (mixed_qkv, b, a), core_attn_out)
 
     return cpu_gdn_attention_core
 
 
-def _answer(
+def _write_outputs(
     layer: nn.Module, step: GDNAttentionMetadata, projected: tuple[Tensor, Tensor, Tensor], output_TNE: Tensor
 ) -> None:
-    """Outputs of all tokens of a step, sequence by sequence in lockstep; states are kept in the engine's cache."""
+    """Writes the outputs of all tokens of a step, all sequences in lockstep, and their states to the engine's cache."""
     mixed_TC, share_TN, decay_TN = projected
     starts = step.non_spec_query_start_loc[: step.num_decodes + step.num_prefills + 1].long()
     slots_B = step.non_spec_state_indices_tensor[: len(starts) - 1].long()
@@ -60,11 +60,11 @@ def _answer(
     states_BNED = states[slots_B].float().masked_fill(is_new_B[:, None, None, None], 0.0)
     log_decay_TN = -layer.A_log.float().exp() * softplus(decay_TN.float() + layer.dt_bias.float())
     lengths_B = starts.diff()
-    for turn in range(int(lengths_B.max())):
-        on = (lengths_B > turn).nonzero()[:, 0]
-        rows = starts[on] + turn
-        window = torch.cat([read_BCW[on], mixed_TC[rows][:, :, None].to(read.dtype)], dim=-1)
-        read_BCW[on] = window[:, :, 1:]
+    for index in range(int(lengths_B.max())):
+        active = (lengths_B > index).nonzero()[:, 0]
+        rows = starts[active] + index
+        window = torch.cat([read_BCW[active], mixed_TC[rows][:, :, None].to(read.dtype)], dim=-1)
+        read_BCW[active] = window[:, :, 1:]
         summed_BC = (window * layer.conv1d.weight.view(1, *window.shape[1:])).sum(-1)
         sizes = [layer.key_dim // layer.tp_size] * 2 + [layer.value_dim // layer.tp_size]
         query, key, value = (part.float() for part in (summed_BC * sigmoid(summed_BC)).split(sizes, dim=1))
@@ -72,8 +72,8 @@ def _answer(
             part.unflatten(1, (-1, layer.head_k_dim)).repeat_interleave(layer.num_v_heads // layer.num_k_heads, dim=1)
             for part in (query, key)
         )
-        states_BNED[on], output = delta_step(
-            states_BNED[on],
+        states_BNED[active], output = delta_step(
+            states_BNED[active],
             *repeated,
             value.unflatten(1, (-1, layer.head_v_dim)),
             log_decay_TN[rows],
@@ -83,8 +83,8 @@ def _answer(
     read[slots_B], states[slots_B] = read_BCW, states_BNED.to(states.dtype)
 
 
-# torch's own round the last few numbers of a tensor otherwise than those before them, so that a token's numbers would
-# depend on its place among those of a step. exp and log1p do not.
+# torch's softplus and sigmoid round the last few numbers of a tensor differently from those before them, so that a
+# token's numbers would depend on its place among those of a step. exp and log1p do not.
 def softplus(numbers: Tensor) -> Tensor:
     """log(1 + exp(x))."""
     return numbers.clamp(min=0.0) + (-numbers.abs()).exp().log1p()

@@ -1,12 +1,13 @@
 """Engine loop: turns of many conversations join and leave one running vLLM, with no barrier between them.
 
 The first rank of an engine asks a `TurnSource` before every step; one message a step tells the other ranks of the
-engine what joins and what is aborted. So all of them schedule the same. A turn's prompt is all that its conversation
-holds so far, and vLLM's prefix cache keeps what it has read of it.
+engine what joins and what is aborted, so all of them schedule the same. A turn's prompt is its whole conversation so
+far; vLLM's prefix cache holds the part that it has read already.
 
-Bits: a token is a function of logits, seed and place (vllm/row_noise.py), but some layers round a lone row in another
-way than one of several (`odd_row_counts`). Where a model has such a layer, a companion joins a lone turn, so that the
-time of a request changes nothing. Nothing is promised for layers with more classes of rows, or on CUDA.
+Bits: a token is a function of logits, seed and position (vllm/row_noise.py), but some layers round a lone row
+differently from one of several (`odd_row_counts`). Where a model has such a layer, a companion joins a lone turn, so
+that the time at which a request arrives changes no bit. Layers that round in more than these two ways, and CUDA, have
+no such guarantee.
 
 Elsewhere: sources of turns (hacpo_mega/conversations), when an engine is awake (agent/devices.py).
 """
@@ -182,9 +183,9 @@ class EngineLoop:
         self._limits, self._eos_ids, self._routing = limits, eos_ids, routing
         self._needs_companion, self._on_progress = needs_companion, on_progress
         self._is_first = group is None or group.rank() == 0
-        self._running: dict[str, TurnRequest] = {}  # by vLLM's number of the request
-        self._numbers: dict[str, str] = {}  # vLLM's number, by key
-        self._is_told = False  # the source, that the loop has ended
+        self._running: dict[str, TurnRequest] = {}  # by vLLM's request id
+        self._request_ids: dict[str, str] = {}  # vLLM's request ids, by key
+        self._has_failed = False  # afterwards the source is given no answer
         self._error: Exception | None = None  # of the source
         self.tally = ServeTally()
 
@@ -201,21 +202,21 @@ class EngineLoop:
                 if self._running:
                     self._step()
         except BaseException as error:
-            self._is_told = True
+            self._has_failed = True
             if self._is_first:
                 self._source.fail(error)
             raise
         finally:
-            self._abort(list(self._numbers))
+            self._abort(list(self._request_ids))
             finish_steps(self._llm)
         return self.tally
 
     def _agree(self) -> _Message:
-        """Next message, the same on all ranks of the engine."""
+        """The first rank's next message, on all ranks of the engine."""
         if not self._is_first:
             return _Message.unpacked(share_bytes(self._group, None))
         try:
-            message = self._ask()
+            message = self._next_message()
         except BaseException as error:
             self._share(_Message(error=f"{type(error).__name__}: {error}"))
             raise
@@ -226,7 +227,7 @@ class EngineLoop:
         if self._group is not None:
             share_bytes(self._group, message.packed())
 
-    def _ask(self) -> _Message:
+    def _next_message(self) -> _Message:
         if self._error is not None:
             raise self._error
         start, is_idle = time.monotonic(), not self._running
@@ -241,26 +242,26 @@ class EngineLoop:
 
     def _accompanied(self, added: list[TurnRequest], aborted: list[str]) -> tuple[list[TurnRequest], list[str]]:
         """Adds a companion to a lone turn, and ends it when no turn is left."""
-        gone = {COMPANION, *aborted}
-        turns = [request for request in (*self._running.values(), *added) if request.key not in gone]
-        is_there = COMPANION in self._numbers
-        if len(turns) == 1 and not is_there:
+        ignored = {COMPANION, *aborted}
+        turns = [request for request in (*self._running.values(), *added) if request.key not in ignored]
+        has_companion = COMPANION in self._request_ids
+        if len(turns) == 1 and not has_companion:
             room = self._limits.max_model_len - 2
             companion = replace(turns[0], key=COMPANION, prompt_ids=(0, 0), seed=0, max_tokens=room)
             return [companion, *added], aborted  # first, so that a long prompt leaves room for its row
-        return added, [*aborted, COMPANION] if is_there and not turns else aborted
+        return added, [*aborted, COMPANION] if has_companion and not turns else aborted
 
     def _add(self, request: TurnRequest) -> None:
         self._limits.require(request)
-        assert request.key not in self._numbers, f"turn {request.key} runs already"
-        number = str(next(self._llm.request_counter))
+        assert request.key not in self._request_ids, f"turn {request.key} runs already"
+        request_id = str(next(self._llm.request_counter))
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
-        self._llm.llm_engine.add_request(number, prompt, request.sampling(self._eos_ids))
-        self._running[number], self._numbers[request.key] = request, number
+        self._llm.llm_engine.add_request(request_id, prompt, request.sampling(self._eos_ids))
+        self._running[request_id], self._request_ids[request.key] = request, request_id
 
     def _abort(self, keys: Collection[str]) -> None:
-        if numbers := {self._numbers[key] for key in keys if key in self._numbers}:
-            cut_requests(self._llm, partial(self._end, was_cut=True), numbers)
+        if request_ids := {self._request_ids[key] for key in keys if key in self._request_ids}:
+            cut_requests(self._llm, partial(self._end, was_cut=True), request_ids)
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -272,7 +273,7 @@ class EngineLoop:
     def _end(self, outputs: list[RequestOutput], *, was_cut: bool = False) -> None:
         for output in outputs:
             request = self._running.pop(output.request_id)
-            del self._numbers[request.key]
+            del self._request_ids[request.key]
             if request.key == COMPANION:
                 continue
             routing = None if self._routing is None or not request.return_logprobs else self._routing.of(output)
@@ -281,7 +282,7 @@ class EngineLoop:
             self.tally.num_prompt_tokens += len(output.prompt_token_ids)
             self.tally.num_cached_tokens += output.num_cached_tokens or 0
             self.tally.num_tokens += len(completion.token_ids)
-            if self._is_first and not self._is_told:
+            if self._is_first and not self._has_failed:
                 self._give(request.key, completion)
 
     def _give(self, key: str, completion: Completion) -> None:
@@ -292,7 +293,10 @@ class EngineLoop:
 
 
 def of_first_rank(is_unwanted: Callable[[], bool], num_ranks: int) -> Callable[[], bool]:
-    """Asks the engine's first rank alone, on each of its `num_ranks`: all cut after the same step. Collective."""
+    """`is_unwanted` as the first of an engine's `num_ranks` answers it, on each of them: all cut after the same step.
+
+    Collective over the engine.
+    """
     if num_ranks == 1:
         return is_unwanted
     group = parallel_state.get_tp_group().cpu_group
@@ -300,12 +304,12 @@ def of_first_rank(is_unwanted: Callable[[], bool], num_ranks: int) -> Callable[[
 
 
 def cut_requests(
-    llm: LLM, before: Callable[[list[RequestOutput]], None], numbers: Collection[str] | None = None
+    llm: LLM, before: Callable[[list[RequestOutput]], None], request_ids: Collection[str] | None = None
 ) -> list[RequestOutput]:
     """Ends running requests, with the tokens that they have; vLLM's own abort returns no output for them.
 
-    before    called with their outputs while vLLM still knows the requests
-    numbers   under which the requests were added; None: all
+    before        called with their outputs while vLLM still knows the requests
+    request_ids   those with which the requests were added; None: all
     """
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
@@ -315,7 +319,7 @@ def cut_requests(
     states = [
         state
         for state in engine.output_processor.request_states.values()
-        if numbers is None or state.external_req_id in numbers
+        if request_ids is None or state.external_req_id in request_ids
     ]
     outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
     before(outputs)
@@ -335,8 +339,9 @@ def completion_of(output: RequestOutput, *, was_cut: bool, routing: np.ndarray |
 def odd_row_counts(model: torch.nn.Module) -> set[int] | None:
     """Numbers of rows with which a linear layer of a CPU engine rounds differently than with the largest of NUM_ROWS.
 
-    Measured on this processor, for every shape of the model's layers. Empty: a step's rows change no bit; {1}: a lone
-    row does. None with experts: each has rows of its own, and a companion may go to others.
+    Measured on this processor, for every shape of the model's layers. Empty: the number of rows in a step changes no
+    bit. {1}: a lone row is rounded differently. None with experts: each has rows of its own, and a companion may go to
+    others.
     """
     layers: dict[tuple[Any, ...], tuple[Any, int]] = {}
     for layer in model.modules():
@@ -371,12 +376,12 @@ def odd_row_counts_of(shapes: Collection[tuple[int, int]], dtype: torch.dtype) -
 def _odd_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> set[int]:
     rows_RD = torch.randn(NUM_ROWS[-1], width, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
-        most_RO = product(rows_RD)
-        return {n for n in NUM_ROWS if not torch.equal(product(rows_RD[:n]), most_RO[:n])}
+        expected_RO = product(rows_RD)
+        return {n for n in NUM_ROWS if not torch.equal(product(rows_RD[:n]), expected_RO[:n])}
 
 
 def order_of_arrival(odd_rows: set[int] | None) -> str:
-    """A sentence on bits that the order in which turns arrive may change (`odd_row_counts`)."""
+    """Clause for the user: whether the order in which turns arrive may change bits (`odd_row_counts`)."""
     if odd_rows is None:
         return "the order of arrival may change rounding"
     if odd_rows <= {1}:

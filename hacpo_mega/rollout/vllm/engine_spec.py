@@ -22,7 +22,7 @@ from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.folder import has_tower, head_size, text_fields
 from hacpo_mega.models.sharding.layout import head_size_problem
 
-BLOCK = 16  # tokens of the key-value cache, on the CPU
+CPU_BLOCK_SIZE = 16  # tokens of a block of the KV cache
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class EngineSpec:
     max_model_len    tokens of the longest prompt and answer together
     eos_ids          token ids that end an answer, first that of answers whose length is given; None: the folder's
     random_weights   skips reading the weights: for a caller that publishes before the first answer
-    can_sleep        whether its memory can be freed; without it vLLM allocates plainly, and all-reduces in CUDA graphs
-                     need no copy
+    can_sleep        whether its memory can be freed; without it all-reduces in CUDA graphs need no copy, since vLLM
+                     allocates as usual
     agents_on_device agents with an engine on this rank's device (turns.py)
     timeout_s        bounds the collectives of the engine's own groups
     options          further vLLM engine arguments, unchanged (`agents.vllm` of the configuration); with
@@ -61,8 +61,10 @@ class EngineSpec:
 
     @property
     def loads_itself(self) -> bool:
-        """True if the engine loads the folder's weights itself: vLLM would look for an image checkpoint's text model
-        under other names, and would run packed weights packed."""
+        """True if `Engine` loads the folder's weights in vLLM's place.
+
+        vLLM would look for an image checkpoint's text model under other names, and would run packed weights packed.
+        """
         return has_tower(self.model) or self._is_packed
 
     @property
@@ -87,17 +89,17 @@ class EngineSpec:
     def _text_model(self) -> dict[str, Any]:
         """Argument that makes vLLM read config.json as training does, where it would not."""
         family = self._family
-        lacks = family is not None and (family.scales_queries or family.asked)
-        if not self.loads_itself and not lacks:
-            return {}  # also where training does not know the folder, as an export for vLLM that is quantized
-        fields = Architecture.from_folder(self.model).served_as
+        needs_fields = family is not None and (family.scales_queries or family.vllm_fields)
+        if not self.loads_itself and not needs_fields:
+            return {}  # also for folders that training cannot read, such as quantized exports for vLLM
+        fields = Architecture.from_folder(self.model).vllm_overrides
 
         def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
             """The text model's configuration; vLLM also asks with an empty one, for its model_type."""
             text = config.get_text_config()
             for name, value in fields.items():
-                held = getattr(text, name, None)
-                setattr(text, name, {**held, **value} if isinstance(held, dict) else value)
+                current = getattr(text, name, None)
+                setattr(text, name, {**current, **value} if isinstance(current, dict) else value)
             if hasattr(text, "quantization_config"):
                 del text.quantization_config
             return text
@@ -112,18 +114,18 @@ class EngineSpec:
         visible_devices       devices that this process sees
         expandable_segments   whether the user has set this in torch's allocator
         """
-        shared = visible_devices == 1 or expandable_segments
-        defaults = self._cuda_defaults(shared) if on_cuda else CPU_DEFAULTS | self._cpu_attention()
+        lacks_peer_access = visible_devices == 1 or expandable_segments
+        defaults = self._cuda_defaults(lacks_peer_access) if on_cuda else CPU_DEFAULTS | self._cpu_attention()
         if not on_cuda and self.delta_net_model is not None:
-            # A state in place of keys: vLLM shares it where prompts are read in parts.
+            # A delta net has a state in place of keys, which vLLM would share where prompts are read in parts.
             defaults["enable_prefix_caching"] = False
         # vLLM's own are 600 s with NCCL and 1800 s with gloo, however long a rank has to wait for the others.
-        waits = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
-        # Routing is an argument on CUDA only: on the CPU it is written down beside vLLM.
+        timeouts = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
+        # vLLM returns routing on CUDA only: on the CPU routing.py records it.
         options = {key: value for key, value in self.options.items() if on_cuda or key != RETURNS_ROUTING}
         return {
             "use_tqdm_on_load": False,
-            **dict.fromkeys(waits, math.ceil(self.timeout_s)),
+            **dict.fromkeys(timeouts, math.ceil(self.timeout_s)),
             **defaults,
             **options,
             "model": str(self.model),
@@ -143,23 +145,23 @@ class EngineSpec:
             "enable_sleep_mode": on_cuda and self.can_sleep,
         }
 
-    def _cuda_defaults(self, is_peerless: bool) -> dict[str, Any]:
+    def _cuda_defaults(self, lacks_peer_access: bool) -> dict[str, Any]:
         defaults = {
             # Agents on a device share the half of it that engines may have: vLLM's share counts only its own memory.
             "gpu_memory_utilization": CUDA_DEFAULTS["gpu_memory_utilization"] / self.agents_on_device,
             # vLLM's 1024 of large devices is more than it captures graphs for, and takes 4 bytes x vocabulary for each.
             "max_num_seqs": CUDA_DEFAULTS["max_num_seqs"],
-            # vLLM would fuse it on Hopper and later where nvcc and ninja are on PATH, by compiling at the start: what
-            # an engine computes would depend on the shell that started it.
+            # On Hopper and later vLLM would compile this fusion at the start if nvcc and ninja are on PATH: the numbers
+            # of an engine would depend on the shell that started it.
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
-            # Else graphs would stay on the device while the actor learns. vLLM brings them back when the engine wakes.
+            # Otherwise graphs would stay on the device while the actor learns. vLLM restores them at wake-up.
             "sleep_mode_offload_cudagraph": self.can_sleep,
         }
         if self.delta_net_model is not None:
             # On Hopper and later vLLM would take FlashInfer's kernel, whether it is installed or not, which needs nvcc
             # and ninja at the first prompt: its warm-up only warns that it failed.
             defaults["gdn_prefill_backend"] = "triton"
-        if self.tensor_parallel_size > 1 and is_peerless:
+        if self.tensor_parallel_size > 1 and lacks_peer_access:
             # vLLM's custom all-reduce asks for its peers' devices by number, which fails in a process that sees only
             # its own. It also shares its graphs' buffers by cudaIpcGetMemHandle, which crashes on an expandable
             # segment.
@@ -177,15 +179,15 @@ class EngineSpec:
         """
         has_latents = self._family is not None and self._family.latent
         size = Architecture.from_folder(self.model).cached_dim if has_latents else head_size(self.model)
-        known = (CPUMLABackend if has_latents else CPUAttentionBackend).get_supported_head_sizes()
-        if problem := head_size_problem(size, known, has_latents=has_latents):
+        supported = (CPUMLABackend if has_latents else CPUAttentionBackend).get_supported_head_sizes()
+        if problem := head_size_problem(size, supported, has_latents=has_latents):
             raise ValueError(f"{self.model}: {problem}")
         if has_latents:  # where a processor has AMX, vLLM would take another one, for bfloat16 alone
-            return {"attention_backend": "CPU_MLA", "block_size": BLOCK}
+            return {"attention_backend": "CPU_MLA", "block_size": CPU_BLOCK_SIZE}
         if self.dtype.itemsize != 4 or "kv_cache_dtype" in self.options:
             return {}
         multiple_of = type(CPUAttentionBackend.get_supported_kernel_block_sizes()[0])
         CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
-            lambda kv_cache_spec=None: [multiple_of(BLOCK)]
+            lambda kv_cache_spec=None: [multiple_of(CPU_BLOCK_SIZE)]
         )
-        return {"block_size": BLOCK}
+        return {"block_size": CPU_BLOCK_SIZE}

@@ -69,9 +69,9 @@ def worker_of(llm: LLM) -> WorkerBase:
 
 
 def finish_steps(llm: LLM) -> None:
-    """Runs steps until nothing is in flight. On CUDA vLLM begins a step ahead, also behind the end of the last answer.
+    """Runs steps until none is in flight. On CUDA vLLM begins a step ahead, even after the last answer has ended.
 
-    Such a step would meet what comes next: a cleared prefix cache, the routing of an earlier step.
+    Such a step would collide with what follows: a prefix cache that is dropped, routing that is read.
     """
     core = llm.llm_engine.engine_core.engine_core
     while core.batch_queue:  # None where there is no step ahead

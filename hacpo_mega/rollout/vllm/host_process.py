@@ -73,9 +73,9 @@ class StreamBeside:
 
     @staticmethod
     @contextmanager
-    def _entered(stream: torch.cuda.Stream, asked: torch.cuda.Event) -> Iterator[None]:
+    def _entered(stream: torch.cuda.Stream, queued: torch.cuda.Event) -> Iterator[None]:
         torch.cuda.set_device(stream.device)  # a new thread is on device 0, and on the trainer's stream there
-        stream.wait_event(asked)
+        stream.wait_event(queued)
         with torch.cuda.stream(stream):
             try:
                 yield
@@ -87,8 +87,8 @@ class StreamBeside:
 def _computing_with(num_threads: int) -> Iterator[None]:
     """Sets the thread count of a new thread.
 
-    OpenMP starts it with the OMP_NUM_THREADS of its loading, before a fork. torch would set its own number at its first
-    operation there, in the middle of vLLM's attention, whose plan was made for another number.
+    OpenMP would give it the OMP_NUM_THREADS that it read when it was loaded, before a fork. torch would replace that at
+    the thread's first operation: within vLLM's attention, whose plan was made for another number.
     """
     torch.set_num_threads(num_threads)
     yield
@@ -135,7 +135,7 @@ def joined_to_default_group() -> Iterator[None]:
 
 @contextmanager
 def collected_once() -> Iterator[None]:
-    """Reduces vLLM's shutdown to one garbage collection of what came after the imports: it runs four, of everything."""
+    """Reduces vLLM's shutdown from four garbage collections of all objects to one of those made after the imports."""
     with replaced(gc, "collect", lambda *_generation: 0), same_objects_frozen():
         yield
     gc.collect()
@@ -201,10 +201,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def starting_vllm(patches: Iterable[Patch]) -> Iterator[None]:
-    """Context of vLLM's start: applies the patches, and restores LD_PRELOAD afterwards; freezes no object.
+    """Context of vLLM's start: applies the patches, and restores two environment variables; freezes no object.
 
-    vLLM extends LD_PRELOAD on a CPU, and it would reach the judge's processes. The context also silences a warning with
-    a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
+    vLLM extends LD_PRELOAD on a CPU, which the judge's processes would inherit. The context also silences a warning
+    with a traceback: without a tokenizer, vLLM's renderer cannot warm up a chat template.
     """
     apply_patches(patches)
     before = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}

@@ -47,19 +47,19 @@ def written_at_once(one_by_one: Update) -> Update:
     """
 
     @wraps(one_by_one)
-    def update(processor: LogprobsProcessor, found: LogprobsLists) -> None:
+    def update(processor: LogprobsProcessor, new: LogprobsLists) -> None:
         record = processor.logprobs
         if processor.num_logprobs != 0 or processor.tokenizer is not None or isinstance(record, list):
-            one_by_one(processor, found)
+            one_by_one(processor, new)
             return
-        values, start = found.logprobs[:, 0].tolist(), len(record.logprobs)
+        values, start = new.logprobs[:, 0].tolist(), len(record.logprobs)
         record.start_indices += range(start, start + len(values))
         record.end_indices += range(start + 1, start + len(values) + 1)
-        record.token_ids += found.logprob_token_ids[:, 0].tolist()
+        record.token_ids += new.logprob_token_ids[:, 0].tolist()
         record.logprobs += values
-        record.ranks += found.sampled_token_ranks.tolist()
+        record.ranks += new.sampled_token_ranks.tolist()
         record.decoded_tokens += [None] * len(values)
-        for value in values:  # in this order, as rounding has it
+        for value in values:  # one by one, so that the sum rounds as vLLM's does
             processor.cumulative_logprob += value
 
     return update
@@ -85,25 +85,25 @@ def inside_a_block(allocate: Allocate) -> Allocate:
 
 
 def with_a_name(get: Callable[[Tensor], Callable[..., Any]]) -> Callable[[Tensor], Callable[..., Any]]:
-    """Replacement of a reload's `_get_weight_loader`: reloads recognise loaders by name: partial functions get one."""
+    """Replacement of a reload's `_get_weight_loader`: gives partial functions a name, by which reloads know loaders."""
 
     @wraps(get)
     def weight_loader(tensor: Tensor) -> Callable[..., Any]:
-        found = get(tensor)
-        if isinstance(found, partial):
-            found.__name__ = found.func.__name__
-        return found
+        loader = get(tensor)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__
+        return loader
 
     return weight_loader
 
 
 def inspected_here(model: _LazyRegisteredModel) -> _ModelInfo:
-    """Replacement of `inspect_model_cls`: what an engine asks of its model's class before it loads it."""
+    """Replacement of `inspect_model_cls`, which reads facts of a model's class: here in this process."""
     return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
-def of_one_group(init: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of the `__init__` of the CPU's router, which knows sigmoids of groups of experts alone."""
+def in_one_group(init: Callable[..., None]) -> Callable[..., None]:
+    """Replacement of the `__init__` of the CPU's router, which takes sigmoid scores only with groups: adds one."""
 
     @wraps(init)
     def start(router: CPURouter, *given: Any, **named: Any) -> None:
@@ -115,34 +115,34 @@ def of_one_group(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_latent_norms(init: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of the `__init__` of attention with latents, whose norms have an epsilon of their own."""
+    """Replacement of the `__init__` of attention with latents: gives the latents' norms their own epsilon."""
 
     @wraps(init)
     def start(attention: nn.Module, *given: Any, **named: Any) -> None:
         init(attention, *given, **named)
         for name in ("q_a_layernorm", "kv_a_layernorm"):
-            if hasattr(attention, name):  # that of queries where these have latents, too
+            if hasattr(attention, name):  # queries have a norm only where they have latents, too
                 getattr(attention, name).variance_epsilon = EPSILON
 
     return start
 
 
-def of_apart_heads(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of the CPU's rotation: its kernel assumes adjacent heads, and parts of heads are not."""
+def for_parts_of_heads(on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement of the CPU's rotary embedding: its kernel assumes adjacent heads, which parts of heads are not."""
 
     @wraps(on_cpu)
-    def forward_cpu(rotation: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-        if query.dim() == 2:  # all heads of a token in a row
-            return on_cpu(rotation, positions, query, key)
-        return rotation.forward_native(positions, query, key)
+    def forward_cpu(rope: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if query.dim() == 2:  # whole heads, a token's in one row
+            return on_cpu(rope, positions, query, key)
+        return rope.forward_native(positions, query, key)
 
     return forward_cpu
 
 
 class MergedRecords:
-    """Replacement of a live output processor's `process_outputs`: an answer's tokens are one record when it ends.
+    """Replacement of a live output processor's `process_outputs`: merges an answer's tokens into one record at its end.
 
-    vLLM would handle every token of every running answer by itself, in every step. Statistics need each record.
+    vLLM would handle every token of every running answer by itself, in every step. With statistics nothing is merged.
     """
 
     def __init__(self, one_by_one: Callable[..., OutputProcessorOutput]) -> None:
@@ -186,15 +186,15 @@ def merged(records: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 _KEEPING = "the default group is the trainer's; also when an engine that nobody closed is collected"
 _QUEUE = "a queue between ranks would unpickle what its sockets bring"
-_EXPERTS = "every rank of an engine keeps the experts that its tokens went to"
+_EXPERTS = "every rank of an engine keeps the routing of its tokens"
 _MONITOR = "it watches the whole process: it warns of the trainer's own kernels, or fails them"
 _ARRAYS = "log-probs of a step are written as arrays, not as an object a token"
-_SLOTS = "most tokens need no new block, and looking for one binds the host with 512 running answers"
+_SLOTS = "most tokens need no new block; the search for one limits the host with 512 running answers"
 _LOADERS = "loaders of norms over all heads that ranks share are partial functions, which have no name"
 _CLASS = "another process would import vLLM to read the class, and answer with a pickle; this one loads it anyhow"
-_ROUTER = "on the CPU it has sigmoids with a bias for groups of experts alone, which MiniMax-M2 has none of"
+_ROUTER = "on the CPU it has sigmoids with a bias only for groups of experts, and MiniMax-M2 has no groups"
 _LATENTS = "norms of latents have 1e-6, as in the models' own code and in transformers, whatever rms_norm_eps says"
-_APART = "on the CPU it turns other numbers of a head than those that it is given, where these are a part of it"
+_APART = "on the CPU it rotates the wrong numbers of a head where only a part of the head is to be rotated"
 _DELTA = "on the CPU it takes bfloat16 alone, and quickstarts and tests are in float32"
 
 VLLM = (
@@ -205,9 +205,9 @@ VLLM = (
     Patch(LogprobsProcessor, "_update_sample_logprobs", written_at_once, _ARRAYS, wraps=True),
     Patch(KVCacheManager, "allocate_slots", inside_a_block, _SLOTS, wraps=True),
     Patch(_LazyRegisteredModel, "inspect_model_cls", inspected_here, _CLASS),
-    Patch(CPURouter, "__init__", of_one_group, _ROUTER, wraps=True),
+    Patch(CPURouter, "__init__", in_one_group, _ROUTER, wraps=True),
     Patch(DeepseekV2MLAAttention, "__init__", with_latent_norms, _LATENTS, wraps=True),
-    Patch(RotaryEmbedding, "forward_cpu", of_apart_heads, _APART, wraps=True),
+    Patch(RotaryEmbedding, "forward_cpu", for_parts_of_heads, _APART, wraps=True),
     Patch(layerwise, "_get_weight_loader", with_a_name, _LOADERS, wraps=True),
     Patch(gdn_attention, "cpu_gdn_attention_core", in_any_type, _DELTA, wraps=True),
 )

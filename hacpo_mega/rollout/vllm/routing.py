@@ -63,7 +63,7 @@ class SlotRouting:
             self._slots[slots[is_token], layer_id] = topk_ids.numpy()[is_token]
 
     def of(self, output: RequestOutput) -> np.ndarray:
-        """Routing of a request that has just ended or is about to be cut: its blocks have no other owner yet."""
+        """Routing of a request that has just ended or is about to be cut: no other request has its blocks yet."""
         names = (name for name in self._runner.requests if name.partition("-")[0] == output.request_id)
         if (name := next(names, None)) is None:  # it has never run
             return fitted(self._none, num_read(output))

@@ -60,7 +60,7 @@ class ServedTurn:
         read, written = len(self.prompt_ids), len(self.completion.token_ids)
         return UsageInfo(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
 
-    def generated(self) -> Json:
+    def generate_response(self) -> Json:
         """The answer of POST /inference/v1/generate."""
         sampled = zip(self.token_ids, self.completion.logprobs.tolist(), strict=True)
         content = [GenerateLogProbsContent(token_id=token, logprob=logprob) for token, logprob in sampled]
@@ -81,15 +81,15 @@ class ServedTurn:
             entry["token"] = f"token_id:{entry['token_id']}"
         return answer
 
-    def chatted(self, message: Mapping[str, Any], *, has_logprobs: bool) -> Json:
+    def chat_response(self, message: Mapping[str, Any], *, has_logprobs: bool) -> Json:
         """The answer of POST /v1/chat/completions; `message` is as ParsedTurn.message, arguments as text."""
         calls = [
             ToolCall(id=call["id"], function=FunctionCall(**call["function"])) for call in message.get("tool_calls", ())
         ]
-        said = ChatMessage(**_said(message), tool_calls=calls)
+        reply = ChatMessage(**_message_fields(message), tool_calls=calls)
         choice = ChatCompletionResponseChoice(
             index=0,
-            message=said,
+            message=reply,
             finish_reason=self._chat_reason(message),
             token_ids=self.token_ids,
             logprobs=self._chat_logprobs() if has_logprobs else None,
@@ -102,15 +102,15 @@ class ServedTurn:
             prompt_token_ids=list(self.prompt_ids),
         ).model_dump(exclude_none=True)
 
-    def streamed(self, message: Mapping[str, Any], *, has_logprobs: bool, has_usage: bool) -> list[Json]:
-        """The same as the chunks of a stream: what was said, why it ended, and what it took if `has_usage`."""
+    def chat_chunks(self, message: Mapping[str, Any], *, has_logprobs: bool, has_usage: bool) -> list[Json]:
+        """The same as the chunks of a stream: message, finish reason, and usage if `has_usage`."""
         calls = [
             DeltaToolCall(index=n, id=call["id"], type="function", function=DeltaFunctionCall(**call["function"]))
             for n, call in enumerate(message.get("tool_calls", ()))
         ]
-        said = DeltaMessage(**_said(message), tool_calls=calls)
+        reply = DeltaMessage(**_message_fields(message), tool_calls=calls)
         logprobs = self._chat_logprobs() if has_logprobs else None
-        first = ChatCompletionResponseStreamChoice(index=0, delta=said, token_ids=self.token_ids, logprobs=logprobs)
+        first = ChatCompletionResponseStreamChoice(index=0, delta=reply, token_ids=self.token_ids, logprobs=logprobs)
         last = ChatCompletionResponseStreamChoice(
             index=0, delta=DeltaMessage(), finish_reason=self._chat_reason(message)
         )
@@ -135,7 +135,7 @@ class ServedTurn:
         )
 
 
-def _said(message: Mapping[str, Any]) -> Json:
+def _message_fields(message: Mapping[str, Any]) -> Json:
     """An assistant's message without its calls, in fields of vLLM's."""
     return {"role": "assistant", "content": message["content"], "reasoning": message.get("reasoning_content")}
 

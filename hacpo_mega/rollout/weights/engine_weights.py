@@ -2,8 +2,8 @@
 
 On CUDA a parameter is stored as it was loaded: its parts are written in place. On the CPU vLLM packs the weight of a
 linear layer after loading and keeps no other copy: the layer gets a new shard, and packs it as at the start. Experts
-are packed when both of their tensors have arrived (expert_weights.py). Attention with latents has two further matrices,
-made of a layer's weight (absorbs), and remakes them. Attention with sinks remakes FlashInfer's float32 copy of them.
+are packed when both of their tensors have arrived (expert_weights.py). Attention with latents recomputes the two
+matrices that it makes of a layer's weight (absorbs). Attention with sinks renews FlashInfer's float32 copy of them.
 A layer that quantizes what it loads, as `vllm = { quantization = "fp8_per_tensor" }` asks for, gets its shard in the
 plain form too, and quantizes it in place, as it would have done from a folder at the start. Some kinds reduce the
 largest number over the ranks of an engine, so all ranks have to reach a layer, in one order (Receiver).
@@ -140,7 +140,7 @@ class EngineWeights:
         method = getattr(self._modules[path[0]], "quant_method", None)
         return path[1] == "weight" and isinstance(method, OnlineLinearBase)
 
-    def live(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
+    def destination(self, path: tuple[str, str], dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Tensor into which the parts of a parameter are written, and whether it is a new one."""
         live = getattr(self._modules[path[0]], path[1])
         if not (_is_packed(self._modules[path[0]], live) or self.quantizes(path)):
@@ -182,7 +182,7 @@ class Receiver:
     """Receiving side of one weight sync: gives out views of parts, and counts what is written there."""
 
     def __init__(self, weights: EngineWeights, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
-        """`load` takes full tensors by name: of the fallback, all that belong to a layer."""
+        """`load` takes full tensors by name: those of the fallback, all of a layer in one call."""
         self._weights, self.load = weights, load
         self._left: dict[tuple[str, str], int] = defaultdict(int)
         # Tensors that quantizing layers still wait for, in an order that all ranks of the engine share.
@@ -194,12 +194,12 @@ class Receiver:
         self._sizes = dict(self._left)
         self._open: dict[tuple[str, str], tuple[Tensor, bool]] = {}
 
-    def view(self, number: int, what: Shard, dtype: torch.dtype) -> Tensor:
-        """Destination of the rectangle `what`, published in `dtype`, inside part `number`; a view of `what.sizes`."""
+    def view(self, number: int, rectangle: Shard, dtype: torch.dtype) -> Tensor:
+        """Destination of `rectangle`, published in `dtype`, inside part `number`: a view [*rectangle.sizes]."""
         part = self._weights.parts[number]
         if part.path not in self._open:
-            self._open[part.path] = self._weights.live(part.path, dtype)
-        return part.view(self._open[part.path][0], what)
+            self._open[part.path] = self._weights.destination(part.path, dtype)
+        return part.view(self._open[part.path][0], rectangle)
 
     def wrote(self, number: int, size: int) -> None:
         """Counts `size` written numbers of a part; with the last one of a parameter, its layer takes it.
@@ -235,7 +235,7 @@ def _quantize(module: nn.Module, tensor: Tensor, config: ModelConfig) -> None:
     with without_reload_warnings():
         initialize_layerwise_reload(module)
         parameter, loader = module.weight, module.weight.weight_loader
-        parameter.weight_loader = _whole
+        parameter.weight_loader = _load_shard
         layerwise.initialize_online_processing(module)  # quantizes as soon as the loader below has brought all
         try:
             parameter.weight_loader(parameter, tensor)
@@ -244,8 +244,8 @@ def _quantize(module: nn.Module, tensor: Tensor, config: ModelConfig) -> None:
             parameter.weight_loader = loader  # vLLM keeps the parameter on the meta device for the next time
 
 
-def _whole(param: Tensor, loaded_weight: Tensor) -> None:
-    """A weight loader, in vLLM's form, for a tensor that is cut already."""
+def _load_shard(param: Tensor, loaded_weight: Tensor) -> None:
+    """Weight loader in vLLM's form for a tensor that already is this rank's shard."""
     param.data.copy_(loaded_weight)
 
 
@@ -260,16 +260,18 @@ def _packed_by_weight(model: nn.Module) -> Mapping[int, list[nn.Module]]:
     An embedding has a packed copy too; it is used where the embedding is the head, under that name or in a layer of its
     own.
     """
-    found: dict[int, list[nn.Module]] = defaultdict(list)
+    layers: dict[int, list[nn.Module]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         weight = getattr(module, "weight", None)
         is_packed = hasattr(module, "cpu_linear") and not is_embedding(module, path)
-        if is_packed and weight.numel() and module not in found[id(weight)]:
-            found[id(weight)].append(module)
-    return found
+        if is_packed and weight.numel() and module not in layers[id(weight)]:
+            layers[id(weight)].append(module)
+    return layers
 
 
-def noted(weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head: bool) -> Iterator[tuple[str, Tensor]]:
+def noting_names(
+    weights: Iterable[tuple[str, Tensor]], given: set[str], *, packs_head: bool
+) -> Iterator[tuple[str, Tensor]]:
     """Passes on full tensors for vLLM's loaders, and adds their names to `given`.
 
     With `packs_head` the output layer has a packed copy of the embedding, which gets the embedding too. Experts of a
@@ -291,13 +293,15 @@ def noting_sinks(weights: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]
 
 
 def take_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> None:
-    """Writes the sinks (vLLM's name -> of all heads), which else would stay the same: gpt-oss's loader copies them
-    into a parameter that a reload has put aside. Attention remakes what it has made of them."""
+    """Writes the attention sinks, vLLM's name -> sinks of all heads [N].
+
+    A reload alone would keep the old ones: gpt-oss's loader copies them into a parameter that the reload has put aside.
+    """
     for name, sinks_N in sinks.items():
         module = model.get_submodule(name.rpartition(".")[0])
-        own = module.sinks.data
-        own.copy_(sinks_N[module.qkv_proj.tp_rank * len(own) :][: len(own)])
-        module.attn.process_weights_after_loading(own.dtype)
+        shard = module.sinks.data
+        shard.copy_(sinks_N[module.qkv_proj.tp_rank * len(shard) :][: len(shard)])
+        module.attn.process_weights_after_loading(shard.dtype)  # renews the kernel's copy
 
 
 def require_names(given: Set[str], expected: Set[str]) -> None:

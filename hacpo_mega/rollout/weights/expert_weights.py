@@ -2,14 +2,13 @@
 
 On CUDA Triton's kernels read them as they were loaded; other kernels have forms of their own, which this file does not
 read. On the CPU vLLM packs them, one expert after the other, and pads the feed-forward. vLLM 0.32 packs at the first
-load alone (`is_weight_update` of UnquantizedFusedMoEMethod): later loads were silently read as if they were packed.
+load alone (`is_weight_update` of UnquantizedFusedMoEMethod), and would read later loads as if they were packed.
 Here every load packs. The packed order comes from vLLM's own operation, applied to positions instead of numbers: so
 packed weights can be read back, to the bit.
 """
 
-import functools
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +47,10 @@ def pack_at_every_load(model: nn.Module) -> None:
     """Makes every later load pack experts, as the first one does."""
     for module in filter(packs_experts, model.modules()):
         method = module.quant_method
-        method.process_weights_after_loading = functools.partial(
-            _as_at_first, method, method.process_weights_after_loading
-        )
+        method.process_weights_after_loading = partial(_pack_again, method, method.process_weights_after_loading)
 
 
-def _as_at_first(method, process, layer: nn.Module) -> None:
+def _pack_again(method, process, layer: nn.Module) -> None:
     method.moe_kernel = None  # vLLM's sign of a first load
     process(layer)
 
@@ -73,14 +70,14 @@ def expert_halves(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     gate_up, down, ffn = getattr(module, GATE_UP), getattr(module, DOWN), module.intermediate_size_per_partition
     if packs_experts(module):
         gate_up, down = (_unpacked(packed.detach(), _kernel(module).isa) for packed in (gate_up, down))
-    if in_turn(module):
+    if interleaves_gate_up(module):
         return gate_up[:, 0 : 2 * ffn : 2], gate_up[:, 1 : 2 * ffn : 2], down[..., :ffn]
     half = gate_up.shape[1] // 2
     return gate_up[:, :ffn], gate_up[:, half : half + ffn], down[..., :ffn]
 
 
-def in_turn(module: nn.Module) -> bool:
-    """True if rows of gate and up lie in turn (gpt-oss), else gate before up."""
+def interleaves_gate_up(module: nn.Module) -> bool:
+    """True if rows of gate and up are interleaved (gpt-oss), False if all of gate comes before up."""
     return module.moe_config.activation.value == "swigluoai"
 
 
@@ -97,11 +94,14 @@ def _unpacked(packed: Tensor, isa: str) -> Tensor:
 
 @cache
 def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
-    """Place in the packed form of one expert -> place in the matrix [rows, columns]."""
-    places = torch.arange(shape[0] * shape[1])
-    order, scale = torch.zeros_like(places), 1
-    while scale <= places[-1]:
-        digits = (places // scale % DIGIT).to(dtype).view(1, *shape)
+    """Flat index in the packed form of one expert -> flat index in the matrix [rows, columns].
+
+    Packs the indices themselves, one digit after the other: vLLM's operation takes numbers of the weights' type alone.
+    """
+    indices = torch.arange(shape[0] * shape[1])
+    order, scale = torch.zeros_like(indices), 1
+    while scale <= indices[-1]:
+        digits = (indices // scale % DIGIT).to(dtype).view(1, *shape)
         packed = torch.empty_like(digits)
         torch.ops._C.prepack_moe_weight(digits, packed, isa)
         order += packed.view(-1).to(torch.int64) * scale

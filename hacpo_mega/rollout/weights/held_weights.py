@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hacpo_mega.models.sharding.shards import STAR, Shard
-from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts, in_turn
+from hacpo_mega.rollout.weights.expert_weights import expert_halves, experts_problem, holds_experts, interleaves_gate_up
 from hacpo_mega.rollout.weights.parts import loaded_tensors
 
 EMBEDDING, HEAD_LAYER = "model.embed_tokens", "lm_head"
@@ -26,25 +26,25 @@ SINKS = "sinks"  # of attention (gpt-oss)
 
 @dataclass(frozen=True)
 class Cut:
-    """An engine's part of a published tensor: `size` from `start` on in `dim`, at `place` of its own tensor."""
+    """An engine's part of a published tensor: `size` from `start` on in `dim`, at `offset` of the engine's tensor."""
 
     dim: int
     start: int
     size: int
-    place: int = 0
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class HeldPart:
     """An engine's part of a published tensor, or of the stack of all experts (models/sharding/shards.py).
 
-    own         the engine's tensor, which may hold parts of others too
+    read        returns the engine's tensor, which may hold parts of others too
     is_packed   whether it is read through a product, which is exact for finite numbers alone
     """
 
     name: str
     cut: Cut
-    own: Callable[[], Tensor]
+    read: Callable[[], Tensor]
     is_packed: bool
 
     def shard(self, shape: Sequence[int]) -> Shard:
@@ -53,11 +53,11 @@ class HeldPart:
         offsets[self.cut.dim], sizes[self.cut.dim] = self.cut.start, self.cut.size
         return Shard(self.name, tuple(offsets), tuple(sizes))
 
-    def view(self, what: Shard) -> Tensor:
-        """Numbers of the rectangle `what` of the published tensor, which lies in the part; a view of `what.sizes`."""
-        held = self.own()
-        for dim, (start, size) in enumerate(zip(what.offsets, what.sizes, strict=True)):
-            shift = self.cut.place - self.cut.start if dim == self.cut.dim else 0
+    def view(self, rectangle: Shard) -> Tensor:
+        """Numbers of a rectangle of the published tensor, which lies in the part: a view [*rectangle.sizes]."""
+        held = self.read()
+        for dim, (start, size) in enumerate(zip(rectangle.offsets, rectangle.sizes, strict=True)):
+            shift = self.cut.offset - self.cut.start if dim == self.cut.dim else 0
             held = held.narrow(dim, start + shift, size)
         return held
 
@@ -93,12 +93,12 @@ def held_parts(model: nn.Module, fused: Mapping[str, Sequence[str]], tied: bool)
             names = [EMBEDDING]
         for kind, parameter in loaded_tensors(module):
             is_packed = kind == "weight" and hasattr(module, "cpu_linear") and not is_embedding(module, path)
-            own = cache(lambda module=module: _unpacked(module)) if is_packed else lambda parameter=parameter: parameter
-            own = partial(_sinks, module) if kind == SINKS else own
+            read = cache(partial(_unpacked, module)) if is_packed else lambda parameter=parameter: parameter
+            read = partial(_sinks, module) if kind == SINKS else read
             cuts = _cuts(module, len(names), kind, parameter)
             # One published tensor may be several of the engine's parts: some folders hold matrices fused, too.
             for name, cut in zip(names[:1] * (len(cuts) - len(names)) + names, cuts, strict=True):
-                yield HeldPart(f"{name}.{kind}", cut, own, is_packed)
+                yield HeldPart(f"{name}.{kind}", cut, read, is_packed)
 
 
 def absorbs(module: nn.Module) -> bool:
@@ -125,50 +125,50 @@ def _held_experts(module: nn.Module, parent: str) -> Iterator[HeldPart]:
     halves = cache(lambda: expert_halves(module))
     names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
     size = module.intermediate_size_per_partition
-    for place, name in enumerate(names):
-        cut = Cut(2 if place == 2 else 1, module.moe_config.tp_rank * size, size)
-        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, lambda place=place: halves()[place], is_packed=False)
+    for number, name in enumerate(names):
+        cut = Cut(2 if number == 2 else 1, module.moe_config.tp_rank * size, size)
+        yield HeldPart(f"{parent}.{STAR}.{name}.weight", cut, lambda number=number: halves()[number], is_packed=False)
     if not getattr(module.moe_config, "has_bias", False):
         return
-    assert in_turn(module), parent
+    assert interleaves_gate_up(module), parent
     rank = module.moe_config.tp_rank
-    hidden = 0 if rank else module.w2_bias.shape[1]  # that of down is added once
-    own = (lambda: module.w13_bias[:, 0::2]), (lambda: module.w13_bias[:, 1::2]), (lambda: module.w2_bias)
-    for name, cut, bias in zip(names, [Cut(1, rank * size, size)] * 2 + [Cut(1, 0, hidden)], own, strict=True):
+    hidden = 0 if rank else module.w2_bias.shape[1]  # the first rank alone adds the bias of down
+    reads = (lambda: module.w13_bias[:, 0::2]), (lambda: module.w13_bias[:, 1::2]), (lambda: module.w2_bias)
+    for name, cut, bias in zip(names, [Cut(1, rank * size, size)] * 2 + [Cut(1, 0, hidden)], reads, strict=True):
         yield HeldPart(f"{parent}.{STAR}.{name}.bias", cut, bias, is_packed=False)
 
 
 def _held_latents(module: nn.Module, attention: str) -> HeldPart:
-    """A rank's rows of the matrix of keys and values, as its own two are made of it; the layer holds it, too."""
+    """A rank's rows of `kv_b_proj`, read from the two matrices that attention makes of them (ABSORBED)."""
     rows = module.num_heads * (module.qk_nope_head_dim + module.v_head_dim)
 
-    def own() -> Tensor:
+    def read() -> Tensor:
         both = torch.cat([module.W_UK_T, module.W_UV.transpose(1, 2)], dim=1)  # [heads, numbers of both, rank]
         return both.flatten(0, 1)
 
     cut = Cut(0, module.kv_b_proj.tp_rank * rows, rows)
-    return HeldPart(f"{attention}.kv_b_proj.weight", cut, cache(own), is_packed=False)
+    return HeldPart(f"{attention}.kv_b_proj.weight", cut, cache(read), is_packed=False)
 
 
 def _held_delta_net(module: nn.Module, path: str) -> Iterator[HeldPart]:
-    """Parts of a gated delta net that are no linear layer: rows of its convolution, a number per head and another."""
-    rank, start, place = module.tp_rank, 0, 0
+    """Parts of a gated delta net that are no linear layer: rows of its convolution, and its two vectors over heads."""
+    rank, start, offset = module.tp_rank, 0, 0
     for rows in (module.key_dim, module.key_dim, module.value_dim):
         size = rows // module.tp_size
-        cut = Cut(0, start + size * rank, size, place)
+        cut = Cut(0, start + size * rank, size, offset)
         yield HeldPart(f"{path}.conv1d.weight", cut, lambda: module.conv1d.weight, is_packed=False)
-        start, place = start + rows, place + size
+        start, offset = start + rows, offset + size
     for kind, parameter in module.named_parameters(recurse=False):
         cut = Cut(0, len(parameter) * rank, len(parameter))
         yield HeldPart(f"{path}.{kind}", cut, lambda parameter=parameter: parameter, is_packed=False)
 
 
 def _sinks(module: nn.Module) -> Tensor:
-    return module.attn.impl.sinks.to(module.sinks.dtype)  # which FlashInfer multiplies with: a copy in float32
+    return module.attn.impl.sinks.to(module.sinks.dtype)  # the float32 copy that FlashInfer multiplies with
 
 
 def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> list[Cut]:
-    """Cuts of the tensors that a layer's own is made of, from vLLM's attributes of the layer."""
+    """Cuts of the published tensors that a layer's parameter holds, from vLLM's attributes of the layer."""
     if kind == SINKS:  # attention's projection knows its rank
         return [Cut(0, module.qkv_proj.tp_rank * len(parameter), len(parameter))]
     if hasattr(module, "weight_shard_rank"):  # a norm over all heads that is cut
@@ -177,12 +177,13 @@ def _cuts(module: nn.Module, num_names: int, kind: str, parameter: Tensor) -> li
         rows = module.shard_indices
         return [Cut(0, rows.org_vocab_start_index, rows.num_org_elements)]
     if num_names > 1 or hasattr(module, "output_sizes"):
-        cuts, place, above, rows = [], 0, 0, _rows_of_fused(module)
-        for number, (size, shard, whole) in enumerate(rows):
-            above = above if number <= len(rows) - num_names else 0  # the first name takes all further parts
-            cuts.append(Cut(0, above + size * shard, size, place))
-            place += size
-            above += whole
+        cuts, offset, start, matrices = [], 0, 0, _rows_of_fused(module)
+        for number, (size, shard, num_rows) in enumerate(matrices):
+            # With fewer names than matrices, the tensor of the first name holds the first few matrices end to end.
+            start = start if number <= len(matrices) - num_names else 0
+            cuts.append(Cut(0, start + size * shard, size, offset))
+            offset += size
+            start += num_rows
         return cuts
     if kind == "weight" and hasattr(module, "input_size_per_partition"):
         if module.input_size_per_partition == module.input_size:  # cut by its outputs, or not at all

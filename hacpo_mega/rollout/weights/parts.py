@@ -43,11 +43,11 @@ class Part:
         """(layer, parameter) of the destination."""
         return self.layer, self.parameter
 
-    def view(self, parameter: Tensor, what: Shard) -> Tensor:
-        """View of the rectangle `what`, which lies in the shard, in the parameter: [*what.sizes]."""
-        steps = zip(what.offsets, self.shard.offsets, self.strides, strict=True)
+    def view(self, parameter: Tensor, rectangle: Shard) -> Tensor:
+        """View of a rectangle, which lies in the shard, in the parameter: [*rectangle.sizes]."""
+        steps = zip(rectangle.offsets, self.shard.offsets, self.strides, strict=True)
         start = self.offset + sum((inner - outer) * stride for inner, outer, stride in steps)
-        return parameter.detach().as_strided(what.sizes, self.strides, parameter.storage_offset() + start)
+        return parameter.detach().as_strided(rectangle.sizes, self.strides, parameter.storage_offset() + start)
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Recording:
     shapes       of every parameter in the form in which it is loaded
     parts        in the order in which they were copied
     fallback     name of a published tensor -> why its parts are not known
-    spoilt       name of a published tensor -> layers into which something else than a part of it was copied
+    computed     name of a published tensor -> layers that were loaded with something computed from it
     """
 
     shapes: dict[tuple[str, str], torch.Size] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     fallback: dict[str, str] = field(default_factory=dict)
-    spoilt: dict[str, set[str]] = field(default_factory=dict)
+    computed: dict[str, set[str]] = field(default_factory=dict)
 
     def use_fallback(self, names: Iterable[str], reason: str) -> None:
         """Moves tensors to the fallback, and all others of their layers, since a layer is loaded whole."""
@@ -71,22 +71,22 @@ class Recording:
         while names:
             self.fallback |= {name: reason for name in sorted(names) if name not in self.fallback}
             layers = {part.layer for part in self.parts if part.shard.name in self.fallback}
-            layers = layers.union(*(self.spoilt.get(name, ()) for name in self.fallback))
+            layers = layers.union(*(self.computed.get(name, ()) for name in self.fallback))
             names = {part.shard.name for part in self.parts if part.layer in layers} - self.fallback.keys()
         self.parts = [part for part in self.parts if part.shard.name not in self.fallback]
 
 
 def stacked_parts(parts: Sequence[Part]) -> list[Part]:
     """Merges the parts of experts that lie at equal distances in one parameter."""
-    found = []
+    merged = []
     for run in runs((part.shard, (part.path, part.strides), part.offset) for part in parts):
-        those = [parts[number] for number in run]
-        first, shard = those[0], stacked([part.shard for part in those])
+        members = [parts[number] for number in run]
+        first, shard = members[0], stacked([part.shard for part in members])
         if shard != first.shard:
-            step = those[1].offset - first.offset if len(those) > 1 else first.shard.size
+            step = members[1].offset - first.offset if len(members) > 1 else first.shard.size
             first = replace(first, shard=shard, strides=(step, *first.strides))
-        found.append(first)
-    return found
+        merged.append(first)
+    return merged
 
 
 class _Copies(TorchFunctionMode):
@@ -96,9 +96,9 @@ class _Copies(TorchFunctionMode):
         super().__init__()
         self._parameters = parameters
         self.sources: dict[int, tuple[str, torch.Size]] = {}
-        self.found: list[Part] = []
+        self.parts: list[Part] = []
         self.problems: dict[str, str] = {}
-        self.spoilt: dict[str, set[str]] = {}  # as in Recording
+        self.computed: dict[str, set[str]] = {}  # as in Recording
         self.name = ""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -118,12 +118,12 @@ class _Copies(TorchFunctionMode):
         if name is None or path is None:
             self.problems.setdefault(self.name, "its loader computes something from it")
             if path is not None:
-                self.spoilt.setdefault(self.name, set()).add(path[0])
+                self.computed.setdefault(self.name, set()).add(path[0])
         elif (shard := _rectangle(name, shape, source)) is None or target.shape != source.shape:
             self.problems.setdefault(self.name, "its loader turns or repeats it")
-            self.spoilt.setdefault(self.name, set()).add(path[0])
+            self.computed.setdefault(self.name, set()).add(path[0])
         else:
-            self.found.append(Part(shard, *path, target.storage_offset(), target.stride()))
+            self.parts.append(Part(shard, *path, target.storage_offset(), target.stride()))
 
 
 def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: torch.dtype, load: Load) -> Recording:
@@ -139,12 +139,12 @@ def record(model: nn.Module, published: Mapping[str, tuple[int, ...]], dtype: to
             recording.shapes[layer, parameter] = tensor.shape
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in published.items()}
     try:
-        ran, problems = [_run(tensors, owners, load)], {}
+        recorded, problems = [_run(tensors, owners, load)], {}
     except Exception:  # whatever a loader does with a tensor that has no numbers
-        ran, problems = _run_singly(tensors, owners, load)
-    for copies in ran:
-        recording.parts += copies.found
-        recording.spoilt |= copies.spoilt
+        recorded, problems = _run_singly(tensors, owners, load)
+    for copies in recorded:
+        recording.parts += copies.parts
+        recording.computed |= copies.computed
         problems |= copies.problems
     silent = tensors.keys() - problems.keys() - {part.shard.name for part in recording.parts}
     problems |= dict.fromkeys(sorted(silent), "its loader copies nothing of it")
@@ -168,8 +168,8 @@ def fallback_summary(fallback: Mapping[str, str], versions: Mapping[str, str]) -
     whole = whole_summary(fallback)
     if installed.partition("+")[0] == LOCKED:  # after a plus follows how it was built
         return whole
-    found = whole or "its loaders were followed for every tensor"
-    return f"vLLM {installed} is installed, and the locks have {LOCKED}: {found}"
+    effect = whole or "its loaders were followed for every tensor"
+    return f"vLLM {installed} is installed, and the locks have {LOCKED}: {effect}"
 
 
 def _run(tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load) -> _Copies:
@@ -189,13 +189,13 @@ def _run_singly(
     tensors: Mapping[str, Tensor], owners: dict[int, tuple[str, str]], load: Load
 ) -> tuple[list[_Copies], dict[str, str]]:
     """Runs the loaders on every tensor by itself; returns the copies, and the problems of tensors that failed."""
-    ran, problems = [], {}
+    recorded, problems = [], {}
     for name, tensor in tensors.items():
         try:
-            ran.append(_run({name: tensor}, owners, load))
+            recorded.append(_run({name: tensor}, owners, load))
         except Exception as error:
             problems[name] = f"its loader asks for numbers ({type(error).__name__})"
-    return ran, problems
+    return recorded, problems
 
 
 def _address(tensor: Tensor) -> int:

@@ -52,7 +52,7 @@ DELTA_EXPERTS = replace(DELTA, family="qwen3_5_moe_text", ffn_size=0, num_expert
 MINIMAX = replace(EXPERTS, family="minimax_m2", rotary_share=0.5)
 # Latents, of queries, too; values shorter than keys.
 LATENTS = replace(SHARED, family="deepseek_v3", num_kv_heads=8, head_dim=96, qk_norm=False, rotary_share=1.0,
-                  latent=Latent(query_rank=192, rank=256, plain_dim=64, turned_dim=32, value_dim=64))  # fmt: skip
+                  latent=Latent(query_rank=192, rank=256, nope_dim=64, rope_dim=32, value_dim=64))  # fmt: skip
 GPT_OSS = replace(EXPERTS, family="gpt_oss", qk_norm=False, qkv_bias=True, output_bias=True, windows=(128, None) * 2)
 
 

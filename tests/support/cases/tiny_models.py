@@ -134,7 +134,7 @@ def make_model(
         config.update({experts.counts[-1]: num_experts, experts.per_token: experts_per_token})
         config.update({experts.width: ffn_size // 2 if experts.beside else ffn_size})
         if experts.shared_gate is not None:  # another width than that of the others
-            config.update({experts.says["shared_ffn"]: ffn_size // 2})
+            config.update({experts.config_names["shared_ffn"]: ffn_size // 2})
     config.update(said or {})
     if hasattr(config, "mlp_layer_types"):
         config.mlp_layer_types = ["dense"] * (num_layers > 1) + ["sparse"] * (num_layers - (num_layers > 1))
@@ -256,7 +256,7 @@ def _config(
         sizes["query_pre_attn_scalar"] = 24
     if FAMILIES[family].softcap:
         sizes["final_logit_softcapping"] = 2.0  # logits are of the order of one
-    return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].made_with)
+    return AutoConfig.for_model(family, rope_parameters=rope, **sizes, **FAMILIES[family].new_config_fields)
 
 
 def _randomize(model: torch.nn.Module, seed: int, of_norms: float) -> None:

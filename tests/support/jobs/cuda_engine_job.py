@@ -43,7 +43,7 @@ from hacpo_mega.rollout.vllm.engine_spec import EngineSpec
 from hacpo_mega.rollout.vllm.engine_stream_guard import finish_steps, worker_of
 from hacpo_mega.rollout.vllm.engine_thread import EngineThread
 from hacpo_mega.rollout.vllm.host_process import free_memory_unmeasured
-from hacpo_mega.rollout.weights.engine_weights import EngineWeights, noted
+from hacpo_mega.rollout.weights.engine_weights import EngineWeights, noting_names
 
 GIB = 2**30
 TOTAL, ACTOR = 80 * GIB, 3 * GIB
@@ -141,7 +141,7 @@ def sleep_at_level_two(folder: Path) -> dict[str, object]:
     cleared = [float(layer.abs().max()) for layer in runner.kv_caches]
     after = said_by(engine)
     engine._on_cuda = True  # for what it would hand on there
-    handed_on = [name for name, _ in noted(weights.items(), set(), packs_head=engine._packs_head())]
+    handed_on = [name for name, _ in noting_names(weights.items(), set(), packs_head=engine._packs_head())]
     engine._on_cuda = False
     streams = on_its_stream(engine, parts, weights)
     filled = sum(tensor.numel() for tensor in garbage)

@@ -77,7 +77,7 @@ def test_the_engine_with_an_answer_is_the_one_that_is_asked_for_it(rank_map, per
     agents = (replace(shape, rollout=apart * shape.engine_tp) for shape in rank_map.agents)
     rank_map = RankMap(rank_map.lanes, tuple(agents))
     prompts, holder = range(24), {}
-    firsts = [c for c in map(rank_map.coordinate, range(rank_map.world_size)) if c.speaks_for_engine]
+    firsts = [c for c in map(rank_map.coordinate, range(rank_map.world_size)) if c.is_engine_leader]
     for who in firsts:
         mine = prompts[rank_map.share_of_lane(who) if in_lane else rank_map.share_of_agent(who)]
         answers = [(prompt, g) for prompt in mine for g in range(per_prompt)]

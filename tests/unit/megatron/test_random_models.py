@@ -42,7 +42,7 @@ def random_sizes(name: str, rng: random.Random) -> dict:
     rope = dict(ROPES.get(rng.choice(family.rope_kinds)) or {})
     if family.scales_queries:
         rope["llama_4_scaling_beta"] = rng.choice([0.05, 0.1, 0.4])
-    if family.may_turn_a_part or family.full_heads:
+    if family.may_rotate_a_part or family.full_heads:
         rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 0.75, 1.0])
     num_layers = rng.choice([1, 2, 4])
     if family.latent and rope.get("rope_type") == "yarn" and rng.random() < 0.7:
@@ -124,11 +124,11 @@ def random_experts(family: Family, num_layers: int, rng: random.Random) -> dict:
 def random_latents(family: Family, rng: random.Random) -> dict:
     if not family.latent:
         return {}
-    plain_dim, turned_dim = rng.choice([4, 12, 16]), rng.choice([4, 8, 16])
+    nope_dim, rope_dim = rng.choice([4, 12, 16]), rng.choice([4, 8, 16])
     return {
         "q_lora_rank": rng.choice([None, 8, 24]), "kv_lora_rank": rng.choice([8, 24, 40]),
-        "qk_nope_head_dim": plain_dim, "qk_rope_head_dim": turned_dim,
-        "v_head_dim": rng.choice([2, plain_dim, plain_dim + turned_dim]),
+        "qk_nope_head_dim": nope_dim, "qk_rope_head_dim": rope_dim,
+        "v_head_dim": rng.choice([2, nope_dim, nope_dim + rope_dim]),
     }  # fmt: skip
 
 

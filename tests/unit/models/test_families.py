@@ -246,7 +246,7 @@ def small_default(model_type: str) -> tuple[PretrainedConfig, dict[str, int]]:
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "intermediate_size": 96, "num_hidden_layers": 2}
     # As many as heads; the first layers are dense.
     sizes |= {"num_key_value_heads": 32, "num_hidden_layers": 4} if family.latent else {}
-    config = AutoConfig.for_model(model_type, **sizes, **family.made_with)
+    config = AutoConfig.for_model(model_type, **sizes, **family.new_config_fields)
     config.architectures = [family.architecture]
     return config, sizes
 
@@ -362,8 +362,8 @@ def test_layers_with_a_window_are_those_of_transformers(tmp_path):
 def test_layers_that_do_not_turn_are_those_of_transformers(tmp_path):
     config = json.loads(SMOLLM3)
     theirs = AutoConfig.for_model(**config)
-    assert read(tmp_path, config).unturned == tuple(n for n, turns in enumerate(theirs.no_rope_layers) if not turns)
-    assert read(tmp_path, config | {"no_rope_layers": [0, 1] * 18}).unturned == tuple(range(0, 36, 2))
+    assert read(tmp_path, config).nope_layers == tuple(n for n, turns in enumerate(theirs.no_rope_layers) if not turns)
+    assert read(tmp_path, config | {"no_rope_layers": [0, 1] * 18}).nope_layers == tuple(range(0, 36, 2))
     with pytest.raises(ValueError, match=r"no_rope_layers must be a list of 36 times 0 or 1, found \[1, 0\]"):
         read(tmp_path, config | {"no_rope_layers": [1, 0]})
 

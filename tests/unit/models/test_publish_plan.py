@@ -46,9 +46,13 @@ def test_every_engine_gets_its_slices_and_nothing_that_its_own_rank_has(model, t
     own = [[part(full[shard.name], shard).copy() for shard in shards] for shards in sources]
     engine = [[np.full(shard.sizes, -1) for shard in shards] for shards in targets]
     for piece in plan.pieces:
-        target = inside(engine[piece.target][piece.written], targets[piece.target][piece.written], piece.what)
+        target = inside(
+            engine[piece.target][piece.target_shard], targets[piece.target][piece.target_shard], piece.shard
+        )
         assert (target == -1).all(), "a number is written twice"
-        target[...] = inside(own[piece.source][piece.read], sources[piece.source][piece.read], piece.what)
+        target[...] = inside(
+            own[piece.source][piece.source_shard], sources[piece.source][piece.source_shard], piece.shard
+        )
     for shards, arrays in zip(targets, engine, strict=True):
         for shard, array in zip(shards, arrays, strict=True):
             np.testing.assert_array_equal(array, part(full[shard.name], shard))
@@ -67,8 +71,8 @@ def test_a_bucket_is_no_larger_than_asked(tp, cp, pp, engine_tp):
     assert len(whole.buckets) == 1 and len(cut.buckets) > 10
     for bucket in cut.buckets:
         for rank in range(tp * cp * pp):
-            assert sum(4 * p.what.size for p in bucket if p.target == rank) <= 512
-            assert sum(4 * p.what.size for p in bucket if p.source == rank and p.crosses) <= 512
+            assert sum(4 * p.shard.size for p in bucket if p.target == rank) <= 512
+            assert sum(4 * p.shard.size for p in bucket if p.source == rank and p.crosses) <= 512
     assert (moved_bytes(whole).sent, moved_bytes(whole).written) == (moved_bytes(cut).sent, moved_bytes(cut).written)
 
 
@@ -77,7 +81,7 @@ def test_replicas_are_taken_from_the_nearest():
     both, alone = Shard("both", (0,), (6,)), Shard("alone", (0, 0), (2, 3))
     sources = [[both], [both], [], [alone], [both]]
     plan = publish_plan(sources, [[], [both], [both], [both], [alone]], 2)
-    found = {(piece.what.name, piece.target): piece.source for piece in plan.pieces}
+    found = {(piece.shard.name, piece.target): piece.source for piece in plan.pieces}
     assert found == {("both", 1): 1, ("both", 2): 1, ("both", 3): 4, ("alone", 4): 3}
 
 

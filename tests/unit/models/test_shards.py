@@ -54,8 +54,9 @@ def test_a_large_stack_is_cut_by_experts_then_by_rows_and_columns():
     full = np.arange(10 * 3 * 8).reshape(10, 3, 8)
     for limit, num_pieces in ((144, 1), (143, 2), (50, 3), (47, 6), (16, 12), (8, 18), (5, 36)):
         pieces = list(publish_plan([[whole], []], [[], [whole]], 2, bucket_bytes=2 * limit).pieces)
-        assert len(pieces) == num_pieces and all(piece.what.size <= limit for piece in pieces)
+        assert len(pieces) == num_pieces and all(piece.shard.size <= limit for piece in pieces)
         moved = [
-            full[tuple(slice(start, start + size) for start, size in zip(p.what.offsets, p.what.sizes))] for p in pieces
+            full[tuple(slice(start, start + size) for start, size in zip(p.shard.offsets, p.shard.sizes))]
+            for p in pieces
         ]
         assert sorted(np.concatenate([block.ravel() for block in moved])) == list(full[4:].ravel())

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.rollout.cpu.delta_net import sigmoid, softplus
-from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
+from hacpo_mega.rollout.vllm.engine_spec import CPU_BLOCK_SIZE, EngineSpec
 
 WAITS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 
@@ -94,7 +94,7 @@ def test_on_the_cpu_nothing_sleeps_and_blocks_are_small(tmp_path):
     routed = spec(folder, options={"enable_return_routed_experts": True})
     arguments = routed.vllm_arguments(on_cuda=False)
     assert arguments == spec(folder, can_sleep=False).vllm_arguments(on_cuda=False), "and there is no such option"
-    assert (arguments["enable_sleep_mode"], arguments["block_size"]) == (False, BLOCK)
+    assert (arguments["enable_sleep_mode"], arguments["block_size"]) == (False, CPU_BLOCK_SIZE)
     assert routed.returns_routing and "sleep_mode_offload_cudagraph" not in arguments
     assert [arguments[name] for name in WAITS] == [78, 78]
 

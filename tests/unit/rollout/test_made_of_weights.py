@@ -42,7 +42,7 @@ def model_on_rank_1(device: str) -> nn.Module:
 
 def held(model: nn.Module) -> torch.Tensor:
     (part,) = [part for part in held_parts(model, {}, False) if part.name == NAME]
-    return part.own()
+    return part.read()
 
 
 def by_load(model: nn.Module, sinks: torch.Tensor) -> None:
