@@ -202,12 +202,12 @@ def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData,
     """
     place, reward = job.place, job.config.reward
     judge = stack.enter_context(judge_of(reward))
-    judge.require_fields(prompt.row for prompt in chain(*data.prompts.groups, data.held_out))
+    judge.require_fields(prompt.row for prompt in chain(*data.prompts.rows_by_skill, data.held_out))
     for line in judge.how_called:
         job.console.say(line)
     agent, refusal = job.config.agents[place.agent].name, None
     if place.coordinate.global_rank == 0 and not servers_of(reward):
-        trial = try_reward(reward, judge, data.prompts.groups[0][:MOST_ROWS], agent)
+        trial = try_reward(reward, judge, data.prompts.rows_by_skill[0][:MOST_ROWS], agent)
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
             job.console.say(line)
