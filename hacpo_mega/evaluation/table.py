@@ -35,7 +35,7 @@ from hacpo_mega.logbook.evaluation_file import (
     Estimate,
     Evaluation,
     rows_of,
-    spoken_scores,
+    score_texts,
     warnings_of,
 )
 from hacpo_mega.logbook.steps.held_out import is_graded
@@ -225,7 +225,7 @@ def print_table(evaluation: Evaluation) -> None:
         if result is None:
             table.add_section()
         elif result.graded:
-            scores = list(spoken_scores(result).values())[1:]
+            scores = list(score_texts(result).values())[1:]
             others = [", ".join(scores[i : i + LINE_SCORES]) for i in range(0, len(scores), LINE_SCORES)]
         table.add_row(*map(one_line, row[:4]), "\n".join(map(one_line, others)), *row[5:])
     console = Console(markup=False, emoji=False)

@@ -32,7 +32,7 @@ from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
-from hacpo_mega.logbook.run.provenance import other_threads
+from hacpo_mega.logbook.run.provenance import threads_warning
 from hacpo_mega.logbook.run.run_inputs import Inputs, input_changes, run_contents
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.logbook.steps.start_parts import StartParts
@@ -89,7 +89,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     An error inside `stack` ends the job with the name of this rank and its phase.
     """
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
-    parts.stands(place.spans)
+    parts.joined(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = None
     if is_first:  # even if a signal kills it, it records that and releases the lock
@@ -171,7 +171,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in [*changes(start.config, plain(config)), *(input_changes(start, config) if is_first else ())]:
             console.say(f"changed since: {change}")
-        for change in other_threads(start.folder.parents[1]) if is_first and on_cpu else ():
+        for change in threads_warning(start.folder.parents[1]) if is_first and on_cpu else ():
             console.say(f"changed since: {change}")
 
 
