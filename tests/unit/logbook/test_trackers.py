@@ -186,12 +186,12 @@ def test_a_run_of_one_step_traces_it(config, tmp_path) -> None:
 WITH_A_PACKAGE = """
 import sys
 from pathlib import Path
-from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _begun
+from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _start_tracker
 
 here, package = Path(sys.argv[1]), sys.argv[2]
 for goes_on in (False, True):
     run = TrackedRun("pairs", "run-abcd1234", goes_on, here / "run", {"seed": 1, "agents": [{"name": "a"}]})
-    tracker = _begun(package, run)
+    tracker = _start_tracker(package, run)
     tracker.log(1 + goes_on, {"agent/a/reward_mean": 0.25})
     rows = [["1+1=", "2", 1.0], ["2+2=", "a needle", 0.5]]
     tracker.show(1 + goes_on, ("prompt", "answer", "reward"), rows, {"agent/a/rewards": [0.0, 1.0, 0.5]})
