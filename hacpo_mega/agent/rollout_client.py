@@ -82,7 +82,7 @@ class RolloutClient:
                 partners = _partners(place, config)
                 self.player = Player(environment, _codec(spec, environment), PlayLimits.of(config), partners)
                 if partners is not None and not partners.drives:
-                    self.player.let_in(place.open_door(SEATS))
+                    self.player.serve_seats(place.open_door(SEATS))
         answers = place.coordinate.answers
         self._answers_per_prompt = config.answers_per_prompt
         policy = device_policy(config.mode)
@@ -249,7 +249,7 @@ def _partners(place: Place, config: Config) -> Partners | None:
     agents = [index[role.agent] for role in config.roles]
     rank_map, me = place.rank_map, place.coordinate
 
-    def rank_with(role: int, number: int, is_greedy: bool) -> int:
+    def seat_rank(role: int, number: int, is_greedy: bool) -> int:
         per_prompt = 1 if is_greedy else config.answers_per_prompt
         return rank_map.engine_with(agents[role], me, number, per_prompt, in_lane=not is_greedy)
 
@@ -257,7 +257,7 @@ def _partners(place: Place, config: Config) -> Partners | None:
         tuple(role.name for role in config.roles),
         agents.index(place.agent),
         partial(place.connect, name=SEATS, timeout_s=config.wait_s),
-        rank_with,
+        seat_rank,
         lambda rank: str(rank_map.coordinate(rank)),
         config.wait_s,
     )

@@ -53,7 +53,7 @@ from hacpo_mega.cluster.rank_map import RankMap
 from hacpo_mega.config import Config
 from hacpo_mega.config.describe import describe, in_a_run, keys_of, nearest_key
 from hacpo_mega.jobs.attempts import record_termination
-from hacpo_mega.logbook.run.provenance import installed_versions, what_is_finished
+from hacpo_mega.logbook.run.provenance import finished_notice, installed_versions
 from hacpo_mega.models.files.visible import say
 
 # Options by which other trainers are given their configuration.
@@ -169,7 +169,7 @@ def train(
         if num_repeated := _require_inputs(config, how):
             say(f"{num_repeated:,} rows of data.files left out whose prompt an earlier one has (data.repeated)")
         require_room(config, fresh=fresh)
-    if not fresh and (message := what_is_finished(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
+    if not fresh and (message := finished_notice(config.run_dir, config.num_steps, committed_steps(config.run_dir))):
         if is_first_of_its_node():
             say(message)
         return

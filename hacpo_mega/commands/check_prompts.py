@@ -24,8 +24,8 @@ from hacpo_mega.conversations.player import (
     Player,
     PlayLimits,
     environment_of,
-    played_by_roles,
-    played_once,
+    play_once,
+    play_roles,
     turn_format,
 )
 from hacpo_mega.conversations.turn_format import TurnFormat
@@ -106,7 +106,7 @@ def _conversation(
         by_role = {role.name: by_agent[role.agent] for role in config.roles}
         names = [f"{role.name} ({role.agent})" for role in config.roles]
         agents = [role.agent for role in config.roles]
-        played = played_by_roles(environment, by_role, limits, *turn)
+        played = play_roles(environment, by_role, limits, *turn)
     else:
         names = agents = list(by_agent)
         played = [_played_alone(environment, codec, limits, *turn) for codec in by_agent.values()]
@@ -145,7 +145,7 @@ def _played_alone(
     environment: EnvironmentClass, codec: TextCodec, limits: PlayLimits, prompt: Prompt, text: str, max_tokens: int
 ) -> Completion:
     with closing(Player(environment, codec, limits)) as player:
-        return played_once(player, codec, limits, prompt, [text], max_tokens)
+        return play_once(player, codec, limits, prompt, [text], max_tokens)
 
 
 def _as_read(config: Config, codecs: Sequence[TextCodec], row: PromptRow) -> Iterator[str]:

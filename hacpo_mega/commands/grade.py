@@ -63,8 +63,8 @@ def grade(
             judged = iter(judge.judge_and_explain(good) if is_explained else [(one, {}) for one in judge.judge(good)])
             for line, row in rows:
                 if isinstance(row, DataProblem):
-                    what = row.what if row.field is None else f"field {row.field!r} {row.what}"
-                    lines.write(json.dumps({"line": row.line, "problem": what}) + "\n")
+                    reason = row.reason if row.field is None else f"field {row.field!r} {row.reason}"
+                    lines.write(json.dumps({"line": row.line, "problem": reason}) + "\n")
                     problems.append(row)
                     continue
                 judgement, explanation = next(judged)

@@ -122,8 +122,8 @@ def warm_start(
 
 def worked_sequence(example: Example, codec: TextCodec, turns: TurnFormat | None = None) -> TokenSequence:
     """A worked example; every own token is trained, EOS included."""
-    heard = turns.heard([{"content": example.heard}]) if example.heard else ""
-    prompt_ids = np.array(codec.encode_prompt(example.prompt, heard), dtype=np.int32)
+    opening = turns.text_of_others([{"content": example.partner_answer}]) if example.partner_answer else ""
+    prompt_ids = np.array(codec.encode_prompt(example.prompt, opening), dtype=np.int32)
     if not example.call:
         answer_ids = np.array(codec.encode_answer(example.answer, ended=True), dtype=np.int32)
         return TokenSequence(prompt_ids, answer_ids, num_trained=len(answer_ids))

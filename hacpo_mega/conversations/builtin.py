@@ -2,7 +2,7 @@
 
 calculator    a tool that computes an expression; the run's own reward judges the answer
 repair        the agent's program is run on the cases of the row's `gold`, and comes back with its first failure
-relay         nothing: where agents play roles, each hears the others' turns
+relay         adds nothing: where agents play roles, each reads the others' turns
 number_game   the players take turns at guessing the number of the row's `gold`, and are told where it lies
 """
 
@@ -15,7 +15,7 @@ from hacpo_grading.graders.program import Program
 from hacpo_mega.conversations.environment_process import Responder
 
 MAX_CHARACTERS, MAX_BITS = 200, 512
-SHARE_OF_TURN = 0.8  # of its time-out, for a program; the rest ends it and tells of it
+SHARE_OF_TURN = 0.8  # of a turn's time limit, for the program; the rest is for ending it and the report
 OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,19 +50,19 @@ class Calculator:
         if len(expression) > MAX_CHARACTERS:
             raise ValueError(f"the expression has more than {MAX_CHARACTERS} characters")
         try:
-            value = _computed(ast.parse(expression.strip(), mode="eval").body)
+            value = _value(ast.parse(expression.strip(), mode="eval").body)
         except (SyntaxError, RecursionError, MemoryError) as error:
             raise ValueError(f"{expression!r} is no expression") from error
         return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _computed(node: ast.AST) -> int | float:
+def _value(node: ast.AST) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
+        value = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](_computed(node.operand))
+        value = OPERATORS[type(node.op)](_value(node.operand))
     else:
         raise ValueError("only numbers, + - * / // % and parentheses are computed")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -87,18 +87,18 @@ class Repair(Responder):
 
     def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
         """The first case that the program of the last turn fails; None when there is none."""
-        found = self._judge.explain(messages[-1]["content"], self._gold, SHARE_OF_TURN * self.turn_timeout_s)
-        self._passes = found["extracted"] is not None and found["failed case"] is None
+        report = self._judge.explain(messages[-1]["content"], self._gold, SHARE_OF_TURN * self.turn_timeout_s)
+        self._passes = report["extracted"] is not None and report["failed case"] is None
         if self._passes:
             return None
-        if found["extracted"] is None:
+        if report["extracted"] is None:
             return [{"role": "user", "content": "No program was found. Write the whole program in a fenced block."}]
-        told = "\n".join(
-            f"{what}: {found[what].strip()}"
-            for what in ("ending", "expected", "printed", "standard error")
-            if found[what]
+        details = "\n".join(
+            f"{label}: {report[label].strip()}"
+            for label in ("ending", "expected", "printed", "standard error")
+            if report[label]
         )
-        text = f"The program fails case {found['failed case']}.\n{told}\nWrite the whole program again, corrected."
+        text = f"The program fails case {report['failed case']}.\n{details}\nWrite the whole program again, corrected."
         return [{"role": "user", "content": text}]
 
     def get_reward(self) -> float:

@@ -47,13 +47,13 @@ from hacpo_mega.samples.tokenizers import TextCodec
 STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # linear, also where one is never closed
 MAX_DEPTH = 64  # of lists and objects in a body
 MAX_AT_ONCE = 1024  # calls of all conversations under way
-MAX_KEPT = 1024  # conversations of an endpoint that opens them by itself
+MAX_CONVERSATIONS = 1024  # of an endpoint that opens them by itself; the oldest is closed for a further one
 BODY_S = 30.0  # how long a body may take to come
 BEAT_S = 30.0  # between signs of life while a turn runs
 JSON = "application/json; charset=utf-8"
-BYTES_OF_A_TOKEN = 32  # of a conversation as JSON, at most; what is beside it has MARGIN
-MARGIN = 2**20
-# Fields that a call may have. Sampling is the run's: READ is read, and NEUTRAL may only say what is so anyway.
+BYTES_OF_A_TOKEN = 32  # of a conversation as JSON, at most
+MARGIN = 2**20  # bytes of a body beside its conversation
+# Fields that a call may have. Sampling is the run's: READ is read, NEUTRAL may only have values that change nothing.
 READ = {"model", "messages", "tools", "token_ids", "sampling_params", "temperature", "max_tokens", "stop_token_ids"}
 READ |= {"max_completion_tokens", "stream", "stream_options", "logprobs"}
 NEUTRAL = {
@@ -65,7 +65,7 @@ WITHOUT_EFFECT = {"seed", "user", "metadata", "store", "request_id", "skip_speci
 WITHOUT_EFFECT |= {"spaces_between_special_tokens", "return_token_ids", "parallel_tool_calls", "cache_salt", "priority"}
 WITHOUT_EFFECT |= {"routed_experts_prompt_start", "include_stop_str_in_output", "detokenize", "prompt_cache_key"}
 
-LOG = logging.getLogger(__name__)  # what the HTTP library says of faults of ours
+LOG = logging.getLogger(__name__)  # the HTTP library's, for faults of this program
 # A request that is no HTTP is its sender's fault: anybody on the machine could fill the log with tracebacks.
 LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
@@ -190,7 +190,7 @@ class Endpoint:
         return handle
 
     def _conversation_of(self, request: web.Request) -> ForeignConversation:
-        """The conversation of a call, by its address and its key."""
+        """The conversation of a call, by its address; Refusal for a wrong key or an unknown address."""
         name = request.match_info.get("name") or request.headers.get("X-Session-ID") or "default"
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, self._key(name).encode()):
@@ -205,7 +205,7 @@ class Endpoint:
                 raise Refusal(404, "address", "no such conversation is open")
             digest = hashlib.blake2b(name.encode(errors="replace"), key=self._seed.to_bytes(8), digest_size=8).digest()
             self.open(name, int.from_bytes(digest, "little") >> 1)
-            if len(self._conversations) > MAX_KEPT:
+            if len(self._conversations) > MAX_CONVERSATIONS:
                 self.close(next(iter(self._conversations)))
         self._conversations.move_to_end(name)
         return self._conversations[name]
@@ -242,24 +242,24 @@ class Endpoint:
         has_logprobs, options = bool(asked.get("logprobs")), asked.get("stream_options")
         has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
 
-        def written(served: ServedTurn) -> str:
+        def body_of(served: ServedTurn) -> str:
             parsed = turn_format.parse(served.token_ids, turn.prompt.ids)
             conversation.note_answer(turn, messages, parsed, tools)
-            shown = _shown(turn.message)
+            shown = _as_sent(turn.message)
             if not asked.get("stream"):
                 return json.dumps(served.chat_response(shown, has_logprobs=has_logprobs))
             chunks = served.chat_chunks(shown, has_logprobs=has_logprobs, has_usage=has_usage)
             return "".join(f"data: {line}\n\n" for line in (*map(json.dumps, chunks), "[DONE]"))
 
-        return await self._reply(request, turn, written, "text/event-stream" if asked.get("stream") else JSON)
+        return await self._reply(request, turn, body_of, "text/event-stream" if asked.get("stream") else JSON)
 
     async def _reply(
-        self, request: web.Request, turn: AskedTurn, written: Callable[[ServedTurn], str], kind: str = JSON
+        self, request: web.Request, turn: AskedTurn, body_of: Callable[[ServedTurn], str], kind: str = JSON
     ) -> web.StreamResponse:
         """Answer to a call once its turn has ended: the engine holds the tokens back until then.
 
-        Ends of lines come before, which mean nothing in JSON and in events: a client hangs up on a server that is
-        silent for long (openai's after 600 s), and would have the same turn sampled anew.
+        Until then newlines are sent, which JSON and event streams ignore: a client hangs up on a server that is silent
+        for long (openai's after 600 s), and would have the same turn sampled anew.
         """
         headers = {"Content-Type": kind, "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
@@ -270,9 +270,9 @@ class Endpoint:
             await response.write(b"\n")
 
         try:
-            text = written(await self._answered(turn, beat))
+            text = body_of(await self._answered(turn, beat))
         except Refusal as refusal:
-            if response.prepared:  # with the status of an answer
+            if response.prepared:  # the status of a good answer is sent already
                 raise ConnectionAbortedError(str(refusal)) from refusal
             raise
         if not response.prepared:
@@ -321,7 +321,7 @@ class Endpoint:
                 known = f"may only be {NEUTRAL[key][0]!r} here" if key in NEUTRAL else "is not known here"
                 raise Refusal(400, "parameters", f"{key!r:.60} {known}: turns are sampled as the run samples")
         stops = asked.get("stop_token_ids") or []
-        # A renderer names all tokens that may end a turn of its family, of which the run's are some.
+        # A renderer names all tokens that may end a turn of its family; the run ends turns by some of them.
         if stops and (not isinstance(stops, list) or not any(stop in stops for stop in self._terms.stop_ids)):
             raise Refusal(400, "parameters", f"turns end by {list(self._terms.stop_ids)}, none of stop_token_ids")
         most = _number(asked, "max_completion_tokens", 1, 2**31) or _number(asked, "max_tokens", 1, 2**31)
@@ -331,6 +331,7 @@ class Endpoint:
 
 
 def _number(asked: Mapping[str, Any], key: str, low: float, high: float) -> float | None:
+    """The number of a field; a whole one where `low` is an int. Refusal for another value, None for an absent field."""
     value = asked.get(key)
     if value is None:
         return None
@@ -359,7 +360,7 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _shown(answer: Message) -> Message:
+def _as_sent(answer: Message) -> Message:
     """An own turn as programs get it: arguments of calls as JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}

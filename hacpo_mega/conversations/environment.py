@@ -1,4 +1,4 @@
-"""Environment classes of the user's, or built in, behind one async face: each conversation has a process while it runs.
+"""Environment classes of the user's, or built in, behind one async interface, a process for each conversation.
 
     environment = EnvironmentClass.load("shop:Shop")
     episode = environment.episode(seed)
@@ -6,9 +6,9 @@
     text = await episode.call("order", {"number": 3})
     reward = await episode.reward()
     episode.close()
-Whatever the class does, a call comes back: one that overruns its time limit or ends its process costs its conversation,
-whose further calls fail at once, and is counted by name. Processes are pooled by the number of conversations under way,
-`most_processes` of them at most; whoever comes later waits for one. All of it runs on one event loop at a time.
+Every call returns, whatever the class does. One that overruns its time limit or ends its process ends its conversation,
+whose further calls fail at once, and is counted by name. Processes are kept in a pool for later conversations, at most
+`most_processes` of them; a conversation waits where all are in use. All of it runs on one event loop at a time.
 Elsewhere: the contract of a class, and the processes' side (environment_process.py).
 """
 
@@ -34,7 +34,7 @@ from hacpo_mega.conversations.environment_process import (
     HEADER,
     MAX_FRAME_BYTES,
     ORDER_BYTES,
-    described,
+    error_text,
     frame_of,
     read_frame,
 )
@@ -54,7 +54,7 @@ main(int(control), name, float(limit), float(call_s))
 SETTINGS = ("PYTHONHASHSEED=0", "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1")
 
 
-class _Failed(Exception):
+class _Failure(Exception):
     """A request that has no result: `name` is what it is counted by."""
 
     def __init__(self, name: str, text: str) -> None:
@@ -64,13 +64,13 @@ class _Failed(Exception):
 
 @dataclass(eq=False)
 class _Process:
-    """A process of one conversation, as its connection and its number in the nursery."""
+    """A process of one conversation: its connection, and its number at the fork server."""
 
     number: int
     connection: socket.socket
 
     async def ask(self, frame: bytes = b"") -> Mapping[str, Any]:
-        """The reply to a request; without one it is the first, which says that the instance stands.
+        """The reply to a request; without a request the first reply, which says that the instance is made.
 
         EOFError or OSError when the process has ended, ValueError for a reply that is none.
         """
@@ -93,8 +93,8 @@ class _Process:
         return bytes(data)
 
 
-class _Nursery:
-    """The process that has imported the class and forks the others, and the pool of these."""
+class _ForkServer:
+    """The process that has imported the class and forks one for each conversation, and the pool of these."""
 
     def __init__(self, name: str, call_s: float, start_s: float, most_processes: int) -> None:
         """ValueError, one line, when the class cannot be imported."""
@@ -121,12 +121,13 @@ class _Nursery:
             self.close()
             raise ValueError(f"{name}: {problem}")
 
-    def fork(self, *, looks: bool = False) -> _Process:
-        """A new process, which makes its instance now. RuntimeError when the nursery has ended."""
+    def fork(self, *, describes: bool = False) -> _Process:
+        """A new process, which makes its instance now. RuntimeError when the fork server has ended."""
         ours, theirs = socket.socketpair()
         self._next += 1
         try:
-            socket.send_fds(self._control, [json.dumps({"id": self._next, "looks": looks}).encode()], [theirs.fileno()])
+            order = json.dumps({"id": self._next, "describes": describes}).encode()
+            socket.send_fds(self._control, [order], [theirs.fileno()])
         except OSError as error:
             ours.close()
             raise RuntimeError("the process that starts environments has ended; nothing of ours ends it") from error
@@ -135,16 +136,16 @@ class _Nursery:
         return _Process(self._next, ours)
 
     async def take(self) -> _Process:
-        """A process whose instance stands: an idle one, a new one, or one that somebody gives back.
+        """A process whose instance is made: an idle one, a new one, or one that is given back.
 
-        _Failed where the class cannot be made.
+        _Failure where the class cannot be made.
         """
         while not self._idle and self._num_live >= self._most:
             self._waiting.append(waiting := asyncio.get_running_loop().create_future())
             try:
                 await waiting
             except asyncio.CancelledError:
-                self._wake()  # it may have been woken in vain
+                self._wake()  # if this one was woken, another must be instead
                 raise
         if self._idle:
             return self._idle.pop()
@@ -155,17 +156,17 @@ class _Nursery:
             async with asyncio.timeout(self.start_s):
                 reply = await process.ask()
         except (TimeoutError, OSError, EOFError, ValueError) as error:
-            reply = {"error": f"the constructor has no end ({described(error)})"}
+            reply = {"error": f"the constructor has no end ({error_text(error)})"}
         except BaseException:
             self.give_back(process, is_whole=False)
             raise
         if "error" in reply:
             self.give_back(process, is_whole=False)
-            raise _Failed("not_made", str(reply["error"]))
+            raise _Failure("not_made", str(reply["error"]))
         return process
 
     def give_back(self, process: _Process, *, is_whole: bool) -> None:
-        """Takes a process back, or ends it; the first that waits goes on."""
+        """Takes a process back into the pool, or ends one that is not whole; wakes the first that waits."""
         if is_whole:
             self._idle.append(process)
         else:
@@ -187,7 +188,7 @@ class _Nursery:
             self._control.send(json.dumps({"end": process.number}).encode())
 
     def close(self) -> None:
-        """Ends all processes; the nursery kills those it has forked when its socket closes."""
+        """Ends all processes; the fork server kills those it has forked when its socket closes."""
         for process in self._idle:
             process.connection.close()
         self._control.close()
@@ -196,14 +197,14 @@ class _Nursery:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        with contextlib.suppress(ProcessLookupError):  # as it should be: the import has left nothing running
+        with contextlib.suppress(ProcessLookupError):  # the usual case: the import has left nothing running
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class EnvironmentClass(contextlib.AbstractContextManager["EnvironmentClass"]):
-    """A class that plays conversations, looked at once.
+    """A class that plays conversations, as a first instance of it describes it.
 
-    name        as it was named
+    name        as the configuration names it
     tools       JSON schemas of its tools, as transformers' get_json_schema gives them
     responds    whether it answers turns without a tool call
     plays       whether it is an agent program, which plays whole conversations over the endpoint
@@ -213,30 +214,30 @@ class EnvironmentClass(contextlib.AbstractContextManager["EnvironmentClass"]):
                 not), hung, ended (its process), no_reply, cancelled; and calls of tools that gave an error, tool_error
     """
 
-    def __init__(self, name: str, nursery: _Nursery, found: Mapping[str, Any], call_s: float) -> None:
+    def __init__(self, name: str, fork_server: _ForkServer, description: Mapping[str, Any], call_s: float) -> None:
         self.name = name
-        self.tools: list[dict[str, Any]] = found["tools"]
-        self.responds: bool = found["responds"]
-        self.plays: bool = found["plays"]
-        self.rewards: bool = found["rewards"]
+        self.tools: list[dict[str, Any]] = description["tools"]
+        self.responds: bool = description["responds"]
+        self.plays: bool = description["plays"]
+        self.rewards: bool = description["rewards"]
         self.call_s = call_s
         self.failures: collections.Counter[str] = collections.Counter()
         self.last_error = ""
-        self._nursery = nursery
+        self._fork_server = fork_server
 
     @classmethod
     def load(
         cls, spec: str, *, call_s: float = CALL_S, start_s: float = START_S, most_processes: int = MOST_PROCESSES
     ) -> Self:
-        """The class "file.py:Class", "module:Class" or of a built-in name, imported and made once to look at it.
+        """The class "file.py:Class", "module:Class" or of a built-in name, imported and made once to describe it.
 
         A call may take `call_s` seconds, the import and the constructor `start_s` each. ValueError, one line, for a
         name that is none, a class that cannot be imported or made, has no reset, or has a tool without a schema.
         """
         if (problem := environment_problem(spec)) is not None:
             raise ValueError(problem)
-        nursery = _Nursery(ENVIRONMENTS.get(spec, spec), call_s, start_s, most_processes)
-        process = nursery.fork(looks=True)
+        fork_server = _ForkServer(ENVIRONMENTS.get(spec, spec), call_s, start_s, most_processes)
+        process = fork_server.fork(describes=True)
         process.connection.settimeout(start_s)
         try:
             reply = read_frame(process.connection)
@@ -244,34 +245,34 @@ class EnvironmentClass(contextlib.AbstractContextManager["EnvironmentClass"]):
             reply = {"error": f"its constructor has not ended after {start_s:g} s"}
         except (EOFError, OSError):
             reply = {"error": "its constructor ends the process"}
-        nursery.end(process)
+        fork_server.end(process)
         if "error" in reply:
-            nursery.close()
+            fork_server.close()
             raise ValueError(f"environment {spec}: {reply['error']}".splitlines()[0])
-        return cls(spec, nursery, reply["value"], call_s)
+        return cls(spec, fork_server, reply["value"], call_s)
 
     def episode(self, seed: int = 0) -> "Episode":
-        """A conversation; `seed` is that of the random numbers of its process. It takes a process when it begins."""
-        return Episode(self, self._nursery, seed)
+        """A conversation; `seed` seeds the random numbers of its process, which it takes when it begins."""
+        return Episode(self, self._fork_server, seed)
 
     def close(self) -> None:
         """Ends every process of the class."""
-        self._nursery.close()
+        self._fork_server.close()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 class Episode:
-    """One conversation with an environment, asked one thing at a time.
+    """One conversation with an environment: one request at a time.
 
     failure   the name under which it failed, as in `EnvironmentClass.failures`; the driver ends it then
     error     the text of that failure
     seconds   spent in the environment's code, in total; waiting for a process is not counted
     """
 
-    def __init__(self, environment: EnvironmentClass, nursery: _Nursery, seed: int) -> None:
-        self._environment, self._nursery, self._seed = environment, nursery, seed
+    def __init__(self, environment: EnvironmentClass, fork_server: _ForkServer, seed: int) -> None:
+        self._environment, self._fork_server, self._seed = environment, fork_server, seed
         self._process: _Process | None = None
         self.failure: str | None = None
         self.error = ""
@@ -281,8 +282,8 @@ class Episode:
         """Resets the environment with a data row; text for the end of the prompt's last user message, or None."""
         assert self._process is None, "an episode begins once"
         try:
-            self._process = await self._nursery.take()
-        except _Failed as error:
+            self._process = await self._fork_server.take()
+        except _Failure as error:
             self.fail(error.name, str(error))
             return None
         return await self._value("reset", do="begin", row=dict(row), seed=self._seed)
@@ -291,7 +292,7 @@ class Episode:
         """The text of a tool's result, or TRL's {'error': '...'} as text."""
         try:
             return await self._ask(do="call", name=name, arguments=dict(arguments))
-        except _Failed as error:
+        except _Failure as error:
             if error.name == "raised":
                 self._environment.failures["tool_error"] += 1
             else:
@@ -305,13 +306,13 @@ class Episode:
         return await self._value("respond", do="respond", messages=list(messages))
 
     async def play(self, url: str, key: str, idle_s: Callable[[], float]) -> str | None:
-        """Runs an agent program to its end; the text of what it raised, which has not failed the conversation yet.
+        """Runs an agent program to its end; the text of its error, which has not failed the conversation yet.
 
         `idle_s` gives the seconds since it last waited for a turn: no more than `call_s` may pass without one.
         """
         try:
             return await self._ask(idle_s=idle_s, do="play", url=url, key=key)
-        except _Failed as error:
+        except _Failure as error:
             if error.name != "raised":
                 self.fail(error.name, str(error))
             return str(error)
@@ -319,8 +320,10 @@ class Episode:
     async def react(
         self, tool_calls: Sequence[tuple[str, Mapping[str, Any]]], messages: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The messages that follow an own turn, the last of `messages`, with these (name, arguments); none where the
-        conversation is over."""
+        """The messages that follow an own turn, the last of `messages`, with these calls (name, arguments).
+
+        None where the conversation is over.
+        """
         if not tool_calls:
             return await self.respond(messages) or []
         return [
@@ -330,49 +333,49 @@ class Episode:
 
     async def reward(self, roles: Sequence[str] = ()) -> float | dict[str, float] | None:
         """The environment's reward, or one for each of the roles; None where it gives none, or has failed."""
-        found = await self._value("reward", do="reward") if self._environment.rewards else None
-        if isinstance(found, dict) and found.keys() != set(roles):
-            asked = f"a number for each of {', '.join(roles)}" if roles else "a number"
-            self.fail("reward", f"get_reward returned numbers for {', '.join(found) or 'nobody'}; here it is {asked}")
+        reward = await self._value("reward", do="reward") if self._environment.rewards else None
+        if isinstance(reward, dict) and reward.keys() != set(roles):
+            needed = f"a number for each of {', '.join(roles)}" if roles else "a number"
+            self.fail("reward", f"get_reward returned numbers for {', '.join(reward) or 'nobody'}; here it is {needed}")
             return None
-        return found
+        return reward
 
     def close(self) -> None:
         """Gives the process back to the pool; one that failed has been ended."""
         process, self._process = self._process, None
         if process is not None:
-            self._nursery.give_back(process, is_whole=True)
+            self._fork_server.give_back(process, is_whole=True)
 
     async def _value(self, failure: str, **request: Any) -> Any:
         try:
             return await self._ask(**request)
-        except _Failed as error:
+        except _Failure as error:
             self.fail(failure if error.name == "raised" else error.name, str(error))
             return None
 
     async def _ask(self, *, idle_s: Callable[[], float] = lambda: math.inf, **request: Any) -> Any:
         if self.failure is not None or self._process is None:
-            raise _Failed(self.failure or "ended", self.error or "the conversation has no environment any more")
+            raise _Failure(self.failure or "ended", self.error or "the conversation has no environment any more")
         try:
             frame = frame_of(request)
         except ValueError as error:
-            raise _Failed("raised", f"the call cannot be passed on: {error}") from error
+            raise _Failure("raised", f"the call cannot be passed on: {error}") from error
         limit_s, started = self._environment.call_s, time.monotonic()
         try:
             reply = await _within(limit_s, lambda: min(time.monotonic() - started, idle_s()), self._process.ask(frame))
         except TimeoutError as error:
-            raise _Failed("hung", f"no result after {limit_s:g} s") from error
+            raise _Failure("hung", f"no result after {limit_s:g} s") from error
         except (EOFError, OSError) as error:
-            raise _Failed("ended", "the process of the environment has ended") from error
+            raise _Failure("ended", "the process of the environment has ended") from error
         except (ValueError, RecursionError) as error:
-            raise _Failed("no_reply", f"something else than a reply has come from its process: {error}") from error
-        except BaseException:  # the reply may still come, and would be taken for that of another
+            raise _Failure("no_reply", f"something else than a reply has come from its process: {error}") from error
+        except BaseException:  # the reply may still come, and would be taken for that of the next request
             self.fail("cancelled", "the conversation was cancelled")
             raise
         finally:
             self.seconds += time.monotonic() - started
         if "error" in reply:
-            raise _Failed("raised", str(reply["error"]))
+            raise _Failure("raised", str(reply["error"]))
         return reply["value"]
 
     def fail(self, name: str, text: str) -> None:
@@ -383,11 +386,11 @@ class Episode:
             self._environment.last_error = f"{name}: {text}"
         process, self._process = self._process, None
         if process is not None:
-            self._nursery.give_back(process, is_whole=False)
+            self._fork_server.give_back(process, is_whole=False)
 
 
 async def _within(limit_s: float, waited_s: Callable[[], float], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. TimeoutError once `waited_s` gives more than `limit_s`."""
+    """The result of `work`. TimeoutError once `waited_s()`, the seconds that count, exceeds `limit_s`."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():
@@ -397,30 +400,30 @@ async def _within(limit_s: float, waited_s: Callable[[], float], work: Coroutine
         return task.result()
     finally:
         task.cancel()
-        await asyncio.wait({task})  # it lets go of its socket before that is closed, and its number given to another
+        await asyncio.wait({task})  # until it has released its socket, whose number a later one may get
 
 
 def prompt_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row's `prompt`: a list of them, their canonical text, or a task as the user's message."""
     prompt = row["prompt"]
-    found = messages_of(prompt) if isinstance(prompt, str) else prompt
-    return [{"role": "user", "content": prompt}] if found is None else [dict(message) for message in found]
+    messages = messages_of(prompt) if isinstance(prompt, str) else prompt
+    return [{"role": "user", "content": prompt}] if messages is None else [dict(message) for message in messages]
 
 
 def with_observation(messages: Sequence[Mapping[str, Any]], text: str | None) -> list[dict[str, Any]]:
     """The messages of a prompt with an environment's first text at the end of the last user message, as TRL has it."""
-    found = [dict(message) for message in messages]
-    last = next((message for message in reversed(found) if message["role"] == "user"), None)
+    copies = [dict(message) for message in messages]
+    last = next((message for message in reversed(copies) if message["role"] == "user"), None)
     if text and last is not None:
         last["content"] += text
-    return found
+    return copies
 
 
-def of_one_user(others: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages of the user that follow one another as one: several agents may have spoken, and many templates want
-    roles to alternate."""
-    made: list[Mapping[str, Any]] = []
+def merged_user_messages(others: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages, those of the user that follow one another joined into one: several agents may have spoken, and many
+    templates want roles to alternate."""
+    merged: list[Mapping[str, Any]] = []
     for is_user, group in groupby(others, key=lambda message: message["role"] == "user"):
-        said = list(group)
-        made += [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}] if is_user else said
-    return made
+        run = list(group)
+        merged += [{"role": "user", "content": "\n\n".join(m["content"] for m in run)}] if is_user else run
+    return merged

@@ -1,7 +1,7 @@
 """The program of the processes that run a user's environment class, and the contract of such a class.
 
-A nursery, a fresh interpreter, imports the class once and forks a process for each conversation under way: a fork
-costs milliseconds where the import may cost seconds, and a process, other than a thread, can be killed when a call
+A fork server, a fresh interpreter, imports the class once and forks a process for each conversation: a fork costs
+milliseconds where the import may cost seconds, and a process, unlike a thread, can be killed when a call
 hangs, has its own memory limit and random numbers, and takes no other conversation with it when it ends. Threads of
 the importing code would not live on in a fork, so a file that starts some is refused.
 
@@ -14,8 +14,8 @@ The contract is that of TRL's `environment_factory` (its GRPO trainer, 1.16):
 Every one of them may be async. A class that derives from `Responder` has `respond`, which is no tool. A class that
 derives from `AgentProgram` has `play`, and no tools.
 
-Nursery: datagrams {"id", "looks"} with a socket fork a process, {"end"} kills it and reaps it. Process: frames of JSON
-(`frame_of`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
+Fork server: datagrams {"id", "describes"} with a socket fork a process, {"end"} kills and reaps it. Process: frames of
+JSON (`frame_of`), one reply {"value"} or {"error"} to each request. Imports the standard library alone.
 Elsewhere: limits of time, and the pool of processes (environment.py).
 """
 
@@ -41,7 +41,7 @@ from hacpo_grading.workers.own_file import load_by_name
 
 HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 1 << 24
-MAX_SAID = 500
+MAX_ERROR_CHARACTERS = 500
 MAX_TEXT = 1 << 20  # characters of a result; longer than any model reads
 MEMORY_BYTES = 4 << 30  # of a process, beside what the import took
 ORDER_BYTES = 1 << 12
@@ -77,8 +77,8 @@ class AgentProgram:
         """
 
 
-class WrongUse(ValueError):
-    """A class, a call or a result that is not what the contract says."""
+class Misuse(ValueError):
+    """A class, a call or a result that breaks the contract."""
 
 
 class HeldEnvironment:
@@ -86,28 +86,28 @@ class HeldEnvironment:
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._instance = factory()
-        self._kind = type(self._instance)
+        self._class = type(self._instance)
         self._plays = isinstance(self._instance, AgentProgram)
-        self._tools = [] if self._plays else tool_names(self._kind)
+        self._tools = [] if self._plays else tool_names(self._class)
         self._runner = asyncio.Runner()
 
     def describe(self) -> dict[str, Any]:
-        """{"tools": JSON schemas, "responds", "plays", "rewards"}. WrongUse for a class that lacks a method."""
-        name, responds = self._kind.__name__, isinstance(self._instance, Responder)
-        if not inspect.isfunction(getattr(self._kind, "reset", None)):
-            raise WrongUse(f"{name} has no method reset(**row), which begins a conversation")
-        if responds and self._kind.respond is Responder.respond:
-            raise WrongUse(f"{name} derives from Responder and has no method respond(messages)")
-        if self._plays and (responds or self._kind.play is AgentProgram.play):
+        """{"tools": JSON schemas, "responds", "plays", "rewards"}. Misuse for a class that lacks a method."""
+        name, responds = self._class.__name__, isinstance(self._instance, Responder)
+        if not inspect.isfunction(getattr(self._class, "reset", None)):
+            raise Misuse(f"{name} has no method reset(**row), which begins a conversation")
+        if responds and self._class.respond is Responder.respond:
+            raise Misuse(f"{name} derives from Responder and has no method respond(messages)")
+        if self._plays and (responds or self._class.play is AgentProgram.play):
             lacks = "from Responder, too; one of both plays" if responds else "has no method play(base_url, api_key)"
-            raise WrongUse(f"{name} derives from AgentProgram and {lacks}")
+            raise Misuse(f"{name} derives from AgentProgram and {lacks}")
         # transformers takes a second and 100 MB, which the processes of conversations go without
         schema_of = load_by_name("transformers.utils:get_json_schema") if self._tools else None
         return {
             "tools": [_schema(schema_of, name, tool, getattr(self._instance, tool)) for tool in self._tools],
             "responds": responds,
             "plays": self._plays,
-            "rewards": inspect.isfunction(getattr(self._kind, "get_reward", None)),
+            "rewards": inspect.isfunction(getattr(self._class, "get_reward", None)),
         }
 
     def answer(self, request: Mapping[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class HeldEnvironment:
             _seed(request["seed"])
             observation = _observation(self._awaited(self._instance.reset(**request["row"])))
             if self._plays and observation:
-                raise WrongUse("reset of an agent program returns None: the program writes its prompts itself")
+                raise Misuse("reset of an agent program returns None: the program writes its prompts itself")
             return observation
         if request["do"] == "play":
             os.environ |= {"OPENAI_BASE_URL": request["url"], "OPENAI_API_KEY": request["key"]}
@@ -129,7 +129,7 @@ class HeldEnvironment:
             return None
         if request["do"] == "call":
             if request["name"] not in self._tools:
-                raise WrongUse(f"Tool {request['name']} not found.")
+                raise Misuse(f"Tool {request['name']} not found.")
             return _tool_text(self._awaited(getattr(self._instance, request["name"])(**request["arguments"])))
         if request["do"] == "respond":
             return _messages(self._awaited(self._instance.respond(request["messages"])))
@@ -152,11 +152,11 @@ def tool_names(kind: type) -> list[str]:
 def _schema(schema_of: Callable, kind: str, name: str, tool: Callable) -> dict[str, Any]:
     unnamed = [one for one in inspect.signature(tool).parameters.values() if one.kind not in BY_NAME]
     if unnamed:
-        raise WrongUse(f"the tool {kind}.{name} takes {unnamed[0]}, and a model gives each argument by its own name")
+        raise Misuse(f"the tool {kind}.{name} takes {unnamed[0]}, and a model gives each argument by its own name")
     try:
         return schema_of(tool)
     except Exception as error:
-        raise WrongUse(
+        raise Misuse(
             f"the tool {kind}.{name} cannot be described: {error}. A public method is a tool, and needs a docstring "
             "with an Args section and a type hint for every argument; begin its name with _ if it is none"
         ) from error
@@ -169,72 +169,72 @@ def _seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _observation(found: Any) -> str | None:
-    if found is None or isinstance(found, str):
-        return None if found is None else _text(found)
-    if isinstance(found, list):
-        return _text(_joined(found))
-    raise WrongUse(f"reset returned {type(found).__name__}; it returns None, text, or a list of text blocks")
+def _observation(result: Any) -> str | None:
+    if result is None or isinstance(result, str):
+        return None if result is None else _checked_text(result)
+    if isinstance(result, list):
+        return _checked_text(_joined(result))
+    raise Misuse(f"reset returned {type(result).__name__}; it returns None, text, or a list of text blocks")
 
 
-def _tool_text(found: Any) -> str:
+def _tool_text(result: Any) -> str:
     """The text of a tool's result: text blocks joined, anything else as str() has it, as TRL does."""
-    are_blocks = isinstance(found, list) and found and all(_is_block(part) for part in found)
-    return _text(_joined(found) if are_blocks else str(found))
+    are_blocks = isinstance(result, list) and result and all(_is_block(part) for part in result)
+    return _checked_text(_joined(result) if are_blocks else str(result))
 
 
 def _is_block(part: Any) -> bool:
-    """True for a block of a message; what a tool has found may have a "type", too."""
+    """True for a block of a message; the "type" must be one of BLOCKS, since any table may have such a key."""
     return isinstance(part, dict) and part.get("type") in BLOCKS
 
 
 def _joined(blocks: Sequence[Any]) -> str:
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise WrongUse('a list needs blocks {"type": "text", "text": ...}; images and the like are not read')
+        raise Misuse('a list needs blocks {"type": "text", "text": ...}; images and the like are not read')
     return "".join(texts)
 
 
-def _text(text: str) -> str:
-    """The text, halves of surrogate pairs replaced, which no tokenizer takes. WrongUse above MAX_TEXT characters."""
+def _checked_text(text: str) -> str:
+    """The text without halves of surrogate pairs, which no tokenizer takes. Misuse above MAX_TEXT characters."""
     if len(text) > MAX_TEXT:
-        raise WrongUse(f"the result has {len(text):,} characters, more than {MAX_TEXT:,}")
+        raise Misuse(f"the result has {len(text):,} characters, more than {MAX_TEXT:,}")
     return text.encode("utf-8", "replace").decode()
 
 
-def _messages(found: Any) -> list[dict[str, Any]] | None:
-    if found is None:
+def _messages(result: Any) -> list[dict[str, Any]] | None:
+    if result is None:
         return None
-    if not isinstance(found, list) or not found:
-        raise WrongUse(f"respond returned {type(found).__name__}; it returns a list of messages, or None at the end")
-    for message in found:
+    if not isinstance(result, list) or not result:
+        raise Misuse(f"respond returned {type(result).__name__}; it returns a list of messages, or None at the end")
+    for message in result:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES or not isinstance(message.get("content"), str):
             what = f"of role {role!r}" if isinstance(message, dict) else f"that is a {type(message).__name__}"
-            raise WrongUse(f"respond returned a message {what}; each has role {' or '.join(ROLES)}, and a text")
-    _text("".join(message["content"] for message in found))
+            raise Misuse(f"respond returned a message {what}; each has role {' or '.join(ROLES)}, and a text")
+    _checked_text("".join(message["content"] for message in result))
     kept = ("role", "content", "name", "tool_call_id")
-    return [{key: _text(str(message[key])) for key in kept if key in message} for message in found]
+    return [{key: _checked_text(str(message[key])) for key in kept if key in message} for message in result]
 
 
-def _reward(found: Any) -> float | dict[str, float] | None:
-    if found is None:
+def _reward(result: Any) -> float | dict[str, float] | None:
+    if result is None:
         return None
-    if isinstance(found, dict):
-        return {str(role): _number(number) for role, number in found.items()}
-    return _number(found)
+    if isinstance(result, dict):
+        return {str(role): _number(number) for role, number in result.items()}
+    return _number(result)
 
 
-def _number(found: Any) -> float:
-    if isinstance(found, str | bytes) or not math.isfinite(number := float(found)):
-        raise WrongUse(f"get_reward returned {str(found)[:80]!r}; it returns a finite number or None")
+def _number(result: Any) -> float:
+    if isinstance(result, str | bytes) or not math.isfinite(number := float(result)):
+        raise Misuse(f"get_reward returned {str(result)[:80]!r}; it returns a finite number or None")
     return number
 
 
-def described(error: BaseException) -> str:
-    """An error of the user's code by its name, or of its use by its text alone; at most MAX_SAID characters."""
-    text = str(error) if isinstance(error, WrongUse) else f"{type(error).__name__}: {error}"
-    return _text(text[:MAX_SAID])
+def error_text(error: BaseException) -> str:
+    """An error of the user's code with its name, a Misuse by its text alone; at most MAX_ERROR_CHARACTERS."""
+    text = str(error) if isinstance(error, Misuse) else f"{type(error).__name__}: {error}"
+    return _checked_text(text[:MAX_ERROR_CHARACTERS])
 
 
 def frame_of(message: Any) -> bytes:
@@ -247,7 +247,7 @@ def frame_of(message: Any) -> bytes:
 
 
 def read_frame(connection: socket.socket) -> Any:
-    """The next message of a blocking socket, after its timeout if it has one TimeoutError. EOFError at its end."""
+    """The next message of a blocking socket. TimeoutError after its timeout, if it has one; EOFError at its end."""
     (num_bytes,) = HEADER.unpack(_read(connection, HEADER.size))
     return json.loads(_read(connection, num_bytes))
 
@@ -261,36 +261,36 @@ def _read(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _play(connection: socket.socket, factory: Callable[[], Any], *, looks: bool) -> None:
-    """Serves one connection until it closes; with `looks` it only describes the class."""
-    pid, held = os.getpid(), None
+def _serve_conversations(connection: socket.socket, factory: Callable[[], Any], *, describes: bool) -> None:
+    """Serves one connection until it closes; with `describes` it only describes the class."""
+    pid, environment = os.getpid(), None
     os.register_at_fork(after_in_child=connection.close)
     try:
-        held = HeldEnvironment(factory)
-        reply = {"value": held.describe() if looks else None}
+        environment = HeldEnvironment(factory)
+        reply = {"value": environment.describe() if describes else None}
     except BaseException as error:
-        reply = {"error": described(error)}
+        reply = {"error": error_text(error)}
     while os.getpid() == pid:  # else a child that the user's code has forked and returned in
         connection.sendall(frame_of(reply))
-        if looks or held is None:
+        if describes or environment is None:
             return
         request = read_frame(connection)
         try:
-            reply = {"value": held.answer(request)}
+            reply = {"value": environment.answer(request)}
         except MemoryError:
-            return  # the heap is as good as full
+            return  # too little memory is left for another conversation
         except BaseException as error:  # sys.exit among them: it ends its conversation, not the process
             text = str(error) if request["do"] == "call" else ""  # as TRL tells it to the model
-            reply = {"error": _text(text[:MAX_SAID]) or described(error)}
+            reply = {"error": _checked_text(text[:MAX_ERROR_CHARACTERS]) or error_text(error)}
 
 
-def _become_process(connection: socket.socket, factory: Callable[[], Any], nursery: int, *, looks: bool) -> None:
+def _run_child(connection: socket.socket, factory: Callable[[], Any], fork_server: int, *, describes: bool) -> None:
     os.setpgid(0, 0)
     CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     status = 1
     try:
-        if os.getppid() == nursery:
-            _play(connection, factory, looks=looks)
+        if os.getppid() == fork_server:
+            _serve_conversations(connection, factory, describes=describes)
             status = 0
     except (EOFError, OSError):  # the trainer has closed the connection
         status = 0
@@ -301,15 +301,15 @@ def _become_process(connection: socket.socket, factory: Callable[[], Any], nurse
 def serve(control: socket.socket, name: str, start_limit_s: float) -> None:
     """Imports the class and forks until the control socket closes; then it kills every process it has forked."""
     signal.setitimer(signal.ITIMER_REAL, start_limit_s)  # the trainer may be gone before a hanging import ends
-    nursery, pids = os.getpid(), dict[int, int]()
+    fork_server, pids = os.getpid(), dict[int, int]()
     try:
         factory = load_by_name(name, "own_environment")
         problem = None if callable(factory) else f"{name} is a {type(factory).__name__}, and a class is needed"
         if threading.active_count() > 1:
             problem = "its import starts threads, which processes forked later lack; start them in the constructor"
     except BaseException as error:
-        problem = described(error)
-    if os.getpid() != nursery:
+        problem = error_text(error)
+    if os.getpid() != fork_server:
         os._exit(0)  # a child that the import has forked
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     control.send(json.dumps({"problem": problem}).encode())
@@ -330,9 +330,9 @@ def serve(control: socket.socket, name: str, start_limit_s: float) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _become_process(connection, factory, nursery, looks=order["looks"])
+            _run_child(connection, factory, fork_server, describes=order["describes"])
         connection.close()
-        with suppress(OSError):  # it was faster
+        with suppress(OSError):  # the child has done it, and may have ended
             os.setpgid(pid, pid)
         pids[order["id"]] = pid
     for pid in pids.values():
@@ -347,7 +347,7 @@ def _end(pid: int | None) -> None:
 
 
 def main(control: int, name: str, start_limit_s: float, call_limit_s: float) -> None:
-    """The nursery, with the descriptor of its control socket; what classes print goes to standard error."""
+    """The fork server, with the descriptor of its control socket; what classes print goes to standard error."""
     Responder.turn_timeout_s = call_limit_s
     # Ctrl-C reaches the whole group, a scheduler's signals every process of a job; the trainer decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

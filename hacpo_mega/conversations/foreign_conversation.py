@@ -29,7 +29,7 @@ from hacpo_mega.rollout.vllm.engine_loop import TurnRequest
 from hacpo_mega.rollout.vllm.server_types import Json
 from hacpo_mega.samples.tokenizers import TextCodec
 
-# Asking again: openai's client does so twice.
+# A client may repeat a call; openai's does so twice.
 CALLS_OF_A_TURN = 3
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MERGED = {"developer": "system"}
@@ -78,19 +78,20 @@ class TurnPrompt:
 
 @dataclass(eq=False)
 class AskedTurn:
-    """A turn that a program has asked for, and how many calls wait for it.
+    """A turn that a program has asked for.
 
-    seed         of its sampling, as of no other prompt
-    asked        most tokens and temperature of its sampling
+    seed         of its sampling; another prompt has another one
+    num_waiting  calls that wait for it
     num_before   tokens of its segment's prompt
-    parsed       what it says, once a call for messages has got it
+    parsed       its words and calls, once a call for messages has been answered
     """
 
     name: str
     prompt: TurnPrompt
     seed: int
     future: Future[Completion]
-    asked: tuple[int, float]
+    max_tokens: int
+    temperature: float
     num_waiting: int = 0
     parsed: ParsedTurn | None = None
 
@@ -110,20 +111,20 @@ class AskedTurn:
         """Chat message of what it says. Ids of calls are those of no other turn: many programs find a result by its id
         in the whole conversation, and drop one whose id they have seen.
         """
-        said = self.parsed.message
-        for n, call in enumerate(said.get("tool_calls", ())):
+        message = self.parsed.message
+        for n, call in enumerate(message.get("tool_calls", ())):
             call["id"] = f"{(self.seed + n) % 16**9:09x}"
-        return said
+        return message
 
     @property
     def is_dropped(self) -> bool:
         """True if it has ended without an answer, so that asking again samples it."""
         return self.future.done() and self.completion is None
 
-    def answers(self, most: int, temperature: float) -> bool:
+    def answers(self, max_tokens: int, temperature: float) -> bool:
         """True if it is the turn that such a call gets: not if it was cut where this one may go on."""
         is_cut = self.completion is not None and self.completion.stop is Stop.LENGTH
-        return not self.is_dropped and self.asked[1] == temperature and not (is_cut and most > self.asked[0])
+        return not self.is_dropped and self.temperature == temperature and not (is_cut and max_tokens > self.max_tokens)
 
     @property
     def head(self) -> tuple[int, ...]:
@@ -145,14 +146,15 @@ class ForeignConversation:
         self._by_history: dict[bytes, AskedTurn] = {}
         self._num_calls = self._num_asked = self._num_under_way = 0
         self._is_closed = self.is_limited = False
-        self._began = self._waited = time.monotonic()  # the calls under way; end of the last one that asked for a turn
+        # When calls have been under way since, and when the last call that asked for a turn ended.
+        self._busy_since = self._last_asked = time.monotonic()
         self.busy_s, self._has_asked = 0.0, False
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """One call, from its head to its answer."""
+        """A context that lasts for one call, from its headers to its answer."""
         if not self._num_under_way:
-            self._began = time.monotonic()
+            self._busy_since = time.monotonic()
         self._num_under_way += 1
         try:
             yield
@@ -163,8 +165,8 @@ class ForeignConversation:
             self._num_under_way -= 1
             if not self._num_under_way:
                 ended = time.monotonic()
-                self.busy_s += ended - self._began
-                self._waited, self._has_asked = ended if self._has_asked else self._waited, False
+                self.busy_s += ended - self._busy_since
+                self._last_asked, self._has_asked = ended if self._has_asked else self._last_asked, False
 
     @property
     def idle_s(self) -> float:
@@ -172,7 +174,7 @@ class ForeignConversation:
 
         Refused calls do not count: a program may repeat them for ever.
         """
-        return 0.0 if self._num_under_way else time.monotonic() - self._waited
+        return 0.0 if self._num_under_way else time.monotonic() - self._last_asked
 
     def note_call(self) -> None:
         """Counts a call. Refusal once there are more than a program needs that asks for every turn again."""
@@ -191,7 +193,7 @@ class ForeignConversation:
 
         ValueError for messages that cannot be written.
         """
-        digests = histories(messages, tools)
+        digests = history_digests(messages, tools)
         for known in range(len(messages) - 1, 0, -1):
             parent, others = self._by_history.get(digests[known]), messages[known:]
             if parent is not None and all(message["role"] != "assistant" for message in others):
@@ -212,10 +214,10 @@ class ForeignConversation:
     ) -> None:
         """Remembers what an answered turn says, and the history that it ends."""
         turn.parsed = parsed
-        self._by_history[histories([*messages, normal_message(turn.message)], tools)[-1]] = turn
+        self._by_history[history_digests([*messages, normal_message(turn.message)], tools)[-1]] = turn
 
     def ask(self, prompt: TurnPrompt, max_tokens: int | None, temperature: float) -> AskedTurn:
-        """The turn behind a prompt: the one that was asked before, or a new one."""
+        """The turn that follows a prompt: the one that was asked before, or a new one."""
         turn, terms, room = self._by_prompt.get(prompt.ids), self._terms, self._room(prompt)
         most = min(room, terms.max_tokens, max_tokens or room)
         if turn is not None and turn.answers(most, temperature):
@@ -233,14 +235,14 @@ class ForeignConversation:
         except RuntimeError as error:
             raise Refusal(503, "stopped", str(error)) from error
         self._num_asked, self._has_asked = self._num_asked + 1, True
-        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future, (most, temperature))
+        turn = self._by_prompt[prompt.ids] = AskedTurn(name, prompt, seed, future, most, temperature)
         self._all.append(turn)
         return turn
 
     def _room(self, prompt: TurnPrompt) -> int:
         """Tokens that may follow a prompt. Refusal without any."""
         num_ids, limits, most_ids = len(prompt.ids), self._terms.limits, self._queue.limits.max_model_len
-        # The prompt of the whole answer; those of further segments are counted in its length.
+        # max_prompt_tokens limits the prompt of the whole answer; those of further segments count in its length.
         begins = prompt.task is not None and not (limits.as_rendered and self._has_begun)
         longest = limits.max_prompt_tokens if begins else most_ids
         if prompt.parent is None and num_ids > longest:
@@ -293,20 +295,20 @@ class ForeignConversation:
         has failed.
         """
         segments, trained = self.segments, self._trained_segments()
-        found = [turn for segment in trained for turn in segment]
-        said = [turn.parsed for turn in found if turn.parsed is not None]
+        turns_trained = [turn for segment in trained for turn in segment]
+        parsed = [turn.parsed for turn in turns_trained if turn.parsed is not None]
         counted = Counter(counts) + Counter(
-            calls=sum(len(one.tool_calls) for one in said),
-            unreadable_calls=sum(one.error is not None for one in said),
+            calls=sum(len(one.tool_calls) for one in parsed),
+            unreadable_calls=sum(one.error is not None for one in parsed),
             segments=max(0, len(trained) - 1),
             untrained_segments=len(segments) - len(trained),
         )
-        if not found:
+        if not turns_trained:
             empty = Conversation((Turn("assistant", "", 0, Stop.ABORT),), counts={**counted, "failed": 1})
             return Completion(np.zeros(0, np.int32), Stop.ABORT, np.zeros(0, np.float32), None, empty)
         turns, ids, logprobs = [], list[int](), list[np.ndarray]()
-        task = found[0].prompt.task or ""
-        for n, turn in enumerate(found):
+        task = turns_trained[0].prompt.task or ""
+        for n, turn in enumerate(turns_trained):
             before, between = turn.prompt.parent, ()
             if before is not None:
                 between = turn.prompt.ids[len(before.head) :]
@@ -324,7 +326,7 @@ class ForeignConversation:
             turns.append(Turn("assistant", text, len(own), turn.completion.stop, opened=opens))
             ids += [*between, *own]
             logprobs += [np.zeros(len(between), np.float32), turn.completion.logprobs]
-        stop = Stop.LENGTH if self.is_limited else found[-1].completion.stop
+        stop = Stop.LENGTH if self.is_limited else turns_trained[-1].completion.stop
         counted["truncated"] += stop is Stop.LENGTH
         conversation = Conversation(tuple(turns), "", reward, dict(+counted), task)
         return Completion(np.array(ids, np.int32), stop, np.concatenate(logprobs), None, conversation)
@@ -379,11 +381,8 @@ def _normal_call(call: Any) -> Json:
     if isinstance(arguments, str):
         with suppress(ValueError):  # what is no JSON stays the text that the program sent
             arguments = json.loads(arguments)
-    return {
-        "id": str(call.get("id")),
-        "type": "function",
-        "function": {"name": str(function["name"]), "arguments": arguments},
-    }
+    normal = {"name": str(function["name"]), "arguments": arguments}
+    return {"id": str(call.get("id")), "type": "function", "function": normal}
 
 
 def _num_own(segment: Sequence[AskedTurn]) -> int:
@@ -435,11 +434,11 @@ def _named(others: Sequence[Message], parent: AskedTurn) -> list[Message]:
     ]
 
 
-def histories(messages: Sequence[Message], tools: Sequence[Json]) -> list[bytes]:
+def history_digests(messages: Sequence[Message], tools: Sequence[Json]) -> list[bytes]:
     """Digest of the first n messages for every n, without what programs do not send back: thinking, ids of calls."""
     digests = [hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).digest()]
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        said = json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
-        digests.append(hashlib.blake2b(digests[-1] + said.encode(), digest_size=16).digest())
+        content = json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
+        digests.append(hashlib.blake2b(digests[-1] + content.encode(), digest_size=16).digest())
     return digests

@@ -1,4 +1,4 @@
-"""Driver of conversations: turns of agents from their engines, the environment's between them, no barrier between both.
+"""Driver of conversations: turns of agents from their engines, between them the environment's, without a barrier.
 
 `Player.play` stands in for `Engine.generate`. The engine runs in the thread that calls it; the environment's calls run
 on an event loop in a thread of the player. A turn that ends goes to its conversation at once, and the next turn joins
@@ -29,8 +29,8 @@ from hacpo_mega.config.tables.schema import ConversationConfig
 from hacpo_mega.conversations.endpoint import Endpoint
 from hacpo_mega.conversations.environment import EnvironmentClass, Episode, prompt_messages, with_observation
 from hacpo_mega.conversations.foreign_conversation import Terms
-from hacpo_mega.conversations.partners import Lines, OtherSeat, Partners, SeatDoor, SeatKey
-from hacpo_mega.conversations.seat import AnySeat, Ending, PlayLimits, Seat, Spoken, Voice
+from hacpo_mega.conversations.partners import OtherSeat, Partners, SeatConnections, SeatKey, SeatServer
+from hacpo_mega.conversations.seat import AnySeat, Ending, PlayLimits, Seat, SeatContext, Spoken, TurnSampling
 from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
@@ -40,17 +40,17 @@ from hacpo_mega.rollout.wire import LONE_SURROGATE
 from hacpo_mega.samples.tokenizers import TextCodec
 
 
-class Course:
-    """One conversation from its first turn to its end: who speaks, and what each agent hears.
+class Dialogue:
+    """One conversation from its first turn to its end: who speaks, and what each agent reads.
 
-    Every role hears what the others say, and what the environment says behind it; results of tools are heard by the
-    role that called them. The environment ends the conversation, or the end of a turn, or the limit of turns.
+    Every role reads what the others say, and what the environment says behind it; results of tools go to the role that
+    called them. The environment ends the conversation, or a turn that does, or the limit of turns.
     """
 
     def __init__(self, seats: Sequence[AnySeat], roles: Sequence[str], episode: Episode, max_turns: int) -> None:
         """`max_turns` are those of each role; a role without a name speaks alone."""
         self._seats, self._roles, self._episode, self._max_turns = seats, roles, episode, max_turns
-        self._unheard: list[list[Message]] = [[] for _ in seats]
+        self._unread: list[list[Message]] = [[] for _ in seats]  # by seat, since its last turn
         self._num_turns = [0] * len(seats)
         self._last: tuple[int, Spoken] | None = None  # the last turn, and its seat
         self.messages: list[Message] = []
@@ -66,45 +66,45 @@ class Course:
         """Plays it; `opening` is what the environment adds to the task."""
         speaker = 0
         while True:
-            heard, self._unheard[speaker] = self._unheard[speaker], []
-            spoken = await self._seats[speaker].speak(heard, opening)
+            news, self._unread[speaker] = self._unread[speaker], []
+            spoken = await self._seats[speaker].speak(news, opening)
             if spoken.trouble:
                 self.trouble, self.stop = spoken.trouble, Stop.LENGTH if self.was_spoken else Stop.ABORT
                 return
-            self._note(speaker, spoken)
+            self._add_turn(speaker, spoken)
             if spoken.stop is not Stop.EOS:
                 return
-            said = await self._episode.react(spoken.tool_calls, self.messages)
-            self.num_call_errors += sum(message["content"].startswith("{'error': ") for message in said)
-            others = [{**message, "content": _writable(message["content"])} for message in said]
+            reaction = await self._episode.react(spoken.tool_calls, self.messages)
+            self.num_call_errors += sum(message["content"].startswith("{'error': ") for message in reaction)
+            others = [{**message, "content": _encodable(message["content"])} for message in reaction]
             passes_on = len(self._seats) > 1 and not spoken.tool_calls
             if self._episode.failure is not None or not (others or (passes_on and not responds)):
                 return
             self.messages += others
-            speaker = self._tell(speaker, spoken, others, passes_on=passes_on)
+            speaker = self._pass_on(speaker, spoken, others, passes_on=passes_on)
             if self._num_turns[speaker] == self._max_turns:
                 self.stop = Stop.LENGTH if others else self.stop
                 return
 
-    def _note(self, speaker: int, spoken: Spoken) -> None:
+    def _add_turn(self, speaker: int, spoken: Spoken) -> None:
         self._num_turns[speaker] += 1
         self._last, self.stop = (speaker, spoken), spoken.stop
         named = {"name": self._roles[speaker]} if self._roles else {}
         self.messages.append({"role": "assistant", "content": spoken.text, **named})
 
-    def _tell(self, speaker: int, spoken: Spoken, others: list[Message], *, passes_on: bool) -> int:
-        """Keeps what was said for those who hear it; returns who speaks next."""
+    def _pass_on(self, speaker: int, spoken: Spoken, others: list[Message], *, passes_on: bool) -> int:
+        """Keeps the messages for the seats that read them; returns the seat that speaks next."""
         if not passes_on:
-            self._unheard[speaker] += others
+            self._unread[speaker] += others
             return speaker
-        for seat, unheard in enumerate(self._unheard):
+        for seat, unread in enumerate(self._unread):
             if seat != speaker:
-                unheard.append({"role": "user", "content": _writable(spoken.content), "name": self._roles[speaker]})
-            unheard += others
+                unread.append({"role": "user", "content": _encodable(spoken.content), "name": self._roles[speaker]})
+            unread += others
         return (speaker + 1) % len(self._seats)
 
     def ending(self, seat: int, reward: Any, counts: Counter[str]) -> Ending:
-        """The end as a seat is told it; a mapping of rewards has one for each role."""
+        """The end as a seat gets it; a mapping of rewards has one for each role."""
         mine = reward[self._roles[seat]] if isinstance(reward, dict) else reward
         answer = None
         if self._last is not None and self._last[0] != seat:
@@ -140,13 +140,13 @@ class Player:
         self.tally: ServeTally | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
-        self._lines = None if partners is None else Lines(partners)
+        self._connections = None if partners is None else SeatConnections(partners)
         self._seats: dict[SeatKey, asyncio.Future[Seat]] = {}  # of this agent, for drivers in other processes
 
-    def let_in(self, listener: AuthListener) -> None:
-        """Has drivers in other processes ask this agent's seats, which a thread of the door answers."""
+    def serve_seats(self, listener: AuthListener) -> None:
+        """Serves this agent's seats to the drivers in other processes that connect to `listener`."""
         self._start()
-        SeatDoor(listener, self._loop, self._seat_of)
+        SeatServer(listener, self._loop, self._seat_of)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -172,7 +172,7 @@ class Player:
         agents play, all call it for the same prompts.
         """
         self._start()
-        how = {"max_tokens": max_tokens, "temperature": temperature, "return_logprobs": return_logprobs}
+        sampling = TurnSampling(max_tokens, temperature, return_logprobs)
         # Evaluation may ask for a turn that is longer than a conversation of training.
         limits = replace(self._limits, max_total_tokens=max(self._limits.max_total_tokens, max_tokens))
         self._num_plays += 1
@@ -181,8 +181,8 @@ class Player:
             terms = Terms(engine.eos_ids, limits, max_tokens, temperature)
             work = self._run_programs(places, seeds, turns, terms, on_answer)
         else:
-            work = self._play_all(places, seeds, turns, limits, how, on_answer)
-        playing = asyncio.run_coroutine_threadsafe(_with_error_read(work), self._loop)
+            work = self._play_all(places, seeds, turns, limits, sampling, on_answer)
+        playing = asyncio.run_coroutine_threadsafe(_retrieving_errors(work), self._loop)
         playing.add_done_callback(lambda _: turns.finish())
         try:
             self.tally = engine.serve(turns)
@@ -210,7 +210,7 @@ class Player:
             return self._run_program(endpoint, str(n), places[n][0], seeds[n])
 
         try:
-            return await _all(one, len(places), on_answer)
+            return await _gather(one, len(places), on_answer)
         finally:
             await endpoint.end()
 
@@ -234,7 +234,7 @@ class Player:
                 reward = await episode.reward()
         finally:
             episode.close()
-        counts = _counts(episode, has_failed=episode.failure is not None)
+        counts = _event_counts(episode, has_failed=episode.failure is not None)
         return conversation.completion(self._codec, reward, counts)
 
     async def _play_all(
@@ -243,46 +243,47 @@ class Player:
         seeds: Sequence[int],
         turns: TurnQueue,
         limits: PlayLimits,
-        how: dict[str, Any],
+        sampling: TurnSampling,
         on_answer: Callable[[int, Completion], None] | None,
     ) -> list[Completion]:
         def ask(request: TurnRequest) -> Awaitable[Completion]:
             return asyncio.wrap_future(turns.ask(request))
 
-        voice = Voice(self._codec, self.format, limits, ask, how)
-        seats = [Seat(str(n), place[0], seed, voice) for n, (place, seed) in enumerate(zip(places, seeds, strict=True))]
+        context = SeatContext(self._codec, self.format, limits, ask, sampling)
+        prompts = enumerate(zip(places, seeds, strict=True))
+        seats = [Seat(str(n), prompt, seed, context) for n, ((prompt, _), seed) in prompts]
         keys = [(self._num_plays, prompt.index, g) for prompt, g in places]
 
         async def one(n: int) -> Completion:
             if self._partners is None or self._partners.drives:
                 roles = () if self._partners is None else self._partners.names
-                everyone = self._all_seats(n, seats[n], keys[n], how)
+                everyone = self._all_seats(n, seats[n], keys[n], sampling)
                 await _drive(self._environment, seats[n], everyone, roles, self._limits.max_turns)
             return await seats[n].completion
 
         if self._partners is not None:
             for key, seat in zip(keys, seats, strict=True):
-                self._expected(key).set_result(seat)
+                self._seat_future(key).set_result(seat)
         try:
-            return await _all(one, len(places), on_answer)
+            return await _gather(one, len(places), on_answer)
         finally:
             for key in keys:
                 self._seats.pop(key, None)
 
-    def _expected(self, key: SeatKey) -> asyncio.Future[Seat]:
+    def _seat_future(self, key: SeatKey) -> asyncio.Future[Seat]:
         return self._seats.setdefault(key, self._loop.create_future())
 
     async def _seat_of(self, key: SeatKey) -> Seat:
         """This agent's seat, once it plays: another agent may have begun before."""
-        return await asyncio.shield(self._expected(key))
+        return await asyncio.shield(self._seat_future(key))
 
-    def _all_seats(self, n: int, own: Seat, key: SeatKey, how: dict[str, Any]) -> list[AnySeat]:
+    def _all_seats(self, n: int, own: Seat, key: SeatKey, sampling: TurnSampling) -> list[AnySeat]:
         """Seats of all roles in one of the conversations, in the order in which they speak."""
-        is_greedy = how["temperature"] == 0.0
-        if self._partners is None or self._lines is None:
+        is_greedy = sampling.temperature == 0.0
+        if self._partners is None or self._connections is None:
             return [own]
-        others = (self._partners.rank_with(role, n, is_greedy) for role in range(1, len(self._partners.names)))
-        return [own, *(OtherSeat(self._lines, self._partners, rank, key) for rank in others)]
+        others = (self._partners.seat_rank(role, n, is_greedy) for role in range(1, len(self._partners.names)))
+        return [own, *(OtherSeat(self._connections, self._partners, rank, key) for rank in others)]
 
     def close(self) -> None:
         """Ends the thread of the conversations. May be called twice."""
@@ -297,37 +298,36 @@ async def _drive(
     environment: EnvironmentClass, first: Seat, seats: Sequence[AnySeat], roles: Sequence[str], max_turns: int
 ) -> None:
     """Plays one conversation and ends it for all seats. An environment that fails ends it, counted and unjudged."""
-    prompt = first.prompt
     episode, reward = environment.episode(first.seed), None
-    course = Course(seats, roles, episode, max_turns)
-    row = row_of(prompt)
+    dialogue = Dialogue(seats, roles, episode, max_turns)
+    row = row_of(first.prompt)
     try:
-        opening = _writable(await episode.begin(row) or "")
-        course.messages = with_observation(prompt_messages(row), opening)
+        opening = _encodable(await episode.begin(row) or "")
+        dialogue.messages = with_observation(prompt_messages(row), opening)
         if episode.failure is None:
-            await course.run(opening, responds=environment.responds)
-            if course.was_spoken and course.trouble != "unencodable":
+            await dialogue.run(opening, responds=environment.responds)
+            if dialogue.was_spoken and dialogue.trouble != "unencodable":
                 reward = await episode.reward(roles)
     finally:
         episode.close()
-    has_failed = episode.failure is not None or course.trouble == "unencodable"
-    counts = _counts(episode, has_failed=has_failed)
-    counts["unencodable"] += course.trouble == "unencodable"
-    counts["too_long"] += course.trouble == "too_long"
-    counts["truncated"] += course.stop is Stop.LENGTH
-    counts["call_errors"] += course.num_call_errors
+    has_failed = episode.failure is not None or dialogue.trouble == "unencodable"
+    counts = _event_counts(episode, has_failed=has_failed)
+    counts["unencodable"] += dialogue.trouble == "unencodable"
+    counts["too_long"] += dialogue.trouble == "too_long"
+    counts["truncated"] += dialogue.stop is Stop.LENGTH
+    counts["call_errors"] += dialogue.num_call_errors
     for place, seat in enumerate(seats):
-        await seat.end(course.ending(place, None if has_failed else reward, counts))
+        await seat.end(dialogue.ending(place, None if has_failed else reward, counts))
 
 
-def _counts(episode: Episode, *, has_failed: bool) -> Counter[str]:
+def _event_counts(episode: Episode, *, has_failed: bool) -> Counter[str]:
     """EVENTS of a conversation, and the name under which its environment failed."""
-    why = {episode.failure: 1} if episode.failure is not None else {}
-    times = {"timeouts": episode.failure == "hung", "environment_ms": round(1000 * episode.seconds)}
-    return Counter(failed=has_failed, **times, **why)
+    failure = {episode.failure: 1} if episode.failure is not None else {}
+    timing = {"timeouts": episode.failure == "hung", "environment_ms": round(1000 * episode.seconds)}
+    return Counter(failed=has_failed, **timing, **failure)
 
 
-class _Canned:
+class _ScriptedEngine:
     """An engine whose turns are given texts, the last of them again and again, with log-probs of 0."""
 
     def __init__(self, codec: TextCodec, texts: Sequence[str], max_model_len: int, eos_ids: Sequence[int]) -> None:
@@ -351,15 +351,15 @@ def _as_sampled(codec: TextCodec, text: str, request: TurnRequest) -> Completion
     return Completion(ids, stop, np.zeros(len(ids), np.float32))
 
 
-def played_once(
+def play_once(
     player: Player, codec: TextCodec, limits: PlayLimits, prompt: Prompt, texts: Sequence[str], max_tokens: int
 ) -> Completion:
     """One conversation on a prompt whose own turns are the given texts, of `max_tokens` at most."""
-    engine = _Canned(codec, texts, limits.max_prompt_tokens + limits.max_total_tokens, player.format.stop_ids)
+    engine = _ScriptedEngine(codec, texts, limits.max_prompt_tokens + limits.max_total_tokens, player.format.stop_ids)
     return player.play(engine, [(prompt, 0)], [0], max_tokens=max_tokens, return_logprobs=True)[0]
 
 
-def played_by_roles(
+def play_roles(
     environment: EnvironmentClass,
     codecs: Mapping[str, TextCodec],
     limits: PlayLimits,
@@ -368,17 +368,16 @@ def played_by_roles(
     max_tokens: int,
 ) -> list[Completion]:
     """One conversation between roles, each with the tokenizer of its agent, in which all turns are one text."""
-    how = {"max_tokens": max_tokens, "temperature": 1.0, "return_logprobs": True}
 
-    def voice(codec: TextCodec) -> Voice:
+    def context_of(codec: TextCodec) -> SeatContext:
         async def ask(request: TurnRequest) -> Completion:
             return _as_sampled(codec, text, request)
 
-        read = turn_format(codec, environment, has_roles=True)
-        return Voice(codec, read, limits, ask, how)
+        sampling = TurnSampling(max_tokens, return_logprobs=True)
+        return SeatContext(codec, turn_format(codec, environment, has_roles=True), limits, ask, sampling)
 
     async def play() -> list[Completion]:
-        seats = [Seat(role, prompt, 0, voice(codec)) for role, codec in codecs.items()]
+        seats = [Seat(role, prompt, 0, context_of(codec)) for role, codec in codecs.items()]
         await _drive(environment, seats[0], seats, tuple(codecs), limits.max_turns)
         return [await seat.completion for seat in seats]
 
@@ -386,21 +385,21 @@ def played_by_roles(
 
 
 def environment_of(conversation: ConversationConfig, *, has_roles: bool = False) -> EnvironmentClass | None:
-    """The environment that a table names, loaded once in a process; None without conversations.
+    """The environment of a [conversation] table, loaded once in a process; None without conversations.
 
     ValueError, one line, for one that cannot be loaded, or says nothing where no other agent speaks.
     """
     if conversation.environment is None:
         return None
-    found = _loaded(conversation.environment, conversation.turn_timeout_s)
-    if found.plays and has_roles:
-        raise ValueError(f"environment {found.name} is an agent program, which speaks alone; leave [[roles]] out")
-    if not (found.tools or found.responds or found.plays or has_roles):
+    environment = _load(conversation.environment, conversation.turn_timeout_s)
+    if environment.plays and has_roles:
+        raise ValueError(f"environment {environment.name} is an agent program, which speaks alone; leave [[roles]] out")
+    if not (environment.tools or environment.responds or environment.plays or has_roles):
         raise ValueError(
-            f"environment {found.name} has no tool (a public method) and does not derive from Responder, so only "
+            f"environment {environment.name} has no tool (a public method) and does not derive from Responder, so only "
             "agents that play [[roles]] can converse in it"
         )
-    return found
+    return environment
 
 
 def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: bool = False) -> TurnFormat:
@@ -410,30 +409,30 @@ def turn_format(codec: TextCodec, environment: EnvironmentClass, *, has_roles: b
 
 
 @functools.cache
-def _loaded(name: str, call_s: float) -> EnvironmentClass:
+def _load(name: str, call_s: float) -> EnvironmentClass:
     return EnvironmentClass.load(name, call_s=call_s)
 
 
-async def _with_error_read(work: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
-    """Its result. Where the engine dies, its error is raised, and asyncio reports none that nobody read."""
+async def _retrieving_errors(work: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
+    """The result of `work`. Marks its error as retrieved: where the engine dies, that error is the one to raise."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return await work
 
 
-async def _all(
+async def _gather(
     play: Callable[[int], Awaitable[Completion]], number: int, on_answer: Callable[[int, Completion], None] | None
 ) -> list[Completion]:
-    """The results of so many conversations, in order, each told as it ends. After an error the others end, too."""
+    """The results of `number` conversations, in order, each given to `on_answer` as it ends. An error ends the rest."""
 
-    async def told(n: int) -> Completion:
+    async def play_one(n: int) -> Completion:
         completion = await play(n)
         if on_answer is not None:
             on_answer(n, completion)
         return completion
 
-    playing = [asyncio.ensure_future(told(n)) for n in range(number)]
+    playing = [asyncio.ensure_future(play_one(n)) for n in range(number)]
     try:
         return await asyncio.gather(*playing)
     finally:
@@ -454,6 +453,6 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
     return {"prompt": prompt.text, **(json.loads(prompt.row) if prompt.row else {})}
 
 
-def _writable(text: str) -> str:
+def _encodable(text: str) -> str:
     """The text without lone surrogates, which no tokenizer takes."""
     return LONE_SURROGATE.sub("\ufffd", text)

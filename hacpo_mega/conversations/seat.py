@@ -18,7 +18,7 @@ import numpy as np
 
 from hacpo_grading.texts.chat_messages import tools_of
 from hacpo_mega.config import Config
-from hacpo_mega.conversations.environment import of_one_user
+from hacpo_mega.conversations.environment import merged_user_messages
 from hacpo_mega.conversations.tool_calls import Message
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.records import HISTORY, Completion, Conversation, History, Prompt, Stop, Turn
@@ -37,7 +37,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 @dataclass(frozen=True)
 class Spoken:
-    """An own turn as the driver hears of it.
+    """An own turn as the driver gets it.
 
     text         all of it, without its end token
     content      its words, without thinking and calls: what other agents read
@@ -57,7 +57,7 @@ class Spoken:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a conversation, as every seat is told.
+    """The end of a conversation, as every seat gets it.
 
     stop       of its last turn; LENGTH where a limit ended it
     reward     of the environment for this seat's agent; None: the judge grades the last turn
@@ -74,8 +74,8 @@ class Ending:
 class AnySeat(Protocol):
     """A seat in this process or in another one."""
 
-    async def speak(self, heard: Sequence[Message], opening: str) -> Spoken:
-        """The next turn, behind what others said since the last one; `opening` follows the task in the prompt."""
+    async def speak(self, others: Sequence[Message], opening: str) -> Spoken:
+        """The next turn, behind what others said since the last one; `opening` follows the task in a first prompt."""
 
     async def end(self, ending: Ending) -> None:
         """Ends the conversation for this agent."""
@@ -105,18 +105,26 @@ class PlayLimits:
 
 
 @dataclass(frozen=True)
-class Voice:
-    """Reading and speaking of an agent's seats: its tokenizer, its limits, its engine.
+class TurnSampling:
+    """The sampling of every turn: `max_tokens` of one, and whether log-probs are returned."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    return_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class SeatContext:
+    """Everything that the seats of an agent share: its tokenizer, its limits, its engine.
 
     ask    the completion of a request
-    how    max_tokens of one turn, temperature, return_logprobs
     """
 
     codec: TextCodec
     format: TurnFormat
     limits: PlayLimits
     ask: Callable[[TurnRequest], Awaitable[Completion]]
-    how: Mapping[str, Any]
+    sampling: TurnSampling
 
 
 class Seat:
@@ -125,25 +133,25 @@ class Seat:
     completion   the finished conversation, as the completion of an answer with its turns
     """
 
-    def __init__(self, key: str, prompt: Prompt, seed: int, voice: Voice) -> None:
+    def __init__(self, key: str, prompt: Prompt, seed: int, context: SeatContext) -> None:
         """`key` is unique among the conversations under way; `seed` is the answer's. Made on an event loop."""
         self.prompt, self.seed = prompt, seed
-        self._key, self._voice = key, voice
+        self._key, self._context = key, context
         self._head: list[int] = []  # ids of the prompt
         self._ids: list[int] = []  # ids after it
         self._logprobs: list[float] = []  # float32 nats, 0 for those that were not sampled
-        self._start: int | None = None  # of the last segment in `_ids`; None: it begins with the prompt
+        self._start: int | None = None  # of the last segment, in `_ids`; None: there is one segment, from the prompt on
         self._turns: list[Turn] = []
-        self._said: list[Message] = []  # all turns behind the task
+        self._messages: list[Message] = []  # all turns behind the task
         self._opening = ""
         self._num_own = 0
         self._counts: Counter[str] = Counter()
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
-    async def speak(self, heard: Sequence[Message], opening: str) -> Spoken:
+    async def speak(self, others: Sequence[Message], opening: str) -> Spoken:
         """The agent's next turn; with `trouble` where it can take none."""
         try:
-            trouble = self._continue(heard) if self._turns else self._open(opening + self._voice.format.heard(heard))
+            trouble = self._continue(others) if self._turns else self._open(others, opening)
         except _Unreadable:
             trouble = "unencodable"
         return Spoken(trouble=trouble) if trouble else await self._own_turn()
@@ -160,18 +168,19 @@ class Seat:
             role, text, opens = ending.answer
             self._turns.append(Turn("user", text, 0, ending.stop, role, opens))
         conversation = Conversation(tuple(self._turns), self._opening, reward, dict(+self._counts))
-        logprobs = np.array(self._logprobs, dtype=np.float32) if self._voice.how["return_logprobs"] else None
+        logprobs = np.array(self._logprobs, dtype=np.float32) if self._context.sampling.return_logprobs else None
         ids = np.array(self._ids, dtype=np.int32)
         if not self.completion.done():
             self.completion.set_result(Completion(ids, ending.stop, logprobs, None, conversation))
 
-    def _open(self, opening: str) -> Trouble:
-        """Sets the prompt, if it is short enough."""
+    def _open(self, others: Sequence[Message], opening: str) -> Trouble:
+        """Sets the prompt, if it is short enough: the task, what the environment adds, and what others have said."""
+        opening += self._context.format.text_of_others(others)
         try:
-            head = list(self._voice.codec.encode_prompt(self.prompt.text, opening))
+            head = list(self._context.codec.encode_prompt(self.prompt.text, opening))
         except ValueError as error:  # a character without a token
             raise _Unreadable from error
-        if len(head) > self._voice.limits.max_prompt_tokens:
+        if len(head) > self._context.limits.max_prompt_tokens:
             return "too_long"
         self._head, self._opening = head, opening
         return ""
@@ -183,49 +192,49 @@ class Seat:
 
     def _continue(self, others: Sequence[Message]) -> Trouble:
         """Adds others' turns, if the limit of the conversation leaves room for them and one own token."""
-        said = of_one_user([*self._said, *others])
+        messages = merged_user_messages([*self._messages, *others])
         try:
-            ids = self._voice.format.continuation(self._before, others, ended=True)
-            anew = self._written_anew(ids, said) if self._voice.limits.as_rendered else None
+            ids = self._context.format.continuation(self._before, others, ended=True)
+            rewritten = self._rewritten_prompt(ids, messages) if self._context.limits.as_rendered else None
         except ValueError as error:  # a character without a token
             raise _Unreadable from error
-        new = ids if anew is None else anew
-        if len(self._ids) + len(new) >= self._voice.limits.max_total_tokens:
+        new = ids if rewritten is None else rewritten
+        if len(self._ids) + len(new) >= self._context.limits.max_total_tokens:
             return "full"
         for n, message in enumerate(others):  # the first message has the tokens of all
-            size, name = (0 if n or anew is not None else len(ids)), message.get("name", "")
+            size, name = (0 if n or rewritten is not None else len(ids)), message.get("name", "")
             self._turns.append(Turn(message["role"], message["content"], size, name=name))
-        if anew is not None:
+        if rewritten is not None:
             self._start = len(self._ids)
             self._counts["segments"] += 1
-            self._turns.append(Turn(HISTORY, History(said).content, len(anew)))
+            self._turns.append(Turn(HISTORY, History(messages).content, len(rewritten)))
         self._ids += new
         self._logprobs += [0.0] * len(new)
-        self._said = said
+        self._messages = messages
         return ""
 
-    def _written_anew(self, continuation: Sequence[int], said: list[Message]) -> list[int] | None:
+    def _rewritten_prompt(self, continuation: Sequence[int], history: list[Message]) -> list[int] | None:
         """The whole history as the template writes it; None where that is what the agent reads anyway."""
-        codec, task = self._voice.codec, opened(self.prompt.text, self._opening)
-        messages = [*codec.prompting.messages(task), *said]
-        return self._voice.format.rewritten([*self._before, *continuation], messages, tools_of(task))
+        codec, task = self._context.codec, opened(self.prompt.text, self._opening)
+        messages = [*codec.prompting.messages(task), *history]
+        return self._context.format.rewritten([*self._before, *continuation], messages, tools_of(task))
 
     async def _own_turn(self) -> Spoken:
-        voice, before = self._voice, self._before
-        room = min(voice.how["max_tokens"], voice.limits.max_total_tokens - len(self._ids))
-        seed, how = turn_seed(self.seed, self._num_own), (voice.how["temperature"], voice.how["return_logprobs"])
-        completion = await voice.ask(TurnRequest(f"{self._key}.{self._num_own}", before, seed, room, *how))
+        context, sampling, before = self._context, self._context.sampling, self._before
+        room = min(sampling.max_tokens, context.limits.max_total_tokens - len(self._ids))
+        seed, options = turn_seed(self.seed, self._num_own), (sampling.temperature, sampling.return_logprobs)
+        completion = await context.ask(TurnRequest(f"{self._key}.{self._num_own}", before, seed, room, *options))
         self._num_own += 1
         ids, ended = completion.token_ids.tolist(), completion.stop is Stop.EOS
-        text = voice.codec.decode_answer(ids[:-1] if ended else ids)
+        text = context.codec.decode_answer(ids[:-1] if ended else ids)
         self._ids += ids
         self._logprobs += [0.0] * len(ids) if completion.logprobs is None else completion.logprobs.tolist()
-        opens = voice.codec.opened_before(self.prompt.text, before)
+        opens = context.codec.opened_before(self.prompt.text, before)
         self._turns.append(Turn("assistant", text, len(ids), completion.stop, opened=opens))
         if not ended:
             return Spoken(text, stop=completion.stop, opened=opens)
-        parsed = voice.format.parse(ids, before)
-        self._said.append(parsed.message)
+        parsed = context.format.parse(ids, before)
+        self._messages.append(parsed.message)
         self._counts["unreadable_calls"] += parsed.error is not None
         self._counts["calls"] += len(parsed.tool_calls)
         return Spoken(text, parsed.content, parsed.tool_calls, completion.stop, opened=opens)

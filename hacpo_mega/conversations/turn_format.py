@@ -30,15 +30,15 @@ from renderers import Renderer, RendererConfig, create_renderer
 
 from hacpo_grading.texts.answer_text import CLOSES, OPENS
 from hacpo_grading.texts.chat_messages import tools_of
-from hacpo_mega.conversations.environment import of_one_user
+from hacpo_mega.conversations.environment import merged_user_messages
 from hacpo_mega.conversations.tool_calls import (
-    CALLED,
+    TRIAL_TOOL,
     CallSyntax,
     Message,
     ParsedTurn,
-    as_meant,
     call_message,
-    readable,
+    parser_tools,
+    typed_arguments,
 )
 from hacpo_mega.models.files.answer_ends import ANSWER, NEXT, QUESTION
 from hacpo_mega.samples.ordinary_text import OrdinaryText
@@ -57,8 +57,8 @@ class TurnFormat(abc.ABC):
 
     kind         "renderer qwen3", "template" or "plain"
     stop_ids     tokens that end an own turn
-    rewrites     the first place where the template writes an earlier own turn otherwise; None where it never does
-    around_heard  text before and behind what others said before the agent's first turn
+    rewrites     the first text that the template changes in an earlier own turn; None where it changes none
+    around_others  text before and behind what others said before the agent's first turn
     """
 
     kind: str
@@ -66,7 +66,7 @@ class TurnFormat(abc.ABC):
     _ordinary: OrdinaryText
     stop_ids: tuple[int, ...]
     rewrites: str | None = None
-    around_heard: tuple[str, str] = ("\n\n", "")
+    around_others: tuple[str, str] = ("\n\n", "")
 
     @classmethod
     def of(cls, codec: TextCodec, tools: Sequence[Mapping[str, Any]] = (), *, plays_user: bool = False) -> "TurnFormat":
@@ -90,9 +90,9 @@ class TurnFormat(abc.ABC):
             return list(self._codec.encode_prompt(task, opening))
         return self.opening([*self._codec.prompting.messages(opened(task, opening)), *messages], tools_of(task))
 
-    def heard(self, messages: Sequence[Message]) -> str:
+    def text_of_others(self, messages: Sequence[Message]) -> str:
         """Text of a prompt behind the task, for an agent to which others have spoken before its first turn."""
-        before, behind = self.around_heard
+        before, behind = self.around_others
         return "".join(f"{before}{message['content']}{behind}" for message in messages)
 
     @abc.abstractmethod
@@ -130,13 +130,13 @@ class PlainFormat(TurnFormat):
         """ValueError if the vocabulary can write no separator, or tools cannot be called."""
         self._codec, self.stop_ids = codec, codec.ends.ids
         self._ordinary = codec.ordinary_text
-        found = [sign for sign in SEPARATORS if len(codec.encode_answers([sign])[0] or ()) == 1]
-        if not found:
+        separators = [sign for sign in SEPARATORS if len(codec.encode_answers([sign])[0] or ()) == 1]
+        if not separators:
             raise ValueError(
                 f"the vocabulary of {codec.tokenizer.name_or_path} has none of {', '.join(map(repr, SEPARATORS))}, "
                 "and one must stand between what others say and the agent's turn; add one"
             )
-        self._separator, self.around_heard = found[0], ("", found[0])
+        self._separator, self.around_others = separators[0], ("", separators[0])
         self._tool = _only_tool(tools) if tools else None
         if tools and codec.encode_answers([CALL_MARK]) == [None]:
             raise ValueError(
@@ -155,13 +155,13 @@ class PlainFormat(TurnFormat):
         ids: list[int] = []
         for message in messages:
             is_own = message["role"] == "assistant"
-            ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._said([message])
+            ids += self._codec.encode_answer(message["content"], ended=True) if is_own else self._encoded([message])
         return ids
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
-        return [*(() if ended else (self._codec.eos_id,)), *self._said(others)]
+        return [*(() if ended else (self._codec.eos_id,)), *self._encoded(others)]
 
-    def _said(self, others: Sequence[Message]) -> list[int]:
+    def _encoded(self, others: Sequence[Message]) -> list[int]:
         ids: list[int] = []
         for text in (message["content"] for message in others):
             with suppress(ValueError):  # a text that the vocabulary cannot write is read as empty
@@ -174,21 +174,21 @@ class PlainFormat(TurnFormat):
         if self._tool is None or not text.startswith(CALL_MARK):
             return ParsedTurn(text)
         name, argument, kind = self._tool
-        given: Any = text.removeprefix(CALL_MARK)
+        value: Any = text.removeprefix(CALL_MARK)
         if kind in ("integer", "number"):
             try:
-                given = int(given) if kind == "integer" else float(given)
+                value = int(value) if kind == "integer" else float(value)
             except ValueError:
-                return ParsedTurn(text, error=f"{given[:40]!r} is no {kind}, which {argument} of {name} is")
-        return ParsedTurn("", tool_calls=((name, {argument: given}),))
+                return ParsedTurn(text, error=f"{value[:40]!r} is no {kind}, which {argument} of {name} is")
+        return ParsedTurn("", tool_calls=((name, {argument: value}),))
 
 
 def _only_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
     """(name, argument, type of the argument) of the one tool that a plain format can call. ValueError for others."""
-    described = [tool.get("function", tool) for tool in tools]
-    names = ", ".join(tool["name"] for tool in described)
-    if len(described) == 1:
-        schema = described[0].get("parameters", {})
+    functions = [tool.get("function", tool) for tool in tools]
+    names = ", ".join(tool["name"] for tool in functions)
+    if len(functions) == 1:
+        schema = functions[0].get("parameters", {})
         arguments = schema.get("required") or list(schema.get("properties", {}))
         if len(arguments) == 1:
             return names, arguments[0], str(schema["properties"][arguments[0]].get("type", "string"))
@@ -216,18 +216,18 @@ class TemplateFormat(TurnFormat):
         self._opener, self._blanks = self._find_opener()
         self._check_tools()
         self._calls = self._call_syntax()
-        self._check(plays_user)
+        self._check_turns(plays_user)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         return self._encode(self._rendered(self._plain_messages(messages), tools, opens=True))
 
     def continuation(self, head: Sequence[int], others: Sequence[Message], *, ended: bool) -> list[int]:
-        given = of_one_user(others)
-        others = self._plain_messages(given)
-        spell_control = any(plain["content"] != message["content"] for plain, message in zip(others, given))
+        merged = merged_user_messages(others)
+        others = self._plain_messages(merged)
+        spell_control = any(plain["content"] != message["content"] for plain, message in zip(others, merged))
         if not spell_control and (bridged := self._bridged(head, others)) is not None:
             return bridged
-        _, _, behind, closes = self._behind(self._before, others)
+        _, _, behind, closes = self._after_own_turn(self._before, others)
         ids = self._encode(behind)
         # An end that opens the next message (GLM) is that message's first token, and only where it is the same.
         is_closed = ended and (head[-1] == ids[0] or (closes and head[-1] in self.stop_ids))
@@ -241,20 +241,20 @@ class TemplateFormat(TurnFormat):
         text = self._shown([*before, *token_ids[:end]]).removeprefix(self._shown(before)).removeprefix(self._blanks)
         has_opened = self._opened_thinking(head) != ""
         thinks = has_opened or (CLOSES in text and self._knows_thinking)
-        reasoning, closes, said = text.partition(CLOSES) if thinks else ("", "", text)
+        reasoning, closes, words = text.partition(CLOSES) if thinks else ("", "", text)
         if has_opened and not closes:
             return ParsedTurn("", reasoning.strip())
-        said = said.lstrip("\n") if closes else said
+        words = words.lstrip("\n") if closes else words
         reasoning = reasoning.replace(OPENS, "").strip()
-        # Words to a template without thinking, but a call that is weighed there is not made.
-        thought = not thinks and text.lstrip().startswith(OPENS) and CLOSES in text
-        kept = text[: text.index(CLOSES) + len(CLOSES)] if thought else ""
+        # A thought is words where the template knows no thinking, but a call that it mentions is not made.
+        has_thought = not thinks and text.lstrip().startswith(OPENS) and CLOSES in text
+        thought = text[: text.index(CLOSES) + len(CLOSES)] if has_thought else ""
         try:
-            behind = said.removeprefix(kept)
+            behind = words.removeprefix(thought)
             content, calls = (behind, ()) if self._calls is None else self._calls.read(behind)
         except ValueError as error:
-            return ParsedTurn(said, reasoning, error=str(error))
-        return ParsedTurn(self._ordinary.without_control(kept + content), reasoning, tuple(calls))
+            return ParsedTurn(words, reasoning, error=str(error))
+        return ParsedTurn(self._ordinary.without_control(thought + content), reasoning, tuple(calls))
 
     def rewritten(
         self, head: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -268,27 +268,29 @@ class TemplateFormat(TurnFormat):
 
     def _plain_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Copies in which texts of others spell no control token, and answers of tools have the ids of calls."""
-        made, number = [], 0
+        copies, number = [], 0
         for message in messages:
             if message["role"] != "assistant":
                 message = {**message, "content": self._ordinary.hidden(message["content"])}
             number = number + 1 if message["role"] == "tool" else 0
             if number:
-                message = {"name": CALLED, "tool_call_id": f"call{number - 1:05d}", **message}
-            made.append(message)
-        return made
+                message = {"name": TRIAL_TOOL, "tool_call_id": f"call{number - 1:05d}", **message}
+            copies.append(message)
+        return copies
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opens: bool) -> str:
         shown = [*tools, *self._tools]
-        given = {**self._codec.prompting.template_kwargs, **({"tools": shown} if shown else {})}
-        return self._codec.rendered_chat(list(messages), given, opens_answer=opens)
+        options = {**self._codec.prompting.template_kwargs, **({"tools": shown} if shown else {})}
+        return self._codec.rendered_chat(list(messages), options, opens_answer=opens)
 
     def _encode(self, text: str) -> list[int]:
         return self._ordinary.encode(text, self._codec.encode_rendered)
 
-    def _behind(self, before: Sequence[Message], others: Sequence[Message]) -> tuple[Message, str, str, bool]:
-        """A made-up own turn, the rendering of `before`, it and `others`, and of that what follows the own words: from
-        the token that ends the turn on; True if the template writes that token also where nothing follows.
+    def _after_own_turn(self, before: Sequence[Message], others: Sequence[Message]) -> tuple[Message, str, str, bool]:
+        """(own, whole, behind, closes) of a made-up own turn between `before` and `others`.
+
+        The turn's message; the rendering of all; the part of it behind the own words, from the token that ends the turn
+        on; and whether the template writes that token where nothing follows, too.
         """
         answers = [message for message in others if message["role"] == "tool"]
         refusal = ValueError(f"{self._name} leaves out the agent's words")
@@ -331,18 +333,18 @@ class TemplateFormat(TurnFormat):
         if not self._tools:
             return None
         try:
-            found = CallSyntax.of(self._own_call_text(), self._name)
+            syntax = CallSyntax.of(self._own_call_text(), self._name)
         except ValueError:
             if self._renderer is None:
                 raise
             return None
-        return found if self._renderer is None or not found.marker else None
+        return syntax if self._renderer is None or not syntax.marker else None
 
     def _own_call_text(self) -> str:
         """An own turn that calls a tool, as the template writes it, up to its end."""
         opened = self._rendered(self._before, opens=True)
         answer = self._plain_messages([{"role": "tool", "content": ""}])
-        own, _, behind, _ = self._behind(self._before, answer)
+        own, _, behind, _ = self._after_own_turn(self._before, answer)
         whole = self._rendered([*self._before, own, *answer], opens=True)
         text = whole[: len(whole) - len(behind)]
         return text[_num_same(opened, text) :]
@@ -362,7 +364,7 @@ class TemplateFormat(TurnFormat):
             try:
                 expected.append((chat, opens, self._encode(self._rendered(chat, opens=opens))))
             except ValueError:
-                continue  # which the template refuses, and nobody can render
+                continue  # the template refuses this conversation, so no renderer has to render it
         for config in typing.get_args(typing.get_args(RendererConfig)[0]):
             family = config.model_fields["name"].default
             if family in NO_FAMILY:
@@ -385,13 +387,9 @@ class TemplateFormat(TurnFormat):
         """
         own, further = {"role": "assistant", "content": ANSWER}, {"role": "user", "content": NEXT}
         thinking = {**own, "content": THOUGHT + ANSWER}
-        call = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [call_message(0, CALLED, {"text": "a 'b' ä", "n": 1})],
-        }
-        said = {**call, "content": ANSWER}
-        answer = {"role": "tool", "name": CALLED, "tool_call_id": "call00000", "content": " [1,\n2]\n"}
+        call = {**own, "content": "", "tool_calls": [call_message(0, TRIAL_TOOL, {"text": "a 'b' ä", "n": 1})]}
+        worded_call = {**call, "content": ANSWER}
+        answer = {"role": "tool", "name": TRIAL_TOOL, "tool_call_id": "call00000", "content": " [1,\n2]\n"}
         chats = [
             [],
             [own, further],
@@ -400,8 +398,8 @@ class TemplateFormat(TurnFormat):
             [call, answer],
             [call, answer, own, further],
             [{**call, "content": THOUGHT}, answer],
-            [said, answer, {**answer, "tool_call_id": "call00001"}],
-            [said, answer, {**answer, "tool_call_id": "call00001"}, thinking, further],
+            [worded_call, answer, {**answer, "tool_call_id": "call00001"}],
+            [worded_call, answer, {**answer, "tool_call_id": "call00001"}, thinking, further],
         ]
         closed = [[own], [thinking], [call, answer, thinking]]
         return [
@@ -411,33 +409,33 @@ class TemplateFormat(TurnFormat):
 
     def _bridged(self, head: Sequence[int], others: Sequence[Message]) -> list[int] | None:
         """The renderer's continuation; None if it has none, or one that changes `head`."""
-        start = _last(head, self._opener)
+        start = _end_of_last(head, self._opener)
         if self._renderer is None or start is None:
             return None
         try:
             prompt, own = list(head[:start]), list(head[start:])
-            found = self._renderer.bridge_to_next_turn(prompt, own, list(others), tools=self._tools or None)
-        except Exception:  # of a library that is given what a model has sampled
+            bridge = self._renderer.bridge_to_next_turn(prompt, own, list(others), tools=self._tools or None)
+        except Exception:  # the library may raise anything at what a model has sampled
             return None
-        if found is None or found.token_ids[: len(head)] != list(head):
+        if bridge is None or bridge.token_ids[: len(head)] != list(head):
             return None
-        return found.token_ids[len(head) :]
+        return bridge.token_ids[len(head) :]
 
     def _parsed_by_renderer(self, renderer: Renderer, ids: list[int], head: list[int]) -> ParsedTurn:
         try:
-            found = renderer.parse_response(ids, tools=readable(self._tools) or None, prompt_ids=head or None)
-        except Exception as error:  # of a library that is given what a model has sampled
+            parsed = renderer.parse_response(ids, tools=parser_tools(self._tools) or None, prompt_ids=head or None)
+        except Exception as error:  # the library may raise anything at what a model has sampled
             return ParsedTurn(self._codec.decode_answer(ids), error=f"unreadable: {type(error).__name__}")
-        calls, reasoning = [], found.reasoning_content or ""
-        for call in found.tool_calls:
-            given, is_whole = None, call.status == "ok"
+        calls, reasoning = [], parsed.reasoning_content or ""
+        for call in parsed.tool_calls:
+            arguments, is_whole = None, call.status == "ok"
             is_named = isinstance(call.name, str) and isinstance(call.arguments, dict)
             if is_named and (is_whole or call.status == "invalid_json"):
-                given = as_meant(call.name, call.arguments, call.raw, self._tools, is_whole=is_whole)
-            if given is None:
-                return ParsedTurn(found.content, reasoning, error=f"tool call: {call.status}: {call.raw[:80]!r}")
-            calls.append((call.name, given))
-        return ParsedTurn(found.content, reasoning, tuple(calls))
+                arguments = typed_arguments(call.name, call.arguments, call.raw, self._tools, is_whole=is_whole)
+            if arguments is None:
+                return ParsedTurn(parsed.content, reasoning, error=f"tool call: {call.status}: {call.raw[:80]!r}")
+            calls.append((call.name, arguments))
+        return ParsedTurn(parsed.content, reasoning, tuple(calls))
 
     def _check_tools(self) -> None:
         """ValueError for a template that ignores tools in silence."""
@@ -447,8 +445,8 @@ class TemplateFormat(TurnFormat):
                 f"{self._name} shows no tools: it leaves out {missing[0]!r}; it is of a model without them"
             )
 
-    def _check(self, plays_user: bool) -> None:
-        """Tries what will be asked: no message is left out, and a turn's tokens depend on nothing before them.
+    def _check_turns(self, plays_user: bool) -> None:
+        """Tries turns as they will come: no message is left out, and a turn's tokens depend on nothing before them.
 
         ValueError with the reason.
         """
@@ -457,13 +455,13 @@ class TemplateFormat(TurnFormat):
         turns += [[{"role": "user", "content": NEXT}]] if plays_user else []
         turns = [self._plain_messages(turn) for turn in turns]
         for others in turns:
-            own, _, text, _ = self._behind(self._before, others)
+            own, _, text, _ = self._after_own_turn(self._before, others)
             if lost := [message for message in others if message["content"] not in text]:
                 raise ValueError(f"{self._name} leaves out the message {lost[0]['content']!r} of {lost[0]['role']!r}")
             ids = self._encode(text)
             for further in turns:
-                _, whole, behind, _ = self._behind([*self._before, own, *others], further)
-                expected = text if further is others else self._behind(self._before, further)[2]
+                _, whole, behind, _ = self._after_own_turn([*self._before, own, *others], further)
+                expected = text if further is others else self._after_own_turn(self._before, further)[2]
                 if behind != expected:
                     at = _num_same(behind, expected)
                     raise ValueError(
@@ -472,9 +470,9 @@ class TemplateFormat(TurnFormat):
                     )
                 if further is others and self._encode(whole)[-len(ids) :] != ids:
                     raise ValueError(f"{self._name} and its tokenizer merge the end of a turn with the words before it")
-            self._compare(others, ids)
+            self._compare_renderer(others, ids)
 
-    def _compare(self, others: Sequence[Message], ids: list[int]) -> None:
+    def _compare_renderer(self, others: Sequence[Message], ids: list[int]) -> None:
         """Drops a renderer that bridges otherwise than the template, and notes where the template rewrites history."""
         head = self._encode(self._rendered(self._before, opens=True))
         thought = f"{THOUGHT}{ANSWER}".removeprefix(self._opened_thinking(head))
@@ -500,8 +498,8 @@ def _num_same(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
-def _last(head: Sequence[int], opener: Sequence[int]) -> int | None:
-    """Place behind the last `opener` in `head`; None without one."""
+def _end_of_last(head: Sequence[int], opener: Sequence[int]) -> int | None:
+    """Index behind the last `opener` in `head`; None without one."""
     for start in range(len(head) - len(opener), -1, -1):
         if opener and head[start] == opener[0] and list(head[start : start + len(opener)]) == list(opener):
             return start + len(opener)

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from hacpo_mega.records import Completion
 from hacpo_mega.rollout.vllm.engine_loop import TurnLimits, TurnRequest
 
-WAIT_S = 0.05  # of an engine that has nothing to do
+WAIT_S = 0.05  # between two looks of an engine that has nothing to do
 
 
 class TurnQueue:
@@ -24,7 +24,7 @@ class TurnQueue:
         self._is_finished = False
 
     def ask(self, request: TurnRequest) -> Future[Completion]:
-        """Its completion, once the turn has ended. Cancelling it aborts the turn.
+        """A future of the turn's completion. Cancelling it aborts the turn.
 
         Raises ValueError for a turn that the engine cannot answer, RuntimeError once nothing is answered any more.
         """
@@ -40,21 +40,21 @@ class TurnQueue:
         return future
 
     def finish(self) -> None:
-        """Ends the loop; turns that still run are cut. Takes no lock: a handler of signals may call it."""
+        """Ends the loop; turns that still run are cut. Takes no lock: a signal handler may call it."""
         self._is_finished = True
         self._asked.put(None)
 
     def take(self, idle: bool) -> tuple[list[TurnRequest], list[str]]:
         """Turns asked since the last call, and keys of cancelled ones."""
-        found: list[TurnRequest | str | None] = []
+        entries: list[TurnRequest | str | None] = []
         try:
-            found.append(self._asked.get(timeout=WAIT_S) if idle else self._asked.get_nowait())
+            entries.append(self._asked.get(timeout=WAIT_S) if idle else self._asked.get_nowait())
             while True:
-                found.append(self._asked.get_nowait())
+                entries.append(self._asked.get_nowait())
         except queue.Empty:
             pass
-        aborted = list(self._waiting) if self._is_unwanted() else [one for one in found if isinstance(one, str)]
-        return [one for one in found if isinstance(one, TurnRequest)], aborted
+        aborted = list(self._waiting) if self._is_unwanted() else [entry for entry in entries if isinstance(entry, str)]
+        return [entry for entry in entries if isinstance(entry, TurnRequest)], aborted
 
     def give(self, key: str, completion: Completion) -> None:
         """Ends the wait for a turn."""

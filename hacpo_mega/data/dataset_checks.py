@@ -32,13 +32,13 @@ INSTRUCTIONS = re.compile(
 LATEX_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![A-Za-z])")
 GRAM_WORDS = 8
 # Measured in docs/measurements/data.md: edited copies of competition problems share .5 to 1, unrelated ones at most .3.
-SHARE_OF_A_COPY = 0.5
+MIN_SHARED_GRAMS = 0.5
 # A gold of one letter names a choice: the golds of one in five unrelated problems agree, so the text has to.
-SHARE_WITH_A_CHOICE = 0.9
+MIN_SHARED_WITH_CHOICE = 0.9
 CHOICE = re.compile(r"(?:\\(?:text|textbf|mathrm|mbox)\s*)?[({]*[A-Za-z][)}.]*")
 # Letters and digits apart, one character of a script without spaces, and the signs that change what is asked.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\d_\u3040-\u30ff\u3400-\u9fff]+|\d+|[-+*/=<>^!|%]")
-UNWORDED = re.compile(r"\\(?:mathrm|text|textbf|textit|mathbf|operatorname|mbox|emph|rm|bf|[lcd]?dots)(?![A-Za-z])")
+MARKUP = re.compile(r"\\(?:mathrm|text|textbf|textit|mathbf|operatorname|mbox|emph|rm|bf|[lcd]?dots)(?![A-Za-z])")
 SPELLINGS = ((re.compile(r"\\[dtc]frac"), r"\\frac"), (re.compile(r"\\([lgn]e)q(?![A-Za-z])"), r"\\\1"))
 SMALL_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 NUMBER_WORDS = {word: str(number) for number, word in enumerate(SMALL_NUMBERS)}
@@ -47,7 +47,7 @@ NOTATION = frozenset(("frac", "times", "cdot", "e", "^", "*", "/"))
 
 @dataclass(frozen=True)
 class Repetition:
-    """A repetition: `second` copies `first` as `kind` says. `agrees`: so are their gold answers."""
+    """A repetition: `second` copies `first` as `kind` says. `agrees`: their gold answers are the same."""
 
     first: Problem
     second: Problem
@@ -94,23 +94,23 @@ class _Wording:
         if self.normalised == other.normalised:
             return "same normalised"
         is_choice = any(CHOICE.fullmatch(gold.strip()) for gold in (self.problem.gold, other.problem.gold))
-        share = SHARE_WITH_A_CHOICE if is_choice else SHARE_OF_A_COPY
+        share = MIN_SHARED_WITH_CHOICE if is_choice else MIN_SHARED_GRAMS
         enough = num_common >= share * min(len(self.grams), len(other.grams))
-        return "contained" if enough and _one_holds(self.numbers, other.numbers) and self._agrees(other) else None
+        return "contained" if enough and _one_contains(self.numbers, other.numbers) and self._agrees(other) else None
 
     def _agrees(self, other: "_Wording") -> bool:
         """True if one gold answer holds the words of the other, and beside them no number but the 10 of 4 x 10^3."""
         differing = (self.gold - other.gold) + (other.gold - self.gold)
         no_number = not any(word.isdigit() and word != "10" for word in differing)
-        return bool(self.gold and other.gold) and _one_holds(self.gold, other.gold) and no_number
+        return bool(self.gold and other.gold) and _one_contains(self.gold, other.gold) and no_number
 
 
-def _one_holds(one: Counter[str], other: Counter[str]) -> bool:
+def _one_contains(one: Counter[str], other: Counter[str]) -> bool:
     return one <= other or other <= one
 
 
 def _words(text: str) -> list[str]:
-    text = UNWORDED.sub(" ", LATEX_SPACING.sub(" ", INSTRUCTIONS.sub("", text).replace("\\!", "")))
+    text = MARKUP.sub(" ", LATEX_SPACING.sub(" ", INSTRUCTIONS.sub("", text).replace("\\!", "")))
     for spelling, usual in SPELLINGS:
         text = spelling.sub(usual, text)
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", unicodedata.normalize("NFKC", text).casefold())
@@ -127,9 +127,9 @@ def normalised(text: str) -> str:
 
 
 def _same_gold(one: Problem, other: Problem) -> bool:
-    """Tells whether golds are the same but for spelling and fonts: 2340 and \\mathbf{2340}. Brackets tell intervals."""
-    golds = (re.sub(r"[{}]", "", UNWORDED.sub("", normalised(_unpadded(p.gold)))) for p in (one, other))
-    return next(golds) == next(golds)
+    """True if golds differ in spelling and fonts alone: 2340 and \\mathbf{2340}. Brackets stay: they tell intervals."""
+    golds = {re.sub(r"[{}]", "", MARKUP.sub("", normalised(_unpadded(p.gold)))) for p in (one, other)}
+    return len(golds) == 1
 
 
 def _unpadded(gold: str) -> str:
@@ -160,14 +160,14 @@ def copies(training: Sequence[Problem], evaluation: Sequence[Problem]) -> Iterat
     Only the evaluation set is indexed: time and memory grow with its size and with the number of 8-grams in common.
     """
     evaluated = [_Wording.of(problem) for problem in evaluation]
-    holding: dict[int | str, list[int]] = defaultdict(list)
+    index: dict[int | str, list[int]] = defaultdict(list)
     for number, wording in enumerate(evaluated):
         for key in (wording.normalised, *wording.grams):
-            holding[key].append(number)
+            index[key].append(number)
     for problem in training:
         wording = _Wording.of(problem)
-        num_common = Counter(number for gram in wording.grams for number in holding.get(gram, ()))
-        num_common.update(dict.fromkeys(holding.get(wording.normalised, ()), 0))
+        num_common = Counter(number for gram in wording.grams for number in index.get(gram, ()))
+        num_common.update(dict.fromkeys(index.get(wording.normalised, ()), 0))
         for number, common in sorted(num_common.items()):
             if kind := wording.kind_of_copy(evaluated[number], common):
                 agrees = kind == "contained" or _same_gold(problem, evaluated[number].problem)
@@ -191,8 +191,7 @@ def overlap(training: Sequence[Problem], evaluation: Sequence[Problem]) -> list[
 def deduplicated(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """The problems without repetitions; the first of each stays, none if they contradict each other."""
     found = repetitions(problems)
-    left_out = {id(repetition.second) for repetition in found}
-    left_out |= {id(repetition.first) for repetition in found if not repetition.agrees}
+    left_out = {id(pair.second) for pair in found} | {id(pair.first) for pair in found if not pair.agrees}
     return tuple(problem for problem in problems if id(problem) not in left_out)
 
 

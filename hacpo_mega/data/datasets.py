@@ -62,11 +62,11 @@ NO_LAYOUT = "fits no known layout"
 # A file of a split by its name or folder: train.jsonl, data/test-00000-of-00001.parquet, MATH/test/algebra/1.json.
 SPLIT = re.compile(r"/(train|test|validation|valid|val|dev)(?:[./]|-\d+-of-)")
 ARCHIVES = (".tar.gz", ".tgz", ".tar")
-# Data in a folder that nothing reads there, and, where there is no other, texts: beside data they are licences.
+# Files of a folder that are reported as not read; texts only where there is no data: beside data they are licences.
 UNREAD = (*ARCHIVES, ".csv", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".bz2", ".xz")
-ALONE = (*UNREAD, ".txt")
-# Entries of an archive that say something of the next one: a long name, a size, times.
-ABOUT_OTHERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+UNREAD_WITHOUT_DATA = (*UNREAD, ".txt")
+# Entries of an archive that describe the next one: a long name, a size, times.
+METADATA_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, b"X", tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")  # commas of 1,234,567, not of 3,4
 
 # The fields of a row that verl's reward functions are called with.
@@ -127,7 +127,7 @@ class Layout:
 
 
 def _plain(prompt_field: str, gold_field: str, **others: Any) -> Layout:
-    """The layout of rows that hold the problem in one field and the gold answer in another; `others` differ from it."""
+    """The layout of rows that hold the problem in one field and the gold answer in another; `others` override."""
     fields_read = {
         "matches": lambda row: row.get(prompt_field) is not None and row.get(gold_field) is not None,
         "prompt": lambda row: row[prompt_field],
@@ -136,7 +136,7 @@ def _plain(prompt_field: str, gold_field: str, **others: Any) -> Layout:
     return Layout(**{"prompt_field": prompt_field, "gold_field": gold_field, **fields_read, **others})
 
 
-def _boxed_solution(row: Record) -> str:
+def _boxed_answer(row: Record) -> str:
     answer = last_boxed(row["solution"])
     if answer is None:
         raise ValueError("has no complete \\boxed{} to take the answer from")
@@ -146,13 +146,13 @@ def _boxed_solution(row: Record) -> str:
 
 
 def _text_or_messages(row: Record) -> object:
-    """The text of a single message of the user, which the same problem has in other files, or all messages."""
+    """The text of a lone message of the user, so that its id is that of the same problem in a plain file; else all."""
     messages = row["prompt"]
     is_text = [message["role"] for message in messages] == ["user"] and isinstance(messages[0]["content"], str)
     return messages[0]["content"] if is_text else messages
 
 
-def _verl_target(row: Record) -> object:
+def _verl_gold(row: Record) -> object:
     truth = row["reward_model"]["ground_truth"]
     truth = truth["target"] if isinstance(truth, dict) else truth
     if isinstance(truth, str) and truth.startswith('["'):  # Skywork-OR1 writes each list of golds as JSON text
@@ -166,20 +166,22 @@ def _verl_solution(row: Record) -> object:
     return truth.get("solution") if isinstance(truth, dict) else None
 
 
-def _with_context(row: Record) -> object:
+def _question_in_context(row: Record) -> object:
     return row["context"] + "\n\n" + row["question"] if row.get("context") else row["question"]
 
 
 def _single(answers: object) -> object:
     """The gold of a list of one. ValueError for more: readers differ in whether all are asked for or any will do."""
-    if not isinstance(answers, list) or len(answers) == 1:
-        return answers[0] if isinstance(answers, list) else answers
-    raise ValueError(f"has {len(answers)} final answers; needs a single text")
+    if not isinstance(answers, list):
+        return answers
+    if len(answers) != 1:
+        raise ValueError(f"has {len(answers)} final answers; needs a single text")
+    return answers[0]
 
 
 def _olympiad_solution(row: Record) -> object:
-    found = row.get("solution")
-    return "\n\n".join(map(str, found)) if isinstance(found, list) else found
+    solution = row.get("solution")
+    return "\n\n".join(map(str, solution)) if isinstance(solution, list) else solution
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -188,13 +190,13 @@ LAYOUTS: Mapping[str, Layout] = {
         "prompt",
         "reward_model.ground_truth",
         _text_or_messages,
-        _verl_target,
+        _verl_gold,
         _verl_solution,
     ),
     "olympiadbench": _plain(
         "question",
         "final_answer",
-        prompt=_with_context,
+        prompt=_question_in_context,
         gold=lambda row: _single(row["final_answer"]),
         solution=_olympiad_solution,
     ),
@@ -207,7 +209,7 @@ LAYOUTS: Mapping[str, Layout] = {
         solution=lambda row: row["answer"],
     ),
     "answered": _plain("problem", "answer"),
-    "math": _plain("problem", "solution", gold=_boxed_solution),
+    "math": _plain("problem", "solution", gold=_boxed_answer),
     "plain": _plain(
         "prompt",
         "answer",
@@ -230,7 +232,7 @@ def layouts_of(
 def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset:
     """The problems of a file, archive or folder in any of the layouts; faults are returned as defects."""
     path = Path(path)
-    problems, defects, marked = [], [], []
+    problems, defects, without_answer = [], [], []
     layout_of_file = ""
     for row in rows_of(path):
         if len(defects) > MAX_BAD_ROWS:
@@ -244,17 +246,18 @@ def read_dataset(path: Path, layouts: Mapping[str, Layout] = LAYOUTS) -> Dataset
         if layout is None:
             defects.append(_without_layout(row, row.record, layouts))
         elif layout != layout_of_file:
-            what = f"is a row of layout {layout!r} in a file of {layout_of_file!r}"
-            defects.append(DataProblem(row.file, row.line, None, what))
+            reason = f"is a row of layout {layout!r} in a file of {layout_of_file!r}"
+            defects.append(DataProblem(row.file, row.line, None, reason))
         else:
-            found = _problem(row, row.record, layouts[layout])
-            if isinstance(found, Problem) and has_no_answer(layouts[layout].prompt_field, found.gold):
-                what = f"is {quoted(found.gold)}, which is no answer"
-                marked.append(DataProblem(row.file, row.line, layouts[layout].gold_field, what))
+            problem = _problem(row, row.record, layouts[layout])
+            if isinstance(problem, Problem) and has_no_answer(layouts[layout].prompt_field, problem.gold):
+                reason = f"is {quoted(problem.gold)}, which is no answer"
+                without_answer.append(DataProblem(row.file, row.line, layouts[layout].gold_field, reason))
                 continue
-            (problems if isinstance(found, Problem) else defects).append(found)
-    if marked:  # a line for all: they are a seventh of NuminaMath
-        defects.append(replace(marked[0], what=f"{marked[0].what} (the first of {len(marked):,} such rows)"))
+            (problems if isinstance(problem, Problem) else defects).append(problem)
+    if without_answer:  # one line for all of them: they are a seventh of NuminaMath
+        first = without_answer[0]
+        defects.append(replace(first, reason=f"{first.reason} (the first of {len(without_answer):,} such rows)"))
     if not problems and not defects:
         defects.append(DataProblem(path, None, None, "has no rows"))
     return Dataset(path, layout_of_file, tuple(problems), tuple(defects))
@@ -273,18 +276,18 @@ def rows_of(path: Path) -> Iterator[Row]:
     """Every row of a file, an archive or a folder. ValueError for a link that leads out of a run."""
     require_inside_its_run(path)
     if path.is_dir() and not is_saved(path):
-        there = sorted(filter(Path.is_file, path.rglob("*")))
-        files = [file for file in there if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
+        inside = sorted(filter(Path.is_file, path.rglob("*")))
+        files = [file for file in inside if file.name.endswith((*LINES, *DOCUMENTS, ".parquet"))]
         splits = sorted({found[1] for file in files if (found := SPLIT.search(f"/{file.relative_to(path)}"))})
         if len(splits) > 1:
-            what = f"holds the splits {', '.join(splits)}; give the files or the folder of one"
-            yield Row(path, 0, path.name, DataProblem(path, None, None, what))
+            reason = f"holds the splits {', '.join(splits)}; give the files or the folder of one"
+            yield Row(path, 0, path.name, DataProblem(path, None, None, reason))
             return
-        others = sorted(set(there) - set(files))
-        if unread := [file for file in others if file.name.endswith(UNREAD if files else ALONE)]:
+        others = sorted(set(inside) - set(files))
+        if unread := [file for file in others if file.name.endswith(UNREAD if files else UNREAD_WITHOUT_DATA)]:
             more = f", nor are {len(unread) - 1} others" if len(unread) > 1 else ""
-            what = f"is not read in a folder{more}: give the files to be read"
-            yield Row(unread[0], 0, path.name, DataProblem(unread[0], None, None, what))
+            reason = f"is not read in a folder{more}: give the files to be read"
+            yield Row(unread[0], 0, path.name, DataProblem(unread[0], None, None, reason))
         for file in files:
             yield from _rows_of_file(file, str(file.relative_to(path)))
     elif path.name.endswith(ARCHIVES) and path.is_file():
@@ -329,7 +332,7 @@ class _Entry(tarfile.TarInfo):
         entry = super().frombuf(buf, encoding, errors)
         if entry.type == tarfile.GNUTYPE_SPARSE:
             raise tarfile.TarError("holds a sparse file; make the archive without --sparse")
-        if entry.type in ABOUT_OTHERS and entry.size > MAX_LINE_BYTES:
+        if entry.type in METADATA_TYPES and entry.size > MAX_LINE_BYTES:
             raise tarfile.TarError(f"holds a header of {entry.size:,} bytes, more than {MAX_LINE_BYTES:,}")
         return entry
 
@@ -349,8 +352,8 @@ def _rows_of_archive(path: Path) -> Iterator[Row]:
                 elif entry.isfile() and entry.name.endswith(".json"):
                     yield from _rows_of_document(member, entry.name, archive.extractfile(entry))
                 elif entry.isfile() and entry.name.endswith((*LINES, *DOCUMENTS, ".parquet")):
-                    what = "is packed inside the archive and is not read; unpack the archive and give the folder"
-                    yield Row(member, 1, entry.name, DataProblem(member, None, None, what))
+                    reason = "is packed inside the archive and is not read; unpack the archive and give the folder"
+                    yield Row(member, 1, entry.name, DataProblem(member, None, None, reason))
     except (tarfile.TarError, *UNREADABLE) as error:
         yield Row(member, 1, path.name, DataProblem(member, None, None, f"unreadable archive: {error}"))
 
@@ -370,8 +373,8 @@ def _without_layout(row: Row, record: Record, layouts: Mapping[str, Layout]) -> 
         asked = f"has not {own.prompt_field!r} and {own.gold_field!r}, and " if own else ""
         empty = field_names({name: None for name, value in record.items() if value is None})
         null = "" if empty == field_names({}) else f"; null: {empty}"
-        what = f"{asked}{NO_LAYOUT} (the row has: {field_names(record)}{null})"
-        return DataProblem(row.file, row.line, None, what)
+        reason = f"{asked}{NO_LAYOUT} (the row has: {field_names(record)}{null})"
+        return DataProblem(row.file, row.line, None, reason)
     field = own.prompt_field if record.get(own.prompt_field) is None else own.gold_field
     return DataProblem(row.file, row.line, field, absence(record, field))
 
@@ -380,13 +383,13 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     try:
         prompt, gold, solution = layout.prompt(record), layout.gold(record), layout.solution(record)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        what = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
-        return DataProblem(row.file, row.line, None, what)
+        reason = str(error) if isinstance(error, ValueError) else f"is malformed ({type(error).__name__}: {error})"
+        return DataProblem(row.file, row.line, None, reason)
     checked = (layout.prompt_field, prompt_problem(prompt)), (layout.gold_field, gold_problem(gold))
     unread = media_problems(record) + (unread_problems(record, prompt) if layout in LAYOUTS.values() else [])
-    for field, what in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field)), *unread):
-        if what:
-            return DataProblem(row.file, row.line, field, what)
+    for field, reason in (*checked, (layout.tools_field, row_tools_problem(record, layout.tools_field)), *unread):
+        if reason:
+            return DataProblem(row.file, row.line, field, reason)
     text = prompt_text(prompt, record, layout.tools_field)
     own_id = record.get("unique_id", record.get("id", record.get("idx")))
     subject = record.get("type") or record.get("subject") or record.get("subfield")
@@ -407,24 +410,24 @@ def _problem(row: Row, record: Record, layout: Layout) -> Problem | DataProblem:
     )
 
 
-def write_dataset(problems: Iterable[Problem], file: Path, own: Sequence[str] = ()) -> None:
+def write_dataset(problems: Iterable[Problem], file: Path, fields_read: Sequence[str] = ()) -> None:
     """Writes JSON Lines in the schema of `Problem`, the gold as `answer`: data.files of a run reads it as it is.
 
-    VERL_FIELDS of a row stay, and where the prompt and gold fields of a user's own rows are named (`own`), all others.
+    VERL_FIELDS of a row stay; `fields_read`, the prompt and gold fields that the user has named, have all others stay.
     An old file stays as it is until the new one is whole. ValueError when there is no such folder.
     """
     with replacing(file) as out:
-        out.writelines(json.dumps(_written(p, own), ensure_ascii=False) + "\n" for p in problems)
+        out.writelines(json.dumps(_written_row(p, fields_read), ensure_ascii=False) + "\n" for p in problems)
 
 
-def _written(problem: Problem, own: Sequence[str]) -> Record:
-    written = [field.name for field in fields(Problem) if field.name != "fields"]
-    row = {"answer" if name == "gold" else name: getattr(problem, name) for name in written}
+def _written_row(problem: Problem, fields_read: Sequence[str]) -> Record:
+    names = [field.name for field in fields(Problem) if field.name != "fields"]
+    row = {"answer" if name == "gold" else name: getattr(problem, name) for name in names}
     row["prompt"] = messages_of(problem.prompt) or problem.prompt  # data.files reads chats as lists
-    found = json.loads(problem.fields) if problem.fields else {}
-    row |= {name: found[name] for name in VERL_FIELDS if name in found}
-    if own:  # its own fields win, and a field without a value is left out
-        others = {name: value for name, value in found.items() if name not in own}
+    source = json.loads(problem.fields) if problem.fields else {}
+    row |= {name: source[name] for name in VERL_FIELDS if name in source}
+    if fields_read:  # fields of the source row win, and a field without a value is left out
+        others = {name: value for name, value in source.items() if name not in fields_read}
         asked = {name: row[name] for name in ("prompt", "answer")}
         row = {name: value for name, value in row.items() if value} | others | asked
     return row

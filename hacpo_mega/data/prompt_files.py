@@ -1,11 +1,11 @@
-"""Checks of a run's prompt files, asked by the process that starts it: imports no torch and no tokenizer.
+"""Checks of a run's prompt files, made by the process that starts the run: imports no torch and no tokenizer.
 
 Elsewhere: how many of the prompts every agent can read (prompt_sets.py).
 """
 
 from hacpo_mega.config import Config
 from hacpo_mega.config.checks.checks import largest_step
-from hacpo_mega.data.reading.files import PromptsMet, describe, read_prompts
+from hacpo_mega.data.reading.files import SeenPrompts, describe, read_prompts
 
 
 def require_good_files(config: Config) -> int:
@@ -14,8 +14,8 @@ def require_good_files(config: Config) -> int:
     ValueError with a line per bad row, or when a step takes more than all rows. A prompt that is in a file to train on
     and in one to evaluate on is a bad row.
     """
-    met, keep_first = PromptsMet(), config.data.repeated == "keep_first"
-    fields = config.data.prompt_field, config.data.gold_field, met, config.data.tools_field
+    seen, keep_first = SeenPrompts(), config.data.repeated == "keep_first"
+    fields = config.data.prompt_field, config.data.gold_field, seen, config.data.tools_field
     rows, problems, num_repeated = read_prompts(config.data.files, *fields, keep_first=keep_first)
     problems += read_prompts(config.evaluation.files, *fields, keep_first=keep_first).problems
     if problems:

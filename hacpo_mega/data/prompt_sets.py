@@ -1,8 +1,8 @@
 """Training and evaluation prompts of a run, from its configuration.
 
-`num_tokens` gives each text's length for the agent that needs most tokens, up to a number that matters: a prompt beyond
-rollout.max_prompt_tokens is left out, never cut. Elsewhere: reading rows (files.py), their order over steps
-(prompts.py), and tokenizers (samples/).
+`num_tokens` gives the length of each text for the agent that needs most tokens; it may stop counting beyond its limit.
+A prompt beyond rollout.max_prompt_tokens is left out, never cut. Elsewhere: reading rows (files.py), their order over
+steps (prompts.py), and tokenizers (samples/).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from hacpo_mega.config import Config
 from hacpo_mega.data.prompts import PromptSampler, rows_of_examples, to_prompts
-from hacpo_mega.data.reading.files import PromptRow, PromptsMet, load_prompts, read_prompts
+from hacpo_mega.data.reading.files import PromptRow, SeenPrompts, load_prompts, read_prompts
 from hacpo_mega.data.tasks import evaluation_examples, training_examples
 from hacpo_mega.records import Prompt
 
 NumTokens = Callable[[Sequence[str], int], list[int]]
-MOST_COUNTED = 2**15  # tokens of a prompt that a message says; nobody needs to know of megabytes how many they are
+MOST_COUNTED = 2**15  # tokens of a prompt that a message counts; the exact length of megabytes helps nobody
 
 
 def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampler, int]:
@@ -38,7 +38,7 @@ def training_sampler(config: Config, num_tokens: NumTokens) -> tuple[PromptSampl
 def training_rows(config: Config) -> tuple[PromptRow, ...]:
     """Every row to train on, however long. ValueError with a line per bad one."""
     if config.data.files:
-        return _loaded(config, config.data.files)
+        return _load(config, config.data.files)
     return rows_of_examples([e for skill in config.data.skills for e in training_examples(skill)])
 
 
@@ -49,7 +49,7 @@ def held_out_prompts(config: Config, num_tokens: NumTokens) -> tuple[tuple[Promp
     ValueError when there are prompts, but not one that every agent can read.
     """
     if config.evaluation.files:
-        rows = _loaded(config, config.evaluation.files)
+        rows = _load(config, config.evaluation.files)
     elif config.data.generator is not None:
         share = config.evaluation.num_prompts // len(config.data.skills)
         rows = rows_of_examples([e for skill in config.data.skills for e in evaluation_examples(skill, share)])
@@ -71,14 +71,14 @@ def _short_enough(
 ) -> tuple[PromptRow, ...]:
     most, fields = config.rollout.max_prompt_tokens, (config.data.prompt_field, config.data.gold_field)
 
-    def place(index: int) -> str:
-        """File and line of a row, which are looked for only for a message."""
-        met = PromptsMet()
-        read_prompts(files, *fields, met, config.data.tools_field, keep_first=True)
-        first = met.meet(rows[index].id, "", "")
+    def place_of(index: int) -> str:
+        """File and line of a row; found by reading the files again, so for a message alone."""
+        seen = SeenPrompts()
+        read_prompts(files, *fields, seen, config.data.tools_field, keep_first=True)
+        first = seen.first_row(rows[index].id, "", "")
         return f"prompt {index + 1}" if first is None else first.place
 
-    lengths = prompt_lengths(rows, most, num_tokens, place)
+    lengths = prompt_lengths(rows, most, num_tokens, place_of)
     return tuple(row for row, length in zip(rows, lengths, strict=True) if length <= most)
 
 
@@ -106,7 +106,7 @@ def prompt_lengths(
     raise AssertionError("no row alone is refused")
 
 
-def _loaded(config: Config, files: Sequence[Path]) -> tuple[PromptRow, ...]:
+def _load(config: Config, files: Sequence[Path]) -> tuple[PromptRow, ...]:
     fields = config.data.prompt_field, config.data.gold_field, config.data.tools_field
     return load_prompts(files, *fields, keep_first=config.data.repeated == "keep_first")
 
@@ -120,7 +120,7 @@ def _require_enough(
     num_tokens: NumTokens,
 ) -> None:
     """ValueError if fewer than `needed` rows (of a skill) are kept although there are that many."""
-    rows, kept = ([row for row in some if skill in (None, row.skill)] for some in (rows, kept))
+    rows, kept = ([row for row in all_rows if skill in (None, row.skill)] for all_rows in (rows, kept))
     if len(kept) >= needed or len(rows) < needed:
         return
     counted = max(max_tokens, MOST_COUNTED)

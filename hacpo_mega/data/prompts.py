@@ -1,8 +1,8 @@
 """Prompts of a step: a pure function of (seed, step), the same in every process and after every resume.
 
 Epochs are seeded permutations laid end to end; a step takes the next `prompts_per_step` places and may straddle two
-epochs. It never holds a row twice: where the seam of two epochs would bring one again, the new epoch postpones it to
-the next step. There is no cursor to save: a resumed run asks for its next step and gets what it would have got.
+epochs. It never holds a row twice: where a step would take a row of the old epoch again from the new one, the new epoch
+postpones that row to the next step. There is no cursor to save: the prompts of a resumed run follow from its step.
 Elsewhere: reading files (files.py) and making arithmetic (tasks.py).
 """
 
@@ -50,13 +50,13 @@ class PromptSampler:
         """ValueError when a step needs more prompts than there are."""
         assert prompts_per_step % prompts_per_update == 0, (prompts_per_step, prompts_per_update)
         skills = sorted({row.skill for row in rows}) if balance_skills else [None]
-        self.groups = [[row for row in rows if skill is None or row.skill == skill] for skill in skills]
+        self.rows_by_skill = [[row for row in rows if skill is None or row.skill == skill] for skill in skills]
         self.seed = seed
         self.prompts_per_step = prompts_per_step
         self.prompts_per_update = prompts_per_update
-        self._share = prompts_per_step // len(skills)  # places of a group in a step
+        self._share = prompts_per_step // len(skills)  # places of a skill in a step
         assert prompts_per_step % len(skills) == 0, (prompts_per_step, skills)
-        smallest = min(self.groups, key=len)
+        smallest = min(self.rows_by_skill, key=len)
         most, unit = len(smallest) * len(skills), math.lcm(prompts_per_update, len(skills))
         if most < prompts_per_step:
             raise ValueError(
@@ -70,7 +70,7 @@ class PromptSampler:
     @property
     def skills(self) -> tuple[str, ...]:
         """Names of the skills of all rows, in alphabetical order; "" is that of rows without one."""
-        return tuple(sorted({row.skill for group in self.groups for row in group}))
+        return tuple(sorted({row.skill for rows in self.rows_by_skill for row in rows}))
 
     def at(self, step: int, lane: int = 0, num_lanes: int = 1) -> tuple[Prompt, ...]:
         """The prompts of `lane` in `step`; `Prompt.index` is the place in the whole step."""
@@ -81,42 +81,44 @@ class PromptSampler:
         return tuple(self._prompt(step, place) for start in starts for place in range(start, start + share))
 
     def _prompt(self, step: int, place: int) -> Prompt:
-        group = place % len(self.groups)
-        rows = self.groups[group]
-        position = step * self._share + place // len(self.groups)
+        skill = place % len(self.rows_by_skill)
+        rows = self.rows_by_skill[skill]
+        position = step * self._share + place // len(self.rows_by_skill)
         epoch, offset = divmod(position, len(rows))
-        row = rows[self._order_of(group, epoch)[offset]]
+        row = rows[self._order_of(skill, epoch)[offset]]
         return Prompt(place, row.id, row.text, row.gold, row.skill, row.row)
 
-    def _order_of(self, group: int, epoch: int) -> np.ndarray:
+    def _order_of(self, skill: int, epoch: int) -> np.ndarray:
         """The rows of an epoch in the order in which steps take them."""
-        if (group, epoch) not in self._order:
-            kept = [known for of, known in self._order if of == group and known < epoch]
-            for this in range(epoch if self._is_long(group) else max(kept, default=-1) + 1, epoch + 1):
-                self._order[group, this] = self._without_a_row_twice(group, this)
-                self._order.pop((group, this - 2), None)
-        return self._order[group, epoch]
+        if (skill, epoch) not in self._order:
+            earlier = [known for of, known in self._order if of == skill and known < epoch]
+            # The order of a short epoch depends on the one before: such epochs are made one after the other.
+            first = epoch if self._is_long(skill) else max(earlier, default=-1) + 1
+            for missing in range(first, epoch + 1):
+                self._order[skill, missing] = self._order_without_repeats(skill, missing)
+                self._order.pop((skill, missing - 2), None)
+        return self._order[skill, epoch]
 
-    def _without_a_row_twice(self, group: int, epoch: int) -> np.ndarray:
-        """The permutation of an epoch, where the step of its seam takes the first rows that it does not hold yet.
+    def _order_without_repeats(self, skill: int, epoch: int) -> np.ndarray:
+        """The permutation of an epoch, where a step that began in the epoch before takes the first rows new to it.
 
         The displaced rows come right after them, so the order changes over at most the length of a step.
         """
-        order = self._permutation(group, epoch)
+        order = self._permutation(skill, epoch)
         num_before = epoch * len(order) % self._share  # places of that step in the epoch before
         if not num_before:
             return order
-        before = self._permutation(group, epoch - 1) if self._is_long(group) else self._order[group, epoch - 1]
+        before = self._permutation(skill, epoch - 1) if self._is_long(skill) else self._order[skill, epoch - 1]
         is_new = ~np.isin(order, before[-num_before:])
         is_next = is_new & (np.cumsum(is_new) <= self._share - num_before)
         return np.concatenate([order[is_next], order[~is_next]])
 
-    def _is_long(self, group: int) -> bool:
+    def _is_long(self, skill: int) -> bool:
         """True if the change at the beginning of an epoch cannot reach its end, so that no earlier epoch matters."""
-        return len(self.groups[group]) >= 2 * self._share
+        return len(self.rows_by_skill[skill]) >= 2 * self._share
 
-    def _permutation(self, group: int, epoch: int) -> np.ndarray:
+    def _permutation(self, skill: int, epoch: int) -> np.ndarray:
         # raw words and a stable sort: numpy guarantees the raw stream of a bit generator, not its permutation(),
         # and a resumed run may meet another numpy
-        bits = np.random.PCG64(np.random.SeedSequence((self.seed, STREAM, group, epoch)))
-        return np.argsort(bits.random_raw(len(self.groups[group])), kind="stable")
+        bits = np.random.PCG64(np.random.SeedSequence((self.seed, STREAM, skill, epoch)))
+        return np.argsort(bits.random_raw(len(self.rows_by_skill[skill])), kind="stable")

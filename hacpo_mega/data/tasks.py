@@ -8,7 +8,7 @@
     sum    47+85+36+12=  7+5=12,12+6=18,18+2=20,4+8+2=14,14+3=17,17+1=18;180      running totals of both columns
     chain  47+35-21=     7+5=12,4+3+1=8,2-1=1,8-2=6;61      an addition and a subtraction, in two halves:
                          7+5=12,4+3+1=8;82-21               and 2-1=1,8-2=6;61
-    sum and chain by totals, the other way that a warm start may teach, whose terms stand in any order:
+    sum and chain by running totals of whole numbers, which a warm start may teach instead; terms in any order:
                          36+85=121,121+12=133,133+47=180;180
 
 The first four are the quickstart's, with answers of 12 to 19 characters; those of `sum` have 38 to 51.
@@ -38,8 +38,8 @@ EVALUATION_PROMPTS_PER_SKILL = 150
 class Example:
     """A prompt of the task with its worked solution and its result; a warm start teaches `answer`.
 
-    `call` is the expression that a calculator is asked for instead of working; empty without one. `heard` is another
-    agent's half of the work, which stands between prompt and answer.
+    `call` is the expression that a calculator is asked for instead of working; empty without one.
+    `partner_answer` is another agent's half of the work, which stands between prompt and answer.
     """
 
     skill: str
@@ -47,7 +47,7 @@ class Example:
     working: str
     result: str
     call: str = ""
-    heard: str = ""
+    partner_answer: str = ""
 
     @property
     def answer(self) -> str:
@@ -111,7 +111,7 @@ def chain(a: int, b: int, c: int, part: str | None = None) -> Example:
         return first
     second = replace(first, working=left.working, result=left.result)
     if part == "second":
-        return replace(second, heard=first.answer)
+        return replace(second, partner_answer=first.answer)
     return replace(second, working=f"{added.working},{left.working}")
 
 
@@ -127,11 +127,11 @@ def totals(example: Example, order: Sequence[float]) -> Example:
     return replace(example, working=",".join(steps))
 
 
-def _numbers(word: str, count: int, places: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
-    """Tuples of fixed numbers below 2^32, drawn by sha256."""
+def _numbers(word: str, count: int, offsets: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """`count` fixed tuples of numbers below 2^32: the four bytes from each of `offsets` in sha256 of "`word` n"."""
     for n in range(count):
         digest = hashlib.sha256(f"{word} {n}".encode()).digest()
-        yield tuple(int.from_bytes(digest[place : place + 4], "big") for place in places)
+        yield tuple(int.from_bytes(digest[offset : offset + 4], "big") for offset in offsets)
 
 
 def _terms_of_chains() -> Iterable[tuple[int, int, int]]:
@@ -171,8 +171,8 @@ def content_of(prompt: str) -> str:
 
 def prompt_set(prompt: str) -> PromptSet:
     """The set of a prompt, by its content alone: one in five is for validation, one in five for the test."""
-    place = hashlib.sha256(content_of(prompt).encode()).digest()[0] % 5
-    return "validation" if place == 0 else "test" if place == 1 else "training"
+    bucket = hashlib.sha256(content_of(prompt).encode()).digest()[0] % 5
+    return {0: "validation", 1: "test"}.get(bucket, "training")
 
 
 def _examples(skill: str, chosen: PromptSet) -> tuple[Example, ...]:
@@ -212,7 +212,7 @@ class WarmStartStream:
         self.shares = tuple(skills.values())
         self.batch_size = batch_size
         self.seed = seed
-        self.examples = tuple(_chosen(*item, place, seed) for place, item in enumerate(skills.items()))
+        self.examples = tuple(_example_pool(*item, number, seed) for number, item in enumerate(skills.items()))
 
     def at(self, update: int) -> tuple[Example, ...]:
         """The examples of one update, `batch_size` of them, drawn with replacement."""
@@ -224,23 +224,26 @@ class WarmStartStream:
         asks = rng.random(self.batch_size) < [self.shares[skill].with_tool for skill in skills]
         halves = (_half(self.shares[skill], draw) for skill, draw in zip(skills, rng.random(self.batch_size)))
         terms = (map(int, re.findall("[0-9]+", e.prompt)) for e in drawn)
-        taught = [e if half is None else chain(*of, half) for e, of, half in zip(drawn, terms, halves, strict=True)]
-        ways = rng.random((self.batch_size, 5))  # last, as everything that came later: what was drawn before stays
-        by_totals = ways[:, 4] < [self.shares[skill].totals for skill in skills]
-        taught = [totals(e, order) if by else e for e, order, by in zip(taught, ways[:, :4].tolist(), by_totals)]
+        taught = [e if half is None else chain(*abc, half) for e, abc, half in zip(drawn, terms, halves, strict=True)]
+        # A later feature draws last, so that the draws above stay as they were before it existed.
+        draws = rng.random((self.batch_size, 5))
+        by_totals = draws[:, 4] < [self.shares[skill].totals for skill in skills]
+        taught = [totals(e, order) if by else e for e, order, by in zip(taught, draws[:, :4].tolist(), by_totals)]
         return tuple(replace(e, call=e.prompt.removesuffix("=")) if ask else e for e, ask in zip(taught, asks))
 
 
 def _half(part: SkillShare, draw: float) -> str | None:
     """Half of a chain that an example teaches, by a draw from [0, 1); None: all of it."""
-    return "first" if draw < part.first else "second" if draw < part.first + part.second else None
+    if draw < part.first:
+        return "first"
+    return "second" if draw < part.first + part.second else None
 
 
-def _chosen(skill: str, part: SkillShare, place: int, seed: int) -> tuple[Example, ...]:
+def _example_pool(skill: str, part: SkillShare, number: int, seed: int) -> tuple[Example, ...]:
     pool = training_examples(skill)
     if part.num_examples is None:
         return pool
     assert part.num_examples <= len(pool), (skill, part, len(pool))
     # raw words and a stable sort: numpy guarantees the raw stream of a bit generator for ever, not its permutation()
-    words = np.random.PCG64(np.random.SeedSequence((seed, 0, place))).random_raw(len(pool))
+    words = np.random.PCG64(np.random.SeedSequence((seed, 0, number))).random_raw(len(pool))
     return tuple(pool[i] for i in np.argsort(words, kind="stable")[: part.num_examples])

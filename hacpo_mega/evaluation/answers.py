@@ -88,16 +88,16 @@ class AnswerFile:
 def read_answers(folder: Path, benchmark: str) -> dict[Key, Answer]:
     """The complete lines of all engines by (problem, rollout), a judged one before another. ValueError for a line that
     is no answer."""
-    found = {}
+    answers = {}
     for path in sorted((folder / "answers").glob(f"{glob.escape(benchmark)}.lane_[0-9]*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
             try:
                 answer = Answer(**checked(parse_json(line), FIELDS))
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not an answer of an evaluation: {error}") from error
-            if answer.is_judged or (answer.id, answer.rollout) not in found:
-                found[answer.id, answer.rollout] = answer
-    return found
+            if answer.is_judged or (answer.id, answer.rollout) not in answers:
+                answers[answer.id, answer.rollout] = answer
+    return answers
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> RunLock:
@@ -128,14 +128,14 @@ def check_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     require_place(folder)
     if not path.is_file():
         return
-    there, asked = json_file(path), json.loads(json.dumps(settings))
-    if not isinstance(there, dict):
+    stored, asked = json_file(path), json.loads(json.dumps(settings))
+    if not isinstance(stored, dict):
         raise ValueError(f"{path}: not the settings of an evaluation; give a new folder")
     # A model is what its weights are, wherever the folder lies.
-    keys = (there.keys() | asked.keys()) - {"model"}
-    differing = sorted(key for key in keys if there.get(key) != asked.get(key))
+    keys = (stored.keys() | asked.keys()) - {"model"}
+    differing = sorted(key for key in keys if stored.get(key) != asked.get(key))
     if differing:
-        lines = [f"  {key}: there {_short(there.get(key))}, asked {_short(asked.get(key))}" for key in differing]
+        lines = [f"  {key}: there {_short(stored.get(key))}, asked {_short(asked.get(key))}" for key in differing]
         raise ValueError(
             f"{folder} holds an evaluation with other settings; continue it with the same ones, or give a new folder:\n"
             + "\n".join(lines)

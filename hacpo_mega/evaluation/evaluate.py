@@ -76,7 +76,7 @@ def evaluate(
     """
     check_positions(settings.folder, settings.max_prompt_tokens, settings.longest_answer)
     codec = codec_of(settings)
-    settings = _at(settings, begun_at(out) if codec.reads_clock else None)
+    settings = _with_time(settings, begun_at(out) if codec.reads_clock else None)
     fingerprint = settings.fingerprint
     check_folder(out, settings.record(fingerprint))
     rank_map = RankMap(engines, (AgentShape("evaluated", tp=tp, engine_tp=tp),))
@@ -84,7 +84,7 @@ def evaluate(
         is_first = place.coordinate.global_rank == 0
         if codec.reads_clock:
             time = place.share_in_job((codec.prompting.time or "").encode() if is_first else None).decode()
-            settings = _at(settings, time)
+            settings = _with_time(settings, time)
             codec = codec_of(settings)
         asked = settings.record(fingerprint)
         if is_first:
@@ -97,13 +97,13 @@ def evaluate(
         place.barrier()
         if not is_first:
             return None
-        described = asked | {"commit": source_commit(), "packages": installed_versions()}
-        evaluation = summarize(described, settings.benchmarks, run.num_dropped, out, settings.seed)
+        asked |= {"commit": source_commit(), "packages": installed_versions()}
+        evaluation = summarize(asked, settings.benchmarks, run.num_dropped, out, settings.seed)
         write_evaluation(evaluation, out)
         return evaluation
 
 
-def _at(settings: EvaluationSettings, time: str | None) -> EvaluationSettings:
+def _with_time(settings: EvaluationSettings, time: str | None) -> EvaluationSettings:
     """The settings with a time for the clock of the chat template, where they have none."""
     if time is None or settings.prompting.time is not None:
         return settings
@@ -155,34 +155,34 @@ class _Run:
         )
         return tuple(row for row, n in zip(rows, lengths, strict=True) if n <= most)
 
-    def _wanted(self, benchmark: Benchmark) -> list[Request]:
+    def _requests(self, benchmark: Benchmark) -> list[Request]:
         return [Request(row, i) for row in self.kept[benchmark.name] for i in range(benchmark.num_answers)]
 
     def _missing(self, benchmark: Benchmark) -> list[Request]:
-        answered = self._there(benchmark)
-        return [request for request in self._wanted(benchmark) if (request.row.id, request.rollout) not in answered]
+        answered = self._answers_kept(benchmark)
+        return [request for request in self._requests(benchmark) if (request.row.id, request.rollout) not in answered]
 
-    def _there(self, benchmark: Benchmark) -> dict[Key, Answer]:
+    def _answers_kept(self, benchmark: Benchmark) -> dict[Key, Answer]:
         """Answers that are not drawn again. An unjudged conversation is: its environment may have failed."""
-        found, plays = read_answers(self.out, benchmark.name), self.settings.conversation.environment is not None
-        return {key: answer for key, answer in found.items() if answer.is_judged or not plays}
+        stored, plays = read_answers(self.out, benchmark.name), self.settings.conversation.environment is not None
+        return {key: answer for key, answer in stored.items() if answer.is_judged or not plays}
 
     def _judge_again(self, benchmark: Benchmark) -> None:
         """Judges the answers that a fault of the judge left unjudged, before others are drawn."""
-        there = self._there(benchmark)
-        problems = {answer.id for answer in there.values() if not answer.is_judged}
-        wanted = [one for one in self._wanted(benchmark) if one.row.id in problems]
-        if not (asked := [one for one in wanted if (one.row.id, one.rollout) in there]):
+        kept = self._answers_kept(benchmark)
+        problems = {answer.id for answer in kept.values() if not answer.is_judged}
+        requests = [request for request in self._requests(benchmark) if request.row.id in problems]
+        if not (asked := [request for request in requests if (request.row.id, request.rollout) in kept]):
             return
         with closing(AnswerFile(self.out, benchmark.name, self.place.lane)) as file:
             for batch in batches_of(asked, 0, 1, by_problem=True):
-                answers = [there[one.row.id, one.rollout] for one in batch]
-                questions = [self._stored(one.row, answer) for one, answer in zip(batch, answers)]
+                answers = [kept[request.row.id, request.rollout] for request in batch]
+                questions = [self._stored_question(request.row, answer) for request, answer in zip(batch, answers)]
                 judged = zip(answers, self._judge_of(benchmark).judge(questions), strict=True)
                 file.append(
-                    replace(answer, verdict=found.verdict.name.lower(), reward=finite(found.reward))
-                    for answer, found in judged
-                    if not answer.is_judged and found.is_judged
+                    replace(answer, verdict=judgement.verdict.name.lower(), reward=finite(judgement.reward))
+                    for answer, judgement in judged
+                    if not answer.is_judged and judgement.is_judged
                 )
 
     def _start(self, first: Benchmark) -> None:
@@ -192,12 +192,11 @@ class _Run:
         self._stack.callback(self.engine.close)
         environment = environment_of(settings.conversation)
         if environment is not None and self.place.is_leader:
-            talk = settings.conversation
-            limits = PlayLimits(talk.max_turns, settings.max_prompt_tokens, settings.longest_answer, talk.as_rendered)
+            play = settings.conversation
+            limits = PlayLimits(play.max_turns, settings.max_prompt_tokens, settings.longest_answer, play.as_rendered)
             self.player = Player(environment, codec_of(settings), limits)  # with a tokenizer of its own thread
             self._stack.callback(self.player.close)
-        is_first = self.place.coordinate.global_rank == 0
-        compares = is_first and self._judge_of(first).compares_groups
+        compares = self.place.coordinate.global_rank == 0 and self._judge_of(first).compares_groups
         self.compares_groups = bool(self.place.share_in_job(b"1" if compares else b""))
 
     def _judge_of(self, benchmark: Benchmark) -> AnyJudge:
@@ -211,44 +210,44 @@ class _Run:
 
     def _answer(self, benchmark: Benchmark, missing: Sequence[Request]) -> None:
         place, by_problem = self.place, self.compares_groups
-        # left by a killed evaluation; what other lanes write meanwhile belongs to other problems
-        there = self._there(benchmark).values() if by_problem and place.is_leader else ()
+        # Left by a killed evaluation; answers that other lanes write meanwhile belong to other problems.
+        kept = self._answers_kept(benchmark).values() if by_problem and place.is_leader else ()
         writing = closing(AnswerFile(self.out, benchmark.name, place.lane)) if place.is_leader else nullcontext()
         with writing as file:
             for batch in batches_of(missing, place.lane, place.rank_map.lanes, by_problem=by_problem):
                 completions = self._draw(benchmark, batch)
                 if file is not None:
                     rows = {request.row.id: request.row for request in batch}
-                    others = [self._stored(rows[answer.id], answer) for answer in there if answer.id in rows]
+                    others = [self._stored_question(rows[answer.id], answer) for answer in kept if answer.id in rows]
                     file.append(self._judged(self._judge_of(benchmark), batch, completions, others))
 
     def _draw(self, benchmark: Benchmark, batch: Sequence[Request]) -> list[Completion]:
         seeds = [request_seed(self.settings.seed, request) for request in batch]
-        how = {"max_tokens": self.settings.max_answer_tokens, "temperature": benchmark.temperature}
+        sampling = {"max_tokens": self.settings.max_answer_tokens, "temperature": benchmark.temperature}
         if self.settings.conversation.environment is None:
-            return self.engine.generate([self.codec.encode_prompt(r.row.text) for r in batch], seeds, **how)
+            return self.engine.generate([self.codec.encode_prompt(r.row.text) for r in batch], seeds, **sampling)
         if self.player is None:
             self.engine.serve(None)
             return []
         rows = (request.row for request in batch)
         places = [(Prompt(n, row.id, row.text, row.gold, row.skill, row.row), 0) for n, row in enumerate(rows)]
-        return self.player.play(self.engine, places, seeds, **how)
+        return self.player.play(self.engine, places, seeds, **sampling)
 
     def _judged(
         self, judge: AnyJudge, batch: Sequence[Request], completions: Sequence[Completion], others: Sequence[Asked]
     ) -> list[Answer]:
         texts = [self._text(completion) for completion in completions]
         drawn = zip(batch, texts, completions, strict=True)
-        questions = [self._asked(one.row, self._opened(one, done) + text, done.stop) for one, text, done in drawn]
-        talks = [completion.conversation for completion in completions]
-        judgements = self._judgements(judge, [*questions, *others], talks)
-        parts = zip(batch, completions, texts, talks, questions, judgements, strict=True)
+        questions = [self._question(one.row, self._opened_thinking(one, c) + text, c.stop) for one, text, c in drawn]
+        conversations = [completion.conversation for completion in completions]
+        judgements = self._judgements(judge, [*questions, *others], conversations)
+        parts = zip(batch, completions, texts, conversations, questions, judgements, strict=True)
         return [
             Answer(
                 id=request.row.id,
                 rollout=request.rollout,
                 seed=request_seed(self.settings.seed, request),
-                prompt_seen=self._seen(request.row, talk),
+                prompt_seen=self._prompt_seen(request.row, conversation),
                 gold=request.row.gold,
                 text=text,
                 vote=final_answer(self.settings.voted, question.answer),
@@ -257,36 +256,37 @@ class _Run:
                 stop=completion.stop.name.lower(),
                 num_tokens=len(completion.token_ids),
             )
-            for request, completion, text, talk, question, judgement in parts
+            for request, completion, text, conversation, question, judgement in parts
         ]
 
-    def _asked(self, row: PromptRow, text: str, stop: Stop) -> Asked:
+    def _question(self, row: PromptRow, text: str, stop: Stop) -> Asked:
         """An answer as it is judged; `text` has the thinking that its prompt opened."""
         return Asked(row.text, text, row.gold, stop, row.row, self.settings.agent)
 
-    def _stored(self, row: PromptRow, answer: Answer) -> Asked:
-        return self._asked(row, self.codec.opened_thinking(row.text) + answer.text, Stop[answer.stop.upper()])
+    def _stored_question(self, row: PromptRow, answer: Answer) -> Asked:
+        return self._question(row, self.codec.opened_thinking(row.text) + answer.text, Stop[answer.stop.upper()])
 
     def _judgements(
-        self, judge: AnyJudge, questions: Sequence[Asked], talks: Sequence[Conversation | None]
+        self, judge: AnyJudge, questions: Sequence[Asked], conversations: Sequence[Conversation | None]
     ) -> list[Judgement]:
         """Judgements by the environment where it gives a reward or has failed, else by the judge. Questions beyond
-        `talks` serve a judge that compares answers."""
-        rewarded, settled = self.settings.rewarded(), [talk is not None and talk.is_settled for talk in talks]
+        `conversations` serve a judge that compares answers."""
+        config = self.settings.rewarded()
+        settled = [conversation is not None and conversation.is_settled for conversation in conversations]
         asked = [one for one, is_settled in zip(questions, settled) if not is_settled]
-        judged = iter(judge.judge([*asked, *questions[len(talks) :]]))
+        judged = iter(judge.judge([*asked, *questions[len(conversations) :]]))
         return [
-            next(judged) if talk is None or not is_settled else environment_judgement(rewarded, talk.reward)
-            for talk, is_settled in zip(talks, settled, strict=True)
+            next(judged) if played is None or not is_settled else environment_judgement(config, played.reward)
+            for played, is_settled in zip(conversations, settled, strict=True)
         ]
 
-    def _opened(self, request: Request, completion: Completion) -> str:
-        talk = completion.conversation
-        return self.codec.opened_thinking(request.row.text) if talk is None else talk.answer.opened
+    def _opened_thinking(self, request: Request, completion: Completion) -> str:
+        conversation = completion.conversation
+        return self.codec.opened_thinking(request.row.text) if conversation is None else conversation.answer.opened
 
-    def _seen(self, row: PromptRow, talk: Conversation | None) -> str:
+    def _prompt_seen(self, row: PromptRow, conversation: Conversation | None) -> str:
         shown = self.codec.shown_prompt
-        return shown(row.text) if talk is None else shown(talk.task or row.text, talk.opening)
+        return shown(row.text) if conversation is None else shown(conversation.task or row.text, conversation.opening)
 
     def _text(self, completion: Completion) -> str:
         if completion.conversation is not None:
@@ -298,12 +298,12 @@ class _Run:
 
 def batches_of(missing: Sequence[Request], lane: int, lanes: int, *, by_problem: bool) -> list[list[Request]]:
     """The answers that a lane draws between two writes. With `by_problem` all of a problem are drawn together."""
-    whole = [list(group) for _, group in groupby(missing, key=lambda one: one.row.id if by_problem else one)]
+    groups = [list(group) for _, group in groupby(missing, key=lambda one: one.row.id if by_problem else one)]
     batches: list[list[Request]] = []
-    for together in whole[lane::lanes]:
-        if not batches or len(batches[-1]) + len(together) > ANSWERS_PER_WRITE:
+    for group in groups[lane::lanes]:
+        if not batches or len(batches[-1]) + len(group) > ANSWERS_PER_WRITE:
             batches.append([])
-        batches[-1] += together
+        batches[-1] += group
     return batches
 
 

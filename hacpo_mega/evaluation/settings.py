@@ -121,8 +121,8 @@ class EvaluationSettings:
 
     def record(self, fingerprint: str) -> dict[str, Any]:
         """The settings as JSON; problems and weights by their hashes."""
-        talk, reward = self.conversation, self.reward.model_dump(mode="json", include={"parts", "success", "timeout_s"})
-        # no score depends on the first, nor on the last where it changes no limit
+        play, reward = self.conversation, self.reward.model_dump(mode="json", include={"parts", "success", "timeout_s"})
+        # No score depends on `stored`, nor on `turn_tokens` where it changes no limit.
         left_out = ("stored", "conversation", *([] if self._has_other_turns else ["turn_tokens"]))
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in left_out} | {
             "model": str(self.model),
@@ -135,7 +135,7 @@ class EvaluationSettings:
             "prompting": {key: value for key, value in asdict(self.prompting).items() if key != "time" or value},
             "vllm": dict(self.vllm),
             "benchmarks": [describe_benchmark(benchmark) for benchmark in self.benchmarks],
-            **({"conversation": talk.model_dump(mode="json")} if talk.environment is not None else {}),
+            **({"conversation": play.model_dump(mode="json")} if play.environment is not None else {}),
         }
 
 
@@ -167,11 +167,11 @@ def settings_for(
         return EvaluationSettings(model, benchmarks)
     grader = next(iter(config.reward.graders.values()))
     is_judged_alike = reward is None or (reward == grader.kind and not config.reward.parts)
-    talk = ConversationConfig() if environment is not None or config.roles else config.conversation
-    replaceable = (*code_of_reward(config.reward, reward), *code_of_environment(talk))
+    conversation = ConversationConfig() if environment is not None or config.roles else config.conversation
+    replaceable = (*code_of_reward(config.reward, reward), *code_of_environment(conversation))
     named = (*replaceable, *code_of_model(agent), *code_of_engine(agent))
-    own = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; " if replaceable else ""
-    require_trust(named, file, trusted=trust, instead=own)
+    alternative = "reward.kind=FILE.py:NAME and environment=FILE.py:NAME name code of yours; " if replaceable else ""
+    require_trust(named, file, trusted=trust, instead=alternative)
     limits = {key: getattr(config.reward, key) for key in ("timeout_s", "start_timeout_s", "require_stop")}
     return EvaluationSettings(
         model,
@@ -182,8 +182,8 @@ def settings_for(
         max_answer_tokens=config.evaluation.max_answer_tokens or config.rollout.max_answer_tokens,
         trust_remote_code=agent.trust_remote_code,
         vllm=agent.vllm,
-        conversation=talk,
-        turn_tokens=None if talk.environment is None else config.rollout.max_answer_tokens,
+        conversation=conversation,
+        turn_tokens=None if conversation.environment is None else config.rollout.max_answer_tokens,
         stored=stored,
     )
 
@@ -273,12 +273,12 @@ def _conversation(table: EvaluationTable, of_run: ConversationConfig) -> Convers
     given = {name: value for name in names if (value := getattr(table, name)) is not None}
     if table.environment == NO_ENVIRONMENT:
         return ConversationConfig()
-    found = of_run.model_copy(update=given)
-    if found.environment is None and given:
+    conversation = of_run.model_copy(update=given)
+    if conversation.environment is None and given:
         raise ValueError(f"{next(iter(given))}: nothing reads it without environment=FILE.py:CLASS")
     if table.environment is not None and (problem := environment_problem(table.environment)) is not None:
         raise ValueError(f"environment: {problem}")
-    return found
+    return conversation
 
 
 def worded(table: EvaluationTable, prompting: Prompting) -> Prompting:

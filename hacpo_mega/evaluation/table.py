@@ -35,7 +35,7 @@ from hacpo_mega.logbook.evaluation_file import (
     Estimate,
     Evaluation,
     rows_of,
-    spoken_scores,
+    score_texts,
     warnings_of,
 )
 from hacpo_mega.logbook.steps.held_out import is_graded
@@ -119,7 +119,7 @@ def mean_of_benchmarks(values: Sequence[Sequence[float]], seed: int = 0) -> Esti
         return Estimate(nan, nan, nan)
     # scipy wants two values of each; one value twice is resampled as the one.
     samples = [np.repeat(np.asarray(value_P, np.float64), 2 if len(value_P) == 1 else 1) for value_P in values]
-    found = bootstrap(
+    interval = bootstrap(
         samples,
         _mean_of_means,
         n_resamples=NUM_RESAMPLES,
@@ -128,7 +128,7 @@ def mean_of_benchmarks(values: Sequence[Sequence[float]], seed: int = 0) -> Esti
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return Estimate(fmean(fmean(value_P) for value_P in values), float(found.low), float(found.high))
+    return Estimate(fmean(fmean(value_P) for value_P in values), float(interval.low), float(interval.high))
 
 
 def _mean_of_means(*benchmarks: np.ndarray, axis: int) -> np.ndarray:
@@ -151,10 +151,10 @@ def summarize(
         groups: dict[str, list[Answer]] = defaultdict(list)
         for answer in read_answers(out, benchmark.name).values():
             groups[answer.id].append(answer)
-        problems = [found for group in groups.values() if (found := judged(group))]
+        problems = [answers for group in groups.values() if (answers := judged_answers(group))]
         values = scores_of_problems(problems, benchmark.num_answers, is_defined=success is not None)
-        named = (f"{what}@{benchmark.num_answers}" for what in (benchmark.headline, "avg"))
-        headline = next(name for name in named if name in values)  # maj may be absent
+        candidates = (f"{score}@{benchmark.num_answers}" for score in (benchmark.headline, "avg"))
+        headline = next(name for name in candidates if name in values)  # maj may be absent
         headlines.append(values[headline])
         scores = {name: over_problems(value_P, seed) for name, value_P in values.items()}
         answers = [answer for group in groups.values() for answer in group]
@@ -178,7 +178,7 @@ def summarize(
     return Evaluation(settings, tuple(results), mean_of_benchmarks(headlines, seed))
 
 
-def judged(answers: Sequence[Answer]) -> Answers | None:
+def judged_answers(answers: Sequence[Answer]) -> Answers | None:
     """The judged answers to one problem, by rollout; None without any."""
     kept = sorted((answer for answer in answers if answer.is_judged), key=lambda answer: answer.rollout)
     # One that had to end by itself and was cut has no answer, whatever stands in its text.
@@ -211,8 +211,8 @@ def scores_of_problems(
 
 
 def _mean(values: Any) -> float:
-    found = list(values)
-    return fmean(found) if found else math.nan
+    values = list(values)
+    return fmean(values) if values else math.nan
 
 
 def print_table(evaluation: Evaluation) -> None:
@@ -225,7 +225,7 @@ def print_table(evaluation: Evaluation) -> None:
         if result is None:
             table.add_section()
         elif result.graded:
-            scores = list(spoken_scores(result).values())[1:]
+            scores = list(score_texts(result).values())[1:]
             others = [", ".join(scores[i : i + LINE_SCORES]) for i in range(0, len(scores), LINE_SCORES)]
         table.add_row(*map(one_line, row[:4]), "\n".join(map(one_line, others)), *row[5:])
     console = Console(markup=False, emoji=False)

@@ -15,22 +15,22 @@ from typing import Any
 FOLDERS = ("", ".graders", ".workers", ".texts")
 
 
-class _Moved(MetaPathFinder, Loader):
+class _MovedModules(MetaPathFinder, Loader):
     """Finds a module of hacpo_grading by its name below hacpo_mega.grading, with or without its folder."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         above, _, rest = name.partition(f"{__name__}.")
         for folder in FOLDERS if rest and not above else ():
             try:
-                found = find_spec(f"hacpo_grading{folder}.{rest}")
-            except ModuleNotFoundError:  # of a part of it
+                spec = find_spec(f"hacpo_grading{folder}.{rest}")
+            except ModuleNotFoundError:  # a module above it is not in this folder
                 continue
-            if found is not None:
-                return ModuleSpec(name, self, origin=found.origin, loader_state=found.name)
+            if spec is not None:
+                return ModuleSpec(name, self, origin=spec.origin, loader_state=spec.name)
         return None
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(module.__spec__.loader_state)
 
 
-sys.meta_path.insert(0, _Moved())
+sys.meta_path.insert(0, _MovedModules())

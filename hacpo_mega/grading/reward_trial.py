@@ -1,7 +1,7 @@
-"""A reward tried before anything is trained: what it gives a gold that stands as the answer, and an empty answer.
+"""A trial of the reward before training: what the gold earns when it is given as the answer, and an empty answer.
 
-A function that returns no reward would otherwise be told of after whole steps, and one that gives a right answer no
-more than nothing would teach just that. Elsewhere: whether there is such a function (config/user_code.py).
+Without it, a function that returns no reward would be reported after whole steps, and one that rewards a right answer
+no more than an empty one would be trained on. Elsewhere: whether there is such a function (config/user_code.py).
 """
 
 import json
@@ -21,14 +21,15 @@ from hacpo_mega.data.reading.row_values import quoted, unread_problems
 
 # Ways in which people ask models to write an answer; a function of the user's may read any of them.
 FORMS = ("GOLD", "\\boxed{GOLD}", "#### GOLD", "<answer>GOLD</answer>", "The answer is GOLD.")
-# Requests for such a form in a prompt. DAPO's ends its instructions with "Answer: $Answer"; a last "Answer:" is a cue.
-ASKING = {
+# Patterns of a prompt that asks for such a form. DAPO's instructions end with "Answer: $Answer"; a last "Answer:" is a
+# cue for the answer, not a request.
+FORM_PATTERNS = {
     r"\\boxed": FORMS[1],
     r"after\W*####": FORMS[2],
     "<answer>": FORMS[3],
     r"Answer:\s*\S(?!.*Answer:\s*\Z)": "Answer: GOLD",
 }
-# A grader of the user's that fails on all that one row asks is tried on others before it is known to fail.
+# A grader of the user's may fail because of one row alone: it is tried on so many before it counts as failing.
 MOST_ROWS = 4
 NO_SOURCE = 'warning: the grader asks for data_source and gets "": the first prompt\'s row has no such field; add it'
 
@@ -39,8 +40,8 @@ class RewardTrial:
 
     errors   what graders failed with, by how many of the tried answers
     lacks_source   whether a grader of verl's asks for the data source that the row does not name
-    asked    the gold in the forms that the prompt itself asks for, with their judgements
-    unread   fields of the row with choices or a passage that the prompt lacks, and what is said of each
+    requested   the gold in the forms that the prompt itself asks for, with their judgements
+    unread   fields of the row with choices or a passage that the prompt lacks, and the reason not to use each
     """
 
     answers: tuple[str, ...]
@@ -48,44 +49,44 @@ class RewardTrial:
     empty: Judgement
     errors: Mapping[str, int]
     lacks_source: bool = False
-    asked: tuple[tuple[str, Judgement], ...] = ()
+    requested: tuple[tuple[str, Judgement], ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
 
     @property
     def refusal(self) -> str | None:
         """Why training would end with such a reward; None where it would not."""
-        returned = [error for error in self.errors if RETURNED in error]
+        no_rewards = [error for error in self.errors if RETURNED in error]
         is_judged = self.gold.is_judged or self.empty.is_judged
-        if returned:
-            said = returned[0]
+        if no_rewards:
+            reason = no_rewards[0]
         elif is_judged or any("Unjudged: " in error for error in self.errors):
             return None
         else:
-            said = next(iter(self.errors), "it ran out of time (reward.timeout_s)")
+            reason = next(iter(self.errors), "it ran out of time (reward.timeout_s)")
         return (
-            f"the reward cannot be used: {said}. Tried on the gold of the first prompt and on an empty answer; it has "
-            'to return a number in reward.range, None, or a table with "score"'
+            f"the reward cannot be used: {reason}. Tried on the gold of the first prompt and on an empty answer; it "
+            'has to return a number in reward.range, None, or a table with "score"'
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Lines for a person to read before training."""
-        num_tried = len(self.answers) + len(self.asked) + 1
-        failed = [f"warning: the reward fails on {number} of {num_tried} answers tried: {error}"
+        num_tried = len(self.answers) + len(self.requested) + 1
+        lines = [f"warning: the reward fails on {number} of {num_tried} answers tried: {error}"
                   for error, number in self.errors.items()]  # fmt: skip
-        failed += [NO_SOURCE] if self.lacks_source else []
-        failed += [f"warning: field {quoted(field)} of the first prompt's row {what}" for field, what in self.unread]
-        if self.asked and all(found.is_judged and found.reward <= self.empty.reward for _, found in self.asked):
-            failed += [
-                f"warning: the first prompt asks for the form {quoted(text)}, which earns {_shown(found)}, no more "
+        lines += [NO_SOURCE] if self.lacks_source else []
+        lines += [f"warning: field {quoted(field)} of the first prompt's row {reason}" for field, reason in self.unread]
+        if self.requested and all(given.is_judged and given.reward <= self.empty.reward for _, given in self.requested):
+            lines += [
+                f"warning: the first prompt asks for the form {quoted(text)}, which earns {_shown(given)}, no more "
                 "than an empty answer: another reward.kind (math_any, number) reads more forms"
-                for text, found in self.asked
+                for text, given in self.requested
             ]
         if not (self.gold.is_judged and self.empty.is_judged) or self.gold.reward > self.empty.reward:
-            return tuple(failed)
+            return tuple(lines)
         tried = ", ".join(map(quoted, self.answers))
         return (
-            *failed,
+            *lines,
             f"warning: the gold of the first prompt earns {_shown(self.gold)} and an empty answer "
             f"{_shown(self.empty)}, so a right answer is worth no more than none. Tried as {tried}: does the reward "
             "read the gold as data.gold_field has it, and the form in which the prompt asks for an answer?",
@@ -117,12 +118,12 @@ def _try_on(reward: RewardConfig, judge: AnyJudge, row: PromptRow, agent: str) -
         [Asked(row.text, text, row.gold, Stop.EOS, row.row, agent, place) for place, text in enumerate(texts)]
     )
     of_gold, empty = judged[: len(answers)], judged[-1]
-    best = max(of_gold, key=lambda found: found.reward if found.is_judged else -math.inf)
+    best = max(of_gold, key=lambda judgement: judgement.reward if judgement.is_judged else -math.inf)
     fields = json.loads(row.row or "{}")
     lacks_source = judge.asks_for_source and "data_source" not in fields
-    asked = tuple(zip(forms, judged[len(answers) : -1], strict=True))
+    requested = tuple(zip(forms, judged[len(answers) : -1], strict=True))
     unread = tuple(unread_problems(fields, "\n".join(contents(row.text))))
-    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source, asked, unread)
+    return RewardTrial(answers, best, empty, judge.take_report().errors, lacks_source, requested, unread)
 
 
 def _answers_with(reward: RewardConfig, gold: str) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def _forms_asked_for(reward: RewardConfig, row: PromptRow) -> tuple[str, ...]:
     if servers_of(reward) or any(grader.is_own or grader.solution for grader in graders):
         return ()
     return tuple(
-        form.replace("GOLD", row.gold) for asks, form in ASKING.items() if re.search(asks, row.text, re.DOTALL)
+        form.replace("GOLD", row.gold) for asks, form in FORM_PATTERNS.items() if re.search(asks, row.text, re.DOTALL)
     )
 
 

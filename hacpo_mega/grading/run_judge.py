@@ -8,7 +8,7 @@ from hacpo_mega.config import RewardConfig
 
 
 def judge_of(reward: RewardConfig) -> AnyJudge:
-    """One grader, or the weighted mean of several. ValueError as theirs."""
+    """The judge with one grader, or with the weighted mean of several. ValueError as `Judge` and `WeightedJudge`."""
     common = {
         "num_workers": reward.num_workers,
         "timeout_s": reward.timeout_s,

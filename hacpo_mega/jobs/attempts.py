@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from hacpo_mega.cluster.machine.environment import attempt_of_job, ends_are_noted
-from hacpo_mega.logbook.files.json_lines import COUNT, TEXT, Kind, add_dated_line, is_number, wrong_field
+from hacpo_mega.logbook.files.json_lines import COUNT, TEXT, FieldType, add_dated_line, is_number, wrong_field
 from hacpo_mega.models.files.documents import parse_json
 
 LATEST_S = 1e11  # later times have no date
 MOST_IN_VAIN = 3  # attempts that die after the same step
 DIED, TOLD, LOST = "died", "told", "lost"
 FIELDS = {
-    "time_unix_s": Kind("a time", lambda value: is_number(value) and 0 <= value < LATEST_S),
+    "time_unix_s": FieldType("a time", lambda value: is_number(value) and 0 <= value < LATEST_S),
     **{"job": TEXT, "attempt": COUNT, "step": COUNT.if_given},
-    "ended": Kind("an end", lambda value: value in (DIED, TOLD, LOST)).if_given,
+    "ended": FieldType("an end", lambda value: value in (DIED, TOLD, LOST)).if_given,
 }
 
 

@@ -2,8 +2,8 @@
 
 One line per step, for example
     step 12/40 | qwen reward .420 ratio .870 shared 63% | llama reward .512 | learn 1.4 of 2.1 s | 0:01:02 left | safe 9
-within the terminal's columns, at most 120: what is left out (LESS) when it would be longer is in metrics.jsonl. A
-number keeps its place from the first step that has it, and the place is blank where a step has none.
+within the terminal's columns, at most 120: what is left out of a longer one (SHORTENINGS) is in metrics.jsonl. A number
+keeps its place from the first step that has it, and the place is blank where a step has none.
 Elsewhere: what is measured (metrics.py).
 """
 
@@ -29,14 +29,14 @@ PHASES = ("roll_out", "judge", "score", "exchange", "learn", "publish")
 WIDTH = 120
 AGENT_CELLS = ("reward", "held-out", "unjudged", "ratio", "in-band", "shared")
 CELLS = (*AGENT_CELLS, "phases", "mfu", "tokens", "left", "safe")  # in the order of a line
-ENDING = ("phases", "tokens", "left", "safe")  # the groups of a line after those of the agents
-# Parts that a line longer than its width loses, in this order; without words it says once what its numbers are.
-LESS = ("in-band", "shorter phases", "words", "second phase", "ratio", "phases", "tokens", "unjudged", "left", "safe",
-        "shared")  # fmt: skip
+END_GROUPS = ("phases", "tokens", "left", "safe")  # of a line, after those of the agents
+# Parts that a line longer than its width loses, in this order. Without "words" another line once names the numbers.
+SHORTENINGS = ("in-band", "shorter phases", "words", "second phase", "ratio", "phases", "tokens", "unjudged", "left",
+               "safe", "shared")  # fmt: skip
 SHOWN_SHARE = 0.05  # of a step: shorter phases are not shown
-LONGEST = 2  # phases of a line with little room, and the longest alone with less
+MAX_PHASES = 2  # of a line with little room; with even less room the longest alone
 STEPS_AVERAGED = 8  # for the time that is left
-CLEARING_S = 0.5  # that a bar may take to leave a process which ends
+CLEARING_S = 0.5  # most seconds that an ending process waits for its bars to stop
 
 
 class Console:
@@ -55,7 +55,7 @@ class Console:
         quiet: bool = False,
     ) -> None:
         self._num_steps = num_steps
-        self._ended: list[float] = []
+        self._step_ends: list[float] = []
         self._rich = RichConsole(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -87,7 +87,7 @@ class Console:
 
         `safe_step` is the step that the run would go on from if it died now; None where it would begin again.
         """
-        end = {} if (left := self._left(step)) is None else {"left": f"{left} left"}
+        end = {} if (left := self._time_left(step)) is None else {"left": f"{left} left"}
         end |= {} if safe_step is None else {"safe": f"safe {safe_step}"}
         begin = f"step {step}/{self._num_steps}".ljust(len(f"step {self._num_steps}/{self._num_steps}"))
         for line in self._line.of(begin, metrics, end):
@@ -111,17 +111,17 @@ class Console:
         """Takes the bars off the terminal and gives the cursor back, for a process that ends at once, in any thread."""
         if self._bar.disable:
             return
-        # A thread: the main one may hold the lock of the bars for good.
+        # In a thread: the main one may hold the lock of the bars for good.
         stop = threading.Thread(target=self._bar.stop, daemon=True)
         stop.start()
         stop.join(CLEARING_S)
 
-    def _left(self, step: int) -> timedelta | None:
+    def _time_left(self, step: int) -> timedelta | None:
         """Time that the remaining steps take at the pace of the last ones; None before there is one."""
-        self._ended = [*self._ended[-STEPS_AVERAGED:], time.monotonic()]
-        if len(self._ended) < 2 or step >= self._num_steps:
+        self._step_ends = [*self._step_ends[-STEPS_AVERAGED:], time.monotonic()]
+        if len(self._step_ends) < 2 or step >= self._num_steps:
             return None
-        pace_s = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
+        pace_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
         return timedelta(seconds=round(pace_s * (self._num_steps - step)))
 
     def __enter__(self) -> Self:
@@ -133,8 +133,7 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """One line on standard error, with control characters escaped; as for `Console.say`, nobody may be able to read
-    it."""
+    """One line on standard error, with control characters escaped. A closed pipe ends no run, as for `Console.say`."""
     with suppress(OSError):
         say(one_line(text), file=sys.stderr)
 
@@ -147,7 +146,7 @@ class Cell(NamedTuple):
 
 
 class StepLine:
-    """Lays out the lines of steps so that they can be read downwards: every number has a place, which only ever widens.
+    """Lays out the lines of steps as columns: every number keeps its place, which only ever widens.
 
     names   the agents in the order of their configuration; those that only the metrics know follow
     width   columns of a line; one that cannot be made short enough is broken between its groups
@@ -155,47 +154,47 @@ class StepLine:
 
     def __init__(self, names: Sequence[str] = (), width: int = WIDTH) -> None:
         self._names, self._width = tuple(names), width
-        self._num_left_out = 0  # of LESS
-        self._listed: list[str] = []  # which numbers lines without words have
+        self._num_shortenings = 0  # applied by now; it only grows
+        self._names_shown: list[str] = []  # numbers of lines without words, as last named
         self._widths: dict[str, dict[str, tuple[int, int]]] = {}  # of word and number, by group and cell
 
     def of(self, begin: str, metrics: StepMetrics, end: Mapping[str, str] | None = None) -> list[str]:
-        """The line of a step from `begin` to the parts of its `end`, in most cases alone."""
+        """The lines of a step, from `begin` to the parts of its `end`; in most cases one."""
         while True:
             groups = self._groups(metrics, end or {})
-            line = self._laid_out(begin, groups)
-            if len(line) <= self._width or self._num_left_out == len(LESS):
+            line = self._layout(begin, groups)
+            if len(line) <= self._width or self._num_shortenings == len(SHORTENINGS):
                 break
-            self._num_left_out += 1
-            if LESS[self._num_left_out - 1] in ("shorter phases", "second phase"):
+            self._num_shortenings += 1
+            if SHORTENINGS[self._num_shortenings - 1] in ("shorter phases", "second phase"):
                 self._widths.pop("phases", None)
-        lines = [line] if len(line) <= self._width else _broken(line, self._width)
+        lines = [line] if len(line) <= self._width else _wrapped(line, self._width)
         shown = [cell for cell in AGENT_CELLS if any(cell in cells for cells in self._shown(groups))]
-        if "words" in self._less and shown != self._listed:
-            self._listed = shown
+        if "words" in self._shortened and shown != self._names_shown:
+            self._names_shown = shown
             lines.insert(0, f"from here on the numbers of each agent are: {', '.join(shown)}")
         return lines
 
     @property
-    def _less(self) -> tuple[str, ...]:
-        return LESS[: self._num_left_out]
+    def _shortened(self) -> tuple[str, ...]:
+        return SHORTENINGS[: self._num_shortenings]
 
     def _groups(self, metrics: StepMetrics, end: Mapping[str, str]) -> dict[str, dict[str, Cell]]:
         """The cells of every group of a line; a group that is left out has none."""
         names = list(dict.fromkeys([*self._names, *agent_names(metrics)]))
         groups = {name: _agent_cells(name, metrics.values, names) for name in names}
-        most = 1 if "second phase" in self._less else LONGEST if "shorter phases" in self._less else None
-        groups["phases"] = _phase_cells(metrics, most)
+        most = MAX_PHASES if "shorter phases" in self._shortened else None
+        groups["phases"] = _phase_cells(metrics, 1 if "second phase" in self._shortened else most)
         groups["tokens"] = _rate_cells(metrics)
         return groups | {part: {part: Cell("", end[part])} if part in end else {} for part in ("left", "safe")}
 
     def _shown(self, groups: Mapping[str, Mapping[str, Cell]]) -> Iterator[list[str]]:
         """The cells of each group that have a place, in their order."""
         for group in groups:
-            cells = () if group in self._less else self._widths[group]
-            yield sorted((cell for cell in cells if cell not in self._less), key=CELLS.index)
+            cells = () if group in self._shortened else self._widths[group]
+            yield sorted((cell for cell in cells if cell not in self._shortened), key=CELLS.index)
 
-    def _laid_out(self, begin: str, groups: Mapping[str, Mapping[str, Cell]]) -> str:
+    def _layout(self, begin: str, groups: Mapping[str, Mapping[str, Cell]]) -> str:
         for group, cells in groups.items():
             widths = self._widths.setdefault(group, {})
             for name, cell in cells.items():
@@ -203,22 +202,22 @@ class StepLine:
         parts = [begin]
         for (group, cells), shown in zip(groups.items(), self._shown(groups)):
             if shown:
-                label = [] if group in ENDING else [group]
-                parts.append(" ".join([*label, *(self._spelled(group, name, cells.get(name)) for name in shown)]))
+                label = [] if group in END_GROUPS else [group]
+                parts.append(" ".join([*label, *(self._padded(group, name, cells.get(name)) for name in shown)]))
         return " | ".join(parts).rstrip(" |")
 
-    def _spelled(self, group: str, name: str, cell: Cell | None) -> str:
+    def _padded(self, group: str, name: str, cell: Cell | None) -> str:
         """A cell in its place; blank where the step has none."""
         word, number = cell or ("", "")
         word_width, width = self._widths[group][name]
         if name == "phases":
             return number.ljust(width)
-        if not word_width or ("words" in self._less and group not in ENDING):
+        if not word_width or ("words" in self._shortened and group not in END_GROUPS):
             return number.rjust(width)
         return f"{word:<{word_width}} {number:>{width}}"
 
 
-def _broken(line: str, width: int) -> list[str]:
+def _wrapped(line: str, width: int) -> list[str]:
     """Splits a line into parts of at most `width` columns where groups allow it; parts align below the first group."""
     begin, *groups = line.split(" | ")
     lines = [begin]
@@ -253,13 +252,13 @@ def in_step_order(phases: Iterable[str]) -> list[str]:
 
 
 def _phase_cells(metrics: StepMetrics, most: int | None) -> dict[str, Cell]:
-    """The longest phases with the step's seconds, at `most` so many, as one cell: they change by the step."""
+    """The longest phases, at most `most`, with the step's seconds: one cell, since they change from step to step."""
     names = agent_names(metrics)
     step_s = max((metrics.timing.get(f"agent/{name}/step_s", 0.0) for name in names), default=0.0)
     long = {phase: s for phase, s in phase_seconds(metrics).items() if s > SHOWN_SHARE * step_s and phase != "other"}
     if most is not None:
-        least = sorted(long.values())[-most:]
-        long = {phase: s for phase, s in long.items() if s in least}
+        longest = sorted(long.values())[-most:]
+        long = {phase: s for phase, s in long.items() if s in longest}
     text = " ".join(f"{phase.replace('_', ' ')} {s:.1f}" for phase, s in long.items())
     of_all = f" of {step_s:.1f}" if step_s else ""
     return {"phases": Cell("", f"{text}{of_all} s")} if text else {}
@@ -286,8 +285,8 @@ def _agent_cells(name: str, values: Mapping[str, float], names: Sequence[str]) -
     cells = {}
     if f"{prefix}reward_mean" in values:
         cells["reward"] = Cell("reward", _short(values[f"{prefix}reward_mean"]))
-    if (found := held_out(values, name)) is not None:
-        cells["held-out"] = Cell("accuracy" if are_accuracies([found]) else "held-out", _short(found.value))
+    if (evaluation := held_out(values, name)) is not None:
+        cells["held-out"] = Cell("accuracy" if are_accuracies([evaluation]) else "held-out", _short(evaluation.value))
     if values.get(f"{prefix}num_unjudged"):
         share = values[f"{prefix}num_unjudged"] / values[f"{prefix}num_answers"]
         cells["unjudged"] = Cell("unjudged", f"{share:.0%}")

@@ -81,35 +81,35 @@ def read_evaluation(path: Path) -> Evaluation:
         return FILE.validate_python(json_file(path))
     except ValidationError as error:
         first = error.errors()[0]
-        where = one_line(".".join(map(str, first["loc"])) or "all")
-        why = f"{path} is no evaluation: {where}: {one_line(first['msg'])}; move it away to go on"
-        raise ValueError(why) from error
+        field = one_line(".".join(map(str, first["loc"])) or "all")
+        reason = f"{path} is no evaluation: {field}: {one_line(first['msg'])}; move it away to go on"
+        raise ValueError(reason) from error
 
 
 def rows_of(evaluation: Evaluation) -> list[list[str]]:
     """Cells under COLUMNS, a row per benchmark, and their mean below several."""
     rows = []
     for result in evaluation.benchmarks:
-        headline, *others = spoken_scores(result).values()
+        headline, *others = score_texts(result).values()
         shares = ("–" if math.isnan(share) else f"{share:.1%}" for share in (result.no_answer, result.cut))
-        tokens = spoken(result.tokens_mean, 0)
+        tokens = number_text(result.tokens_mean, 0)
         rows.append(
             [result.name, str(result.num_problems), headline, _interval(result), ", ".join(others), *shares, tokens]
         )
     if len(rows) > 1:
         average = evaluation.average
-        is_flat = average.low == average.high
-        rows.append(["mean", "", spoken(average.value), "each all equal" if is_flat else _ends(average), *[""] * 4])
+        interval = "each all equal" if average.low == average.high else _range(average)
+        rows.append(["mean", "", number_text(average.value), interval, *[""] * 4])
     return rows
 
 
-def spoken_scores(result: BenchmarkResult) -> dict[str, str]:
+def score_texts(result: BenchmarkResult) -> dict[str, str]:
     """All scores for people by their name, the headline first."""
-    found = {result.headline: result.scores[result.headline]} | result.scores
-    return {name: f"{score_name(name, graded=result.graded)} {spoken(one.value)}" for name, one in found.items()}
+    scores = {result.headline: result.scores[result.headline]} | result.scores
+    return {name: f"{score_name(name, graded=result.graded)} {number_text(one.value)}" for name, one in scores.items()}
 
 
-def spoken(value: float, decimals: int = 4) -> str:
+def number_text(value: float, decimals: int = 4) -> str:
     """A number for people, a dash where there is none."""
     return "–" if math.isnan(value) else f"{value:.{decimals}f}"
 
@@ -119,11 +119,11 @@ def _interval(result: BenchmarkResult) -> str:
     estimate, num_problems = result.scores[result.headline], result.num_problems - result.num_unscored
     if num_problems and estimate.low == estimate.high:
         return f"all {num_problems} equal" if num_problems > 1 else "1 problem"
-    return _ends(estimate)
+    return _range(estimate)
 
 
-def _ends(estimate: Estimate) -> str:
-    return f"{spoken(estimate.low)} to {spoken(estimate.high)}"
+def _range(estimate: Estimate) -> str:
+    return f"{number_text(estimate.low)} to {number_text(estimate.high)}"
 
 
 def warnings_of(evaluation: Evaluation) -> list[str]:

@@ -27,8 +27,8 @@ from hacpo_mega.logbook.steps.alarms import (
     GradNormAlarm,
     IdleAlarm,
     JudgeAlarm,
+    MemoryLeakAlarm,
     OmegaAlarm,
-    ResidueAlarm,
     SharingAlarm,
     UnjudgedLimit,
 )
@@ -52,12 +52,12 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Findings of a step on one rank.
+    """Results of a step on one rank.
 
     pool, advantages_PNG   of the lane
     rollouts, scores       of the cell      judgements, trajectories   the same on its leader, elsewhere none
-    judged                 what the judge said of these answers alone: held-out answers enter no group
-    reencodings, updates   what became of every source's answers, and what was learnt from them
+    judged                 the judge's report on these answers alone, without held-out ones
+    reencodings, updates   counts of re-encoded answers by source, and statistics of every update
     """
 
     pool: Pool
@@ -98,10 +98,10 @@ class StepReport:
         answers = config.answers_per_prompt, highest_weight
         self._advantage_alarm = AdvantageAlarm(self._names, config.algorithm, *answers)
         # These watch one start: their state is not kept.
-        self._residue_alarm = ResidueAlarm(self._names)
+        self._leak_alarm = MemoryLeakAlarm(self._names)
         self._idle_alarm = IdleAlarm(config.answers_compared, config.algorithm.advantages)
         self.first_rewards = FirstRewards()
-        self._kept = {
+        self._stateful = {
             "omega": self._omega_alarm,
             "judge": self._judge_alarm,
             "unjudged": self._unjudged_limit,
@@ -113,7 +113,7 @@ class StepReport:
 
     def state_dict(self) -> dict[str, Any]:
         """State of the alarms on this rank, and the baseline of gains, as plain values."""
-        kept = {name: alarm.state_dict() for name, alarm in self._kept.items()}
+        kept = {name: alarm.state_dict() for name, alarm in self._stateful.items()}
         return kept | {"first_rewards": self.first_rewards.state_dict()}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
@@ -123,16 +123,16 @@ class StepReport:
         """
         who = self._place.coordinate
         state = states[who.cell % len(states)]
-        for name, kept in self._kept.items():
+        for name, alarm in self._stateful.items():
             if name in state:
-                kept.load_state_dict(state[name])
+                alarm.load_state_dict(state[name])
         rewards = [state.get("first_rewards", {}) for state in states]
         self.first_rewards.load_state_dicts(rewards, self._place.rank_map.share_of_agent(who))
 
     def write(
         self,
         step: int,
-        found: StepResult,
+        result: StepResult,
         notes: AnswerNotes,
         capability_N: Tensor,
         asleep_bytes: int | None,
@@ -145,13 +145,13 @@ class StepReport:
         RunStopped where the grader has failed for too long.
         """
         if self._place.is_leader:
-            self._add_cell(found)
-            self.warn_of_grader(found.judged, "answers")
-            self._unjudged_limit.see(found.judged)
+            self._add_cell(result)
+            self.warn_of_grader(result.judged, "answers")
+            self._unjudged_limit.see(result.judged)
         if self._place.coordinate.global_rank == 0:
             self._add_capability(step, capability_N)
         with phase("write"):
-            self._folder.write_rollouts(step, found.pool, found.advantages_PNG, notes)
+            self._folder.write_rollouts(step, result.pool, result.advantages_PNG, notes)
         reduced = self.write_metrics(step, phase, asleep_bytes)
         self._warn(step, reduced)
         return reduced
@@ -180,24 +180,24 @@ class StepReport:
         for warning in self._judge_alarm.warnings(judged, what):
             warn(f"{self._place.coordinate}: {warning}")
 
-    def _add_cell(self, found: StepResult) -> None:
+    def _add_cell(self, result: StepResult) -> None:
         name, learner = self._names[self._place.agent], self._place.agent
-        add_answers(self._metrics, name, found.trajectories)
-        add_reward_parts(self._metrics, name, found.judgements)
-        if found.judged.hidden_s:
-            self._metrics.add(f"agent/{name}/judge_hidden_s", found.judged.hidden_s, 1)
-        answered = zip(found.trajectories, found.scores, strict=True)
+        add_answers(self._metrics, name, result.trajectories)
+        add_reward_parts(self._metrics, name, result.judgements)
+        if result.judged.hidden_s:
+            self._metrics.add(f"agent/{name}/judge_hidden_s", result.judged.hidden_s, 1)
+        answered = zip(result.trajectories, result.scores, strict=True)
         scored = [(trajectory.rollout, score) for trajectory, score in answered if score is not None]
         if not self._rollout.one_step_off:  # else another policy than the engine's has learnt from them
             add_engine_gap(self._metrics, name, scored, eos_in_loss=self._algorithm.eos_in_loss)
         correction, cap = self._rollout.engine_correction, self._rollout.engine_correction_cap
         add_engine_weights(self._metrics, name, [score for _, score in scored], correction, cap)
-        add_advantages(self._metrics, name, found.advantages_PNG)
-        add_reencodings(self._metrics, learner, self._names, found.reencodings)
-        for m, update in enumerate(found.updates):
+        add_advantages(self._metrics, name, result.advantages_PNG)
+        add_reencodings(self._metrics, learner, self._names, result.reencodings)
+        for m, update in enumerate(result.updates):
             add_update(self._metrics, update, m, learner, self._names, self._algorithm, self._engine_scores)
         if self._place.coordinate.agent_rank == 0:
-            add_skips(self._metrics, name, found.updates)
+            add_skips(self._metrics, name, result.updates)
 
     def _alarm(self, step: int, warning: str) -> None:
         self._console.say(warning)
@@ -219,7 +219,7 @@ class StepReport:
             *self._engine_alarm.warnings(gaps),
             *self._advantage_alarm.warnings(advantages, highest_omega),
             *self._grad_norm_alarm.warnings(norms),
-            *self._residue_alarm.warnings(residues),
+            *self._leak_alarm.warnings(residues),
             *self._sharing_alarm.warnings(reduced.values),
             *(self._idle_alarm.warnings(rewards, trained) if known else ()),
         ):

@@ -32,7 +32,7 @@ from hacpo_mega.jobs.attempts import record_termination
 from hacpo_mega.logbook.console import Console
 from hacpo_mega.logbook.files.metrics import Metrics
 from hacpo_mega.logbook.files.trackers import Trackers
-from hacpo_mega.logbook.run.provenance import other_threads
+from hacpo_mega.logbook.run.provenance import threads_warning
 from hacpo_mega.logbook.run.run_inputs import Inputs, input_changes, run_contents
 from hacpo_mega.logbook.run.run_lock import RunLock
 from hacpo_mega.logbook.steps.start_parts import StartParts
@@ -89,7 +89,7 @@ def join_job(config: Config, how: StartOptions, parts: StartParts, stack: ExitSt
     An error inside `stack` ends the job with the name of this rank and its phase.
     """
     place = stack.enter_context(Place.join(RankMap.of(config), config.wait_s, config.stall_s))
-    parts.stands(place.spans)
+    parts.joined(place.spans)
     is_first = place.coordinate.global_rank == 0
     lock = None
     if is_first:  # even if a signal kills it, it records that and releases the lock
@@ -171,7 +171,7 @@ def _say_begin(console: Console, config: Config, start: Checkpoint | None, *, is
         console.say(f"goes on after step {start.step}, from {start.folder}")
         for change in [*changes(start.config, plain(config)), *(input_changes(start, config) if is_first else ())]:
             console.say(f"changed since: {change}")
-        for change in other_threads(start.folder.parents[1]) if is_first and on_cpu else ():
+        for change in threads_warning(start.folder.parents[1]) if is_first and on_cpu else ():
             console.say(f"changed since: {change}")
 
 
@@ -202,12 +202,12 @@ def load_judge(job: JoinedJob, kind: Callable[..., RolloutJudge], data: RunData,
     """
     place, reward = job.place, job.config.reward
     judge = stack.enter_context(judge_of(reward))
-    judge.require_fields(prompt.row for prompt in chain(*data.prompts.groups, data.held_out))
+    judge.require_fields(prompt.row for prompt in chain(*data.prompts.rows_by_skill, data.held_out))
     for line in judge.how_called:
         job.console.say(line)
     agent, refusal = job.config.agents[place.agent].name, None
     if place.coordinate.global_rank == 0 and not servers_of(reward):
-        trial = try_reward(reward, judge, data.prompts.groups[0][:MOST_ROWS], agent)
+        trial = try_reward(reward, judge, data.prompts.rows_by_skill[0][:MOST_ROWS], agent)
         refusal = trial.refusal
         for line in () if refusal else trial.warnings:
             job.console.say(line)

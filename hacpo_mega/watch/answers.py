@@ -21,7 +21,7 @@ from hacpo_grading.judge import Judge
 from hacpo_grading.judgement import Asked, Stop
 from hacpo_mega.config import RewardConfig
 from hacpo_mega.grading.run_judge import judge_of
-from hacpo_mega.logbook.files.json_lines import LARGEST, is_number
+from hacpo_mega.logbook.files.json_lines import MAX_COUNT, is_number
 from hacpo_mega.logbook.files.rollout_log import logged_prompt, prompt_text
 from hacpo_mega.models.files.documents import parse_json, short
 from hacpo_mega.models.files.links import require_inside
@@ -183,7 +183,7 @@ def _part(db: sqlite3.Connection, name: str, value: Any) -> tuple[str, list[Any]
     if name in (*RANGES, *BY_LEARNER):
         return _range(db, name, value)
     if name == "turn":
-        if type(value) is not int or abs(value) > LARGEST:
+        if type(value) is not int or abs(value) > MAX_COUNT:
             raise ValueError(f"turn is {short(value)}, needs a whole number")
         return "turn = ?", [value]
     if not isinstance(value, str):

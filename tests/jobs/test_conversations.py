@@ -158,8 +158,8 @@ class Kills(Chatter):
             os.unlink({mark!r})
         except FileNotFoundError:
             return super().respond(messages)
-        nursery = Path(f"/proc/{{os.getppid()}}/stat").read_text()
-        os.kill(int(nursery.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        server = Path(f"/proc/{{os.getppid()}}/stat").read_text()
+        os.kill(int(server.rpartition(")")[2].split()[1]), signal.SIGKILL)
         time.sleep(60)
 """
 

@@ -1,11 +1,11 @@
 """Prompt files: JSON Lines (also gzipped), Parquet, saved folders -> checked `PromptRow`s, or every problem of them.
 
-A problem names file, line and field. Rows that repeat an earlier row's prompt are counted and refused in one line a
+A problem names file, line and field. Rows that repeat an earlier row's prompt are counted and refused in one line per
 file, or left out (`data.repeated`). Two rows of one prompt with different golds are refused in any case, and so is a
 prompt that is both trained on and evaluated on; copies whose text differs are not seen here (dataset_checks.py).
 A digest of a file is of its content, not its name: the first 16 hexadecimal digits of a SHA-256. Nothing here samples
-(prompts.py), judges (grading/) or imports torch, so that `hacpo-mega check` can read data files and still answer at
-once.
+(prompts.py), judges (grading/) or imports torch, so that `hacpo-mega check` reads data files and still starts
+quickly.
 """
 
 import functools
@@ -81,11 +81,11 @@ class DataProblem:
     file: Path
     line: int | None
     field: str | None
-    what: str
+    reason: str
 
     def __str__(self) -> str:
         place = f"{self.file}" if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.what}" if self.field is None else f"{place}: field {self.field!r} {self.what}"
+        return f"{place}: {self.reason}" if self.field is None else f"{place}: field {self.field!r} {self.reason}"
 
 
 def content_id(text: str) -> str:
@@ -94,33 +94,33 @@ def content_id(text: str) -> str:
 
 
 class FirstRow(NamedTuple):
-    """First place of a prompt: FILE:LINE, the gold there, and the number of its set of files."""
+    """First place of a prompt: FILE:LINE, its gold, and the number of its set of files (training, evaluation)."""
 
     place: str
     gold: str
-    number: int
+    set_number: int
 
 
-class PromptsMet:
+class SeenPrompts:
     """The first row of every prompt, over all files; each set of files (training, evaluation) is begun once."""
 
     def __init__(self) -> None:
         self._first: dict[str, FirstRow] = {}
-        self._number = 0
+        self._set_number = 0
 
     def begin_set(self) -> None:
         """Starts another set for the rows that come now."""
-        self._number += 1
+        self._set_number += 1
 
-    def meet(self, prompt_id: str, place: str, gold: str) -> FirstRow | None:
-        """The row in which this prompt was met before; None for its first one."""
-        mine = FirstRow(place, gold, self._number)
+    def first_row(self, prompt_id: str, place: str, gold: str) -> FirstRow | None:
+        """The row in which this prompt was seen before; None for its first one, which is remembered."""
+        mine = FirstRow(place, gold, self._set_number)
         first = self._first.setdefault(prompt_id, mine)
         return None if first is mine else first
 
     def is_of_this_set(self, row: FirstRow) -> bool:
         """True if it is in the set that was begun last."""
-        return row.number == self._number
+        return row.set_number == self._set_number
 
 
 class PromptFiles(NamedTuple):
@@ -141,10 +141,10 @@ def load_prompts(
     keep_first: bool = False,
 ) -> tuple[PromptRow, ...]:
     """The rows of the files, in order. One ValueError names all bad rows (the first 20, and how many there are)."""
-    found = read_prompts(files, prompt_field, gold_field, tools_field=tools_field, keep_first=keep_first)
-    if found.problems:
-        raise ValueError(describe(found.problems))
-    return tuple(found.rows)
+    prompts = read_prompts(files, prompt_field, gold_field, tools_field=tools_field, keep_first=keep_first)
+    if prompts.problems:
+        raise ValueError(describe(prompts.problems))
+    return tuple(prompts.rows)
 
 
 def describe(problems: Sequence[DataProblem]) -> str:
@@ -158,7 +158,7 @@ def read_prompts(
     files: Sequence[Path],
     prompt_field: str,
     gold_field: str,
-    met: PromptsMet | None = None,
+    seen: SeenPrompts | None = None,
     tools_field: str | None = None,
     *,
     keep_first: bool = False,
@@ -166,34 +166,34 @@ def read_prompts(
     """Reads one set of files. A repeated prompt is a problem; `keep_first` leaves the row out if both are of this set
     and have the same gold.
 
-    `met` knows where each prompt was met; handed from one call to the next, it finds repetitions across sets.
+    `seen` knows the first row of each prompt; handed from one call to the next, it finds repetitions across sets.
     """
-    found = PromptFiles([], [], 0)
-    met = PromptsMet() if met is None else met
-    met.begin_set()
+    rows, problems, num_repeated = [], [], 0
+    seen = SeenPrompts() if seen is None else seen
+    seen.begin_set()
     for file in map(Path, files):
-        reader = _FileReader(file, (prompt_field, gold_field), tools_field, met, keep_first=keep_first)
-        rows, problems = reader.read(MAX_BAD_ROWS - len(found.problems))
-        found.rows.extend(rows)
-        found.problems.extend(problems)
-        found = found._replace(num_repeated=found.num_repeated + reader.num_left_out)
-        if len(found.problems) > MAX_BAD_ROWS:
+        reader = _FileReader(file, (prompt_field, gold_field), tools_field, seen, keep_first=keep_first)
+        good, bad = reader.read(MAX_BAD_ROWS - len(problems))
+        rows += good
+        problems += bad
+        num_repeated += reader.num_left_out
+        if len(problems) > MAX_BAD_ROWS:
             break
-    return found
+    return PromptFiles(rows, problems, num_repeated)
 
 
 class _FileReader:
-    """One file of prompts, row by row; the complaint that all repeated rows share is one line."""
+    """One file of prompts, row by row; repeated rows of a kind share one problem, which counts them."""
 
     def __init__(
-        self, file: Path, fields: tuple[str, str], tools_field: str | None, met: PromptsMet, *, keep_first: bool
+        self, file: Path, fields: tuple[str, str], tools_field: str | None, seen: SeenPrompts, *, keep_first: bool
     ) -> None:
         self._file, self._fields, self._tools_field = file, fields, tools_field
-        self._met, self._keeps_first = met, keep_first
+        self._seen, self._keeps_first = seen, keep_first
         self.num_left_out = 0
         self._rows: list[PromptRow] = []
         self._problems: list[DataProblem] = []
-        self._first_of: dict[str, int] = {}  # kind of repetition: the place of its line in the problems
+        self._first_of: dict[str, int] = {}  # kind of repetition: the index of its problem
         self._num_of: Counter[str] = Counter()
 
     def read(self, most_problems: int) -> tuple[list[PromptRow], list[DataProblem]]:
@@ -211,24 +211,23 @@ class _FileReader:
                 break
         if num_records == 0:
             self._problems.append(DataProblem(self._file, None, None, "has no rows"))
-        for kind, place in self._first_of.items():
-            first = self._problems[place]
-            self._problems[place] = replace(first, what=f"{first.what} ({self._complaint_of(kind, first)})")
+        for kind, index in self._first_of.items():
+            first = self._problems[index]
+            self._problems[index] = replace(first, reason=f"{first.reason} ({self._complaint_of(kind, first)})")
         return self._rows, self._problems
 
     def _take(self, line: int, row: PromptRow) -> None:
-        earlier = self._met.meet(row.id, f"{self._file}:{line}", row.gold)
+        earlier = self._seen.first_row(row.id, f"{self._file}:{line}", row.gold)
         if earlier is None:
             self._rows.append(row)
             return
         again = DataProblem(self._file, line, self._fields[0], f"is the prompt of {earlier.place} again")
-        if not self._met.is_of_this_set(earlier):
+        if not self._seen.is_of_this_set(earlier):
             self._count("in the other set", again)
         elif earlier.gold != row.gold:
             golds = f"with another gold: {quoted(row.gold)}, there {quoted(earlier.gold)}"
-            self._problems.append(
-                replace(again, what=f"{again.what} ({golds}; `hacpo-mega data convert` leaves both out)")
-            )
+            reason = f"{again.reason} ({golds}; `hacpo-mega data convert` leaves both out)"
+            self._problems.append(replace(again, reason=reason))
         elif self._keeps_first:
             self.num_left_out += 1
         else:
@@ -244,7 +243,7 @@ class _FileReader:
         number = self._num_of[kind]
         rows = "the only such row" if number == 1 else f"the first of {number:,} such rows"
         if kind == "in the other set":
-            other = first.what.removeprefix("is the prompt of ").rpartition(":")[0]
+            other = first.reason.removeprefix("is the prompt of ").rpartition(":")[0]
             command = f"`{self._convert(other)} --without {shlex.quote(str(self._file))}`"
             return f"{rows}, which would be trained on and measured on; {command} leaves them out of training"
         command = f"`{self._convert(self._file)}` writes each prompt once"
@@ -253,33 +252,30 @@ class _FileReader:
     def _convert(self, file: Path | str) -> str:
         """The command that reads a file with these fields."""
         options = zip(("--prompt-field", "--gold-field"), self._fields)
-        own = [] if self._fields == ("prompt", "answer") else [word for option in options for word in option]
-        return f"{shlex.join(['hacpo-mega', 'data', 'convert', str(file), *own])} --out NEW.jsonl"
+        words = [] if self._fields == ("prompt", "answer") else [word for option in options for word in option]
+        return f"{shlex.join(['hacpo-mega', 'data', 'convert', str(file), *words])} --out NEW.jsonl"
 
     def _field_problems(self, line: int, record: dict[str, Any]) -> list[DataProblem]:
         problems = []
         for field, problem_of in zip(self._fields, (prompt_problem, gold_problem)):
             value = record.get(field)
-            what = absence(record, field) if value is None else problem_of(value)
+            reason = absence(record, field) if value is None else problem_of(value)
             if field not in record and not self._problems and not problems:  # reported once
-                what += (
-                    f"; `hacpo-mega data convert {shlex.quote(str(self._file))} --out NEW.jsonl` reads public layouts"
-                )
-            if what:
-                problems.append(DataProblem(self._file, line, field, what))
-        problems += [DataProblem(self._file, line, field, what) for field, what in media_problems(record)]
-        if what := row_tools_problem(record, self._tools_field):
-            problems.append(DataProblem(self._file, line, self._tools_field, what))
+                command = f"hacpo-mega data convert {shlex.quote(str(self._file))} --out NEW.jsonl"
+                reason += f"; `{command}` reads public layouts"
+            if reason:
+                problems.append(DataProblem(self._file, line, field, reason))
+        problems += [DataProblem(self._file, line, field, reason) for field, reason in media_problems(record)]
+        if reason := row_tools_problem(record, self._tools_field):
+            problems.append(DataProblem(self._file, line, self._tools_field, reason))
         return problems
 
 
 def _row(record: dict[str, Any], prompt_field: str, gold_field: str, tools_field: str | None) -> PromptRow:
     text = prompt_text(record[prompt_field], record, tools_field)
-    skill = record.get("skill")
+    skill = record["skill"] if isinstance(record.get("skill"), str) else ""
     row = fields_text({name: value for name, value in record.items() if name != prompt_field})
-    return PromptRow(
-        content_id(text), text, gold_text(record[gold_field]), skill if isinstance(skill, str) else "", row
-    )
+    return PromptRow(content_id(text), text, gold_text(record[gold_field]), skill, row)
 
 
 def fields_text(record: dict[str, Any]) -> str:
@@ -302,7 +298,7 @@ def field_names(record: dict[str, Any]) -> str:
 
 
 def absence(record: dict[str, Any], field: str) -> str:
-    """The words for a field without a value: not there, or there and null."""
+    """The reason why a field has no value: it is missing, or null."""
     return "is null" if field in record else f"is missing (the row has: {field_names(record)})"
 
 
@@ -315,8 +311,8 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProblem
     elif file.suffix == ".parquet":
         yield from _read_batches(file)
     elif file.suffix in (".csv", ".tsv"):
-        what = f"is {file.suffix[1:]}; JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet"
-        yield 0, DataProblem(file, None, None, what)
+        reason = f"is {file.suffix[1:]}; JSON Lines and Parquet are read: pyarrow.csv.read_csv, pyarrow.parquet"
+        yield 0, DataProblem(file, None, None, reason)
     else:
         with open_bytes(file) as lines:
             is_packed = isinstance(lines, gzip.GzipFile)
@@ -342,8 +338,8 @@ def read_lines(
                 yield line, DataProblem(file, line, None, TOO_LARGE)
                 return
             if len(raw) > MAX_LINE_BYTES:  # what follows may be gigabytes, also of a small packed file
-                what = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
-                yield line, DataProblem(file, line, None, what)
+                reason = f"has more than {MAX_LINE_BYTES:,} bytes; nothing is read from here on"
+                yield line, DataProblem(file, line, None, reason)
                 return
             if raw.strip():
                 yield line, as_record(file, line, json_value(file, line, raw.rstrip()))
@@ -379,7 +375,7 @@ def _read_batches(file: Path) -> Iterator[tuple[int, dict[str, Any] | DataProble
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:  # the first of which are ValueErrors, too
         first = (str(error).splitlines() or [type(error).__name__])[0]
         yield line + 1, DataProblem(file, line + 1, None, f"unreadable {kind}: {first}")
-    except (ValueError, OverflowError) as error:  # the latter for a date beyond Python's
+    except (ValueError, OverflowError) as error:  # OverflowError for a date beyond Python's
         place = line + 1 if kind == "Parquet" else line
         yield place, DataProblem(file, place or None, None, str(error))
 
@@ -390,7 +386,7 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"has two columns {quoted(twice)}, and a row is read by names: rename one of them")
-    batch = _as_meant(batch)
+    batch = _with_shortest_decimals(batch)
     is_small = num_bytes(batch) <= MAX_LINE_BYTES
     # a row is repeated in a Parquet file at no cost, so a batch that is large is unpacked row by row
     for rows in [batch] if is_small else (batch.slice(i, 1) for i in range(len(batch))):
@@ -403,8 +399,8 @@ def _rows_of(batch: pyarrow.RecordBatch, file: Path, line: int) -> Iterator[tupl
             yield line, record
 
 
-def _as_meant(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
-    """The batch with its narrow floats as their shortest text says: 0.1 of 32 bits would be 0.10000000149011612."""
+def _with_shortest_decimals(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """The batch with its 16 and 32 bit floats at their shortest text: 0.1 would else be 0.10000000149011612."""
     for number, column in enumerate(batch.columns):
         if (narrow := NARROW_FLOATS.get(column.type)) is not None:
             values = [value if value is None else float(str(narrow(value))) for value in column.to_pylist()]
@@ -427,11 +423,10 @@ def replacing(file: Path) -> Iterator[TextIO]:
     ValueError when the folder does not exist, or `file` is there and no file: /dev/null would be one afterwards.
     """
     target = file.resolve()  # a symbolic link stays one, and its target is replaced
-    is_other = target.exists() and not target.is_file()
-    if is_other or not target.parent.is_dir():
-        other = "is a folder" if target.is_dir() else "is a pipe or a device, not a file"
-        found = other if is_other else f"cannot be written: the folder {target.parent} does not exist"
-        raise ValueError(f"{file}: {found}")
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{file}: {'is a folder' if target.is_dir() else 'is a pipe or a device, not a file'}")
+    if not target.parent.is_dir():
+        raise ValueError(f"{file}: cannot be written: the folder {target.parent} does not exist")
     with replacing_bytes(target) as file:
         yield (stream := io.TextIOWrapper(file, encoding="utf-8"))
         stream.detach()  # writes what it holds

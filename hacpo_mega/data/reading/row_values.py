@@ -14,8 +14,8 @@ from hacpo_mega.models.files.documents import parse_json
 
 NUM_CHARACTERS_SHOWN = 80
 GOLD_TYPES = (str, int, float)
-# Words for a value of a row, by its type.
-WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
+# A value of a row in words, by its type.
+TYPE_WORDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", dict: "a table"}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # fields of rows that are no text alone
 CHOICES, PASSAGES = ("choices", "options"), ("context", "passage", "article")
 NO_ANSWERS = ("proof", "notfound")  # NuminaMath's words for a problem that has none
@@ -37,7 +37,7 @@ def value_problem(value: object, types: tuple[type, ...]) -> str | None:
     """The reason why a value is not a prompt (`types` is str) or a gold answer (GOLD_TYPES); None if it is."""
     if isinstance(value, bool) or not isinstance(value, types):
         needs = "a text or a number" if float in types else "a text"
-        return f"is {WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
+        return f"is {TYPE_WORDS.get(type(value), type(value).__name__)}, needs {needs} (found {quoted(value)})"
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, needs a finite number"
     if isinstance(value, str) and not value.strip():
@@ -66,13 +66,13 @@ def prompt_problem(value: object) -> str | None:
 
 
 def media_problems(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The fields of a row that hold images and the like, each with the reason why it cannot be used."""
-    what = "is not read, for agents see text alone: leave such rows out, or the field if the text says all"
-    return [(field, what) for field, value in row.items() if _is_media(field, value, row)]
+    """The fields of a row that hold images, video or audio, each with the reason why it cannot be used."""
+    reason = "is not read, for agents see text alone: leave such rows out, or the field if the text says all"
+    return [(field, reason) for field, value in row.items() if _is_media(field, value, row)]
 
 
 def _is_media(field: str, value: Any, row: Mapping[str, Any]) -> bool:
-    """True for a field of MEDIA, also a path to which a text points, and for what `datasets` writes for an image."""
+    """True for a field of MEDIA, also a path that a text refers to, and for an image as `datasets` writes it."""
     if field in MEDIA and value:
         return isinstance(value, list | dict | bytes) or (isinstance(value, str) and "<image" in str(row))
     first = value[0] if isinstance(value, list) and value else value
@@ -86,8 +86,8 @@ def unread_problems(row: Mapping[str, Any], prompt: object) -> list[tuple[str, s
         return []
     given = [(field, row[field]) for field in CHOICES if isinstance(row.get(field), list | dict)]
     given += [(field, row[field]) for field in PASSAGES if isinstance(row.get(field), str)]
-    what = "is not in the prompt: write it there, or leave the field out"
-    return [(field, what) for field, value in given if any(text not in _spaced(prompt) for text in _texts(value))]
+    reason = "is not in the prompt: write it there, or leave the field out"
+    return [(field, reason) for field, value in given if any(text not in _spaced(prompt) for text in _texts(value))]
 
 
 def _texts(value: Any) -> list[str]:
@@ -113,14 +113,14 @@ def row_tools_problem(row: Mapping[str, Any], field: str | None) -> str | None:
 
 def _tools(row: Mapping[str, Any], field: str | None) -> Any:
     value = row.get(field) if field else None
-    return (parse_json(value) if value.strip() else None) if isinstance(value, str) else _given(value)
+    return (parse_json(value) if value.strip() else None) if isinstance(value, str) else _without_null_keys(value)
 
 
-def _given(value: Any) -> Any:
+def _without_null_keys(value: Any) -> Any:
     """A value of a table without the empty keys that Parquet gives every row."""
     if isinstance(value, dict):
-        return {key: _given(inside) for key, inside in value.items() if inside is not None}
-    return [_given(inside) for inside in value] if isinstance(value, list) else value
+        return {key: _without_null_keys(inside) for key, inside in value.items() if inside is not None}
+    return [_without_null_keys(inside) for inside in value] if isinstance(value, list) else value
 
 
 def prompt_text(value: str | list[dict[str, str]], row: Mapping[str, Any], tools_field: str | None) -> str:

@@ -34,9 +34,9 @@ ROW_BYTES = 64  # of a row of a table beside its values: a column without any co
 DICTIONARY_BATCH, RECORD_BATCH = 2, 3  # of MessageHeader in Message.fbs
 STATE, SPLITS = "state.json", "dataset_dict.json"
 HUB = "hub:"
-SPELLING = "hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, or SPLIT[:ROWS] for its first rows"
+HUB_SPELLING = "hub:ORG/NAME[@REVISION]/[CONFIG/]SPLIT, or SPLIT[:ROWS] for its first rows"
 PART = r"\w[\w.-]{0,95}"
-NAME = re.compile(
+HUB_NAME = re.compile(
     rf"hub:(?P<repo>{PART}/{PART})(?:@(?P<revision>{PART}))?(?:/(?P<config>{PART}))?/(?P<split>\w+)"
     r"(?:\[:(?P<num_first>[1-9]\d{0,8})\])?",
     re.ASCII,
@@ -64,9 +64,9 @@ class HubSplit:
         name."""
         if not str(path).startswith(HUB):
             return None
-        found = NAME.fullmatch(str(path))
+        found = HUB_NAME.fullmatch(str(path))
         if found is None or ".." in str(path):
-            raise ValueError(f"is no data set of the Hub; write {SPELLING}, such as hub:openai/gsm8k/main/train")
+            raise ValueError(f"is no data set of the Hub; write {HUB_SPELLING}, such as hub:openai/gsm8k/main/train")
         num_first = found["num_first"] and int(found["num_first"])
         return cls(found["repo"], found["split"], found["config"], found["revision"], num_first)
 
@@ -91,9 +91,9 @@ class HubSplit:
             yield from table.to_batches() if self.num_first is None else (table,)
 
     def _builder(self, library: Any) -> Any:
-        """The reader of it: one of BUILDERS, or ValueError."""
+        """The library's builder for this data set. ValueError unless it is one of BUILDERS."""
         builder = library.load_dataset_builder(self.repo, self.config, revision=self.revision)
-        # a data set with configurations derives its own
+        # a data set with configurations has a builder class derived from one of them
         if not {kind.__module__ for kind in type(builder).__mro__} & BUILDERS:
             raise ValueError(f"{type(builder).__name__} is no reader of tables or lines")
         return builder
@@ -107,7 +107,7 @@ class HubSplit:
         kept = sorted(folder.glob("*.parquet"), key=lambda file: file.stat().st_mtime_ns)
         try:
             builder = self._builder(library)
-        except Exception:  # as for a whole data set, the cached one serves
+        except Exception:  # without a network the cached rows serve, as they do for a whole data set
             if not kept:
                 raise
             return kept[-1]
@@ -162,7 +162,7 @@ def _bounded(batches: Iterable[pyarrow.RecordBatch], packed_bytes: int) -> Itera
 
 
 def num_bytes(batch: pyarrow.RecordBatch) -> int:
-    """Bytes of a batch; of a dictionary, which all batches of a group share, those of the values that it has."""
+    """Bytes of a batch. A dictionary, which all batches of a group share, counts with the values that this one uses."""
     columns = (
         column.dictionary.take(column.indices.unique()) if pyarrow.types.is_dictionary(column.type) else column
         for column in batch.columns
@@ -242,12 +242,13 @@ def _is_compressed(message: bytes) -> bool:
 
 def _field(message: bytes, table: int, number: int) -> int | None:
     """Offset of a field in a flatbuffer's table; None for one that is absent."""
-    names = table - struct.unpack_from("<i", message, table)[0]
-    (size,) = struct.unpack_from("<H", message, names)
-    place = 4 + 2 * number
-    offset = struct.unpack_from("<H", message, names + place)[0] if place < size else 0
+    vtable = table - struct.unpack_from("<i", message, table)[0]
+    (size,) = struct.unpack_from("<H", message, vtable)
+    entry = 4 + 2 * number
+    offset = struct.unpack_from("<H", message, vtable + entry)[0] if entry < size else 0
     return table + offset if offset else None
 
 
 def _table(message: bytes, place: int) -> int:
+    """Offset of the table to which the field at `place` points."""
     return place + struct.unpack_from("<I", message, place)[0]

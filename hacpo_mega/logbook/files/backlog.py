@@ -23,11 +23,11 @@ MAX_BYTES = 256 << 20
 class _Write:
     path: Path
     content: bytes
-    is_whole: bool  # the file, whole or not at all; else what follows at its end
+    replaces: bool  # the file, whole or not at all; else `content` is added at its end
 
 
 class Backlog:
-    """The writes of one process. `say` is called when they begin to fail, and when none is left.
+    """The writes of one process. `say` is called when they begin to fail, and when all are on disk again.
 
     `misplaced` gives, before every write, the reason why the run's folder is another one, or None: its disk may be
     away, with an empty mount point there.
@@ -41,23 +41,23 @@ class Backlog:
     ) -> None:
         self._say, self._max_bytes, self._misplaced = say, max_bytes, misplaced
         self._waiting: deque[_Write] = deque()
-        self._lengths: dict[Path, int] = {}  # of the files that lines are added to, as far as they are sure
+        self._lengths: dict[Path, int] = {}  # of the files that lines are added to, up to the last good write
         self._error: OSError | None = None
 
     def append(self, path: Path, content: bytes) -> None:
         """Adds to the end of a file, which this process alone writes. OSError when too much is waiting already."""
-        self._add(_Write(path, content, is_whole=False))
+        self._add(_Write(path, content, replaces=False))
 
     def replace(self, path: Path, content: bytes) -> None:
         """Writes a file, whole or not at all, into a folder that exists. OSError when too much is waiting already."""
-        self._add(_Write(path, content, is_whole=True))
+        self._add(_Write(path, content, replaces=True))
 
     def flush(self) -> OSError | None:
         """Writes as many waiting records as it can; returns why some are left, or None."""
         try:
             while self._waiting:
-                if why := self._misplaced():
-                    raise OSError(errno.ESTALE, why)
+                if reason := self._misplaced():
+                    raise OSError(errno.ESTALE, reason)
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
@@ -81,7 +81,7 @@ class Backlog:
             )
 
     def _write(self, write: _Write) -> None:
-        if write.is_whole:
+        if write.replaces:
             replace_file(write.path, write.content, synced=True)
             return
         length = self._lengths.get(write.path)  # None before the first write, when the file is an earlier start's

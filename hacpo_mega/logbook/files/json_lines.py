@@ -10,11 +10,11 @@ from hacpo_mega.models.files.documents import parse_json, short
 from hacpo_mega.models.files.links import require_inside
 
 CHARACTERS_SHOWN = 80
-LARGEST = 2**53  # of a count, as every reader of JSON has it
-MOST = 1e100  # of a number: its square is still one, and float32 ends long before
+MAX_COUNT = 2**53  # up to which every reader of JSON has exact integers
+MAX_NUMBER = 1e100  # its square is still finite, and float32 ends long before
 
 
-class Kind(NamedTuple):
+class FieldType(NamedTuple):
     """The values that a field of a line may have, as text and as a test; `is_needed` if it may not be absent."""
 
     needs: str
@@ -22,54 +22,54 @@ class Kind(NamedTuple):
     is_needed: bool = True
 
     @property
-    def if_given(self) -> "Kind":
+    def if_given(self) -> "FieldType":
         """The same for a field that older runs do not have."""
         return self._replace(is_needed=False)
 
     @property
-    def or_null(self) -> "Kind":
+    def or_null(self) -> "FieldType":
         """The same, or null."""
         return self._replace(needs=f"{self.needs}, or null", fits=lambda value: value is None or self.fits(value))
 
 
 def is_number(value: Any) -> bool:
-    """True if a value is a number that one can compute with: not NaN, not beyond MOST."""
-    return type(value) in (int, float) and abs(value) <= MOST
+    """True if a value is a number that one can compute with: not NaN, not beyond MAX_NUMBER."""
+    return type(value) in (int, float) and abs(value) <= MAX_NUMBER
 
 
-def list_of(kind: Kind) -> Kind:
-    """The check of lists of a kind."""
-    return Kind(f"a list, each {kind.needs}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+def list_of(item: FieldType) -> FieldType:
+    """The type of lists of one type."""
+    return FieldType(f"a list, each {item.needs}", lambda value: isinstance(value, list) and all(map(item.fits, value)))
 
 
-def table_of(kind: Kind) -> Kind:
-    """The check of tables whose values are of a kind."""
-    return Kind(
-        f"a table, each {kind.needs}", lambda value: isinstance(value, dict) and all(map(kind.fits, value.values()))
+def table_of(item: FieldType) -> FieldType:
+    """The type of tables whose values are of one type."""
+    return FieldType(
+        f"a table, each {item.needs}", lambda value: isinstance(value, dict) and all(map(item.fits, value.values()))
     )
 
 
-TEXT = Kind("text", lambda value: isinstance(value, str))
-COUNT = Kind("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value <= LARGEST)
-NUMBER = Kind("a number", is_number)
-TABLE = Kind("a table", lambda value: isinstance(value, dict))
+TEXT = FieldType("text", lambda value: isinstance(value, str))
+COUNT = FieldType("a whole number, 0 or more", lambda value: type(value) is int and 0 <= value <= MAX_COUNT)
+NUMBER = FieldType("a number", is_number)
+TABLE = FieldType("a table", lambda value: isinstance(value, dict))
 
 
-def wrong_field(line: Mapping[str, Any], fields: Mapping[str, Kind], where: str = "") -> str | None:
-    """The first field of a line that is missing or of another kind, as text; None if all are right."""
-    for name, kind in fields.items():
+def wrong_field(line: Mapping[str, Any], fields: Mapping[str, FieldType], where: str = "") -> str | None:
+    """The first field of a line that is missing or of another type, as text; None if all are right."""
+    for name, field_type in fields.items():
         if name not in line:
-            if kind.is_needed:
+            if field_type.is_needed:
                 return f"{where}{name} is missing"
-        elif not kind.fits(line[name]):
-            return f"{where}{name} is {short(line[name])}, needs {kind.needs}"
+        elif not field_type.fits(line[name]):
+            return f"{where}{name} is {short(line[name])}, needs {field_type.needs}"
     return None
 
 
-def checked(line: dict[str, Any], fields: Mapping[str, Kind], where: str = "") -> dict[str, Any]:
+def checked(line: dict[str, Any], fields: Mapping[str, FieldType], where: str = "") -> dict[str, Any]:
     """The line. ValueError, with its first wrong field."""
-    if why := wrong_field(line, fields, where):
-        raise ValueError(why)
+    if reason := wrong_field(line, fields, where):
+        raise ValueError(reason)
     return line
 
 
@@ -79,13 +79,13 @@ def as_line(value: Mapping[str, Any]) -> bytes:
 
 
 def dated_line(**fields: Any) -> bytes:
-    """A line that begins with the time of now."""
+    """A line of these fields that begins with the present time."""
     return json.dumps({"time_unix_s": round(time.time(), 3)} | fields).encode() + b"\n"
 
 
 def add_dated_line(path: Path, **fields: Any) -> None:
-    """Adds a line to a file that nobody else writes now. A line that a full disk has cut goes: it would take this one
-    with it."""
+    """Adds a line to a file that nobody else writes now. Removes a last line that a full disk has cut: this one
+    would be joined to it."""
     with path.open("ab+") as file:
         file.seek(0)
         file.truncate(file.read().rfind(b"\n") + 1)
@@ -95,7 +95,7 @@ def add_dated_line(path: Path, **fields: Any) -> None:
 def json_lines(
     path: Path, what: str, read: Callable[[dict[str, Any]], Any] = lambda line: line, root: Path | None = None
 ) -> Iterator[tuple[int, bytes, Any]]:
-    """Number, text and content of every line; a bad line's complaint names `what` it should be.
+    """Number, text and content of every line; the error for a bad line says that it is not `what`.
 
     `read` makes the content of a line's table; its ValueError says what is wrong. `root` is the run's folder, by
     default the file's: a link out of it is refused (models/files/links.py). A last line without its end (the job was
@@ -110,13 +110,13 @@ def json_lines(
             line = parse_json(text)
             if not isinstance(line, dict):
                 raise ValueError("no object")
-            found = read(line)
+            content = read(line)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not {what} ({error}): {text[:CHARACTERS_SHOWN]!r}. Take the line out, or move "
                 "the file away, to go on"
             ) from error
-        yield number, text, found
+        yield number, text, content
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
@@ -130,5 +130,5 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{path} cannot be read ({why}): move it away, or mend it") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read ({reason}): move it away, or mend it") from error

@@ -66,7 +66,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from hacpo_mega.logbook.files.backlog import Backlog
-from hacpo_mega.logbook.files.json_lines import COUNT, LARGEST, TABLE, checked, json_lines
+from hacpo_mega.logbook.files.json_lines import COUNT, MAX_COUNT, TABLE, checked, json_lines
 from hacpo_mega.models.files.documents import short
 from hacpo_mega.models.files.replacing import replace_file
 
@@ -106,7 +106,7 @@ class Metrics:
     agent       this rank's agent: the prefix of its phase seconds
     gather      collects one payload per rank, in rank order; a collective, called once per `reduce` on every rank.
                 Ranks that need no result may get an empty list from it
-    show_phase  told the name of every phase as it begins (the console of rank 0)
+    show_phase  called with the name of every phase as it begins (the console of rank 0)
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class Metrics:
 
     def highest(self, name: str, value: float) -> None:
         """The maximum over calls and ranks; NaN as soon as one is NaN, so that a broken value cannot hide."""
-        best = self._entries["highest"].get(name, [-math.inf])[0]
-        self._entries["highest"][name] = [_max([best, float(value)])]
+        before = self._entries["highest"].get(name, [-math.inf])[0]
+        self._entries["highest"][name] = [_max([before, float(value)])]
 
     def lowest(self, name: str, value: float) -> None:
         """The minimum over calls and ranks; NaN as soon as one is NaN."""
-        best = self._entries["lowest"].get(name, [math.inf])[0]
-        self._entries["lowest"][name] = [-_max([-best, -float(value)])]
+        before = self._entries["lowest"].get(name, [math.inf])[0]
+        self._entries["lowest"][name] = [-_max([-before, -float(value)])]
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -173,12 +173,12 @@ class Metrics:
             self._accumulate("seconds", f"agent/{self._agent}/phase/{phase}_s", time.perf_counter() - start)
 
     def reduce(self) -> StepMetrics:
-        """The job's metrics since the last call, and an empty slate. Collective."""
-        self._settle_time()
-        mine, self._entries = json.dumps(self._entries).encode(), {kind: {} for kind in _KINDS}
-        return reduce_payloads(self._gather(mine))
+        """The job's metrics since the last call; everything restarts at zero. Collective."""
+        self._add_step_time()
+        payload, self._entries = json.dumps(self._entries).encode(), {kind: {} for kind in _KINDS}
+        return reduce_payloads(self._gather(payload))
 
-    def _settle_time(self) -> None:
+    def _add_step_time(self) -> None:
         """All seconds since the last `reduce` as `step_s`, and those of no phase as the phase `other`."""
         now = time.perf_counter()
         step_s, self._began = now - self._began, now
@@ -292,7 +292,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             raise error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else that error is the one to tell
+        if kind is None:  # else that error is the one to report
             self.close()
 
 
@@ -334,15 +334,15 @@ def read_metrics(path: Path) -> dict[int, StepMetrics]:
 def by_step(lines: Iterable[tuple[int, StepMetrics]]) -> dict[int, StepMetrics]:
     """The numbers of lines by step, as `read_metrics`."""
     steps: dict[int, StepMetrics] = {}
-    for step, found in lines:
+    for step, metrics in lines:
         known = steps.get(step, StepMetrics({}, {}))
-        steps[step] = StepMetrics(known.values | found.values, known.timing | found.timing)
+        steps[step] = StepMetrics(known.values | metrics.values, known.timing | metrics.timing)
     return dict(sorted(steps.items()))
 
 
 def metrics_lines(path: Path) -> Iterator[tuple[int, StepMetrics]]:
     """Step and numbers of each line of a `metrics.jsonl`, as it is read. Raises as `read_metrics`."""
-    return (found for _, _, found in json_lines(path, METRICS_LINE, metrics_of))
+    return (content for _, _, content in json_lines(path, METRICS_LINE, metrics_of))
 
 
 def metrics_of(line: Mapping[str, Any]) -> tuple[int, StepMetrics]:
@@ -365,16 +365,16 @@ def require_readable_metrics(run_dir: Path) -> None:
 
 def _floats(table: dict[str, float | str]) -> dict[str, float]:
     """The numbers of a line. ValueError, with the name, for no number, and for an impossible count."""
-    found = {}
+    floats = {}
     for name, value in table.items():
         is_whole = type(value) is int and abs(value) < 1 << 1000  # beyond, it is no float
         if not is_whole and type(value) is not float and value not in ("nan", "inf", "-inf"):
             raise ValueError(f"{name} is {short(value)}, needs a number")
-        found[name] = float(value)
+        floats[name] = float(value)
         is_ours = not {"own", "reward"} & set(name.split("/"))  # the user names those
-        if is_ours and "/num_" in name and not 0.0 <= found[name] <= LARGEST:
+        if is_ours and "/num_" in name and not 0.0 <= floats[name] <= MAX_COUNT:
             raise ValueError(f"{name} is {short(value)}, needs a number, 0 or more")
-    return found
+    return floats
 
 
 def json_number(value: float) -> float | str:

@@ -38,7 +38,7 @@ from hacpo_mega.logbook.files.json_lines import (
     NUMBER,
     TABLE,
     TEXT,
-    Kind,
+    FieldType,
     as_line,
     checked,
     is_number,
@@ -57,16 +57,16 @@ if TYPE_CHECKING:  # a report reads these files without torch
 AnswerPlace = tuple[int, int, int]  # prompt index, source agent, rollout index
 LINE = "a logged prompt"
 PART = re.compile(r"step_\d+\.lane_\d+\.jsonl")
-# The fields of a line, and of each of its answers; of a token's numbers those that `json_number` writes.
-OF_TOKENS = Kind("a number", lambda value: is_number(value) or value in ("nan", "inf", "-inf")).or_null
+# The fields of a line, and of each of its answers; numbers of tokens are as `json_number` writes them.
+TOKEN_NUMBER = FieldType("a number", lambda value: is_number(value) or value in ("nan", "inf", "-inf")).or_null
 IDS = list_of(COUNT)
 FIELDS = {
     **{"step": COUNT, "lane": COUNT, "prompt_index": COUNT, "id": TEXT, "skill": TEXT, "gold": TEXT},
-    "prompt": Kind(
+    "prompt": FieldType(
         "text or messages",
         lambda value: isinstance(value, str) or (isinstance(value, list) and messages_problem(value) is None),
     ),
-    "tools": Kind("schemas of tools", lambda value: tools_problem(value) is None).if_given,
+    "tools": FieldType("schemas of tools", lambda value: tools_problem(value) is None).if_given,
     "row": TABLE.if_given,
     "prompt_seen": table_of(TEXT).if_given,
     "prompt_token_ids": table_of(IDS).if_given,
@@ -78,7 +78,7 @@ ANSWER_FIELDS = {
     **{"advantage": table_of(NUMBER), "ratio": table_of(NUMBER), "not_trained": table_of(TEXT).if_given},
     **{"turns": list_of(TABLE).if_given, "opening": TEXT.if_given, "task": TEXT.if_given, "counts": TABLE.if_given},
     **{"tokens": list_of(TEXT).if_given, "token_ids": IDS.if_given, "trained_places": IDS.if_given},
-    **{"token_logprob": list_of(OF_TOKENS).if_given, "token_ratio": list_of(OF_TOKENS).if_given},
+    **{"token_logprob": list_of(TOKEN_NUMBER).if_given, "token_ratio": list_of(TOKEN_NUMBER).if_given},
 }
 
 
@@ -159,52 +159,52 @@ class RolloutLog:
         advantages_PNG  what this learner trained with, float [P, N, G]
         notes           what else it knows
         """
-        view = {
+        record = {
             "learner": self._agents[self._learner],
             "advantage": advantages_PNG.tolist(),
             "ratio": [(*place, ratio) for place, ratio in notes.ratios.items() if math.isfinite(ratio)],
             "not_trained": [(*place, reason) for place, reason in notes.not_trained.items()],
             "prompts_seen": list(notes.prompts_seen),
             "prompt_ids": list(notes.prompt_ids),
-            "tokens": [_described_tokens(answer) for answer in notes.tokens],
+            "tokens": [_token_fields(answer) for answer in notes.tokens],
             "mean_logprob": [(p, g, {"mean_logprob": _finite(value)}) for p, g, value in notes.mean_logprobs],
         }
-        views = [json.loads(payload) for payload in self._gather(json.dumps(view).encode())]
+        records = [json.loads(payload) for payload in self._gather(json.dumps(record).encode())]
         if self._writes:
             path = self._folder / f"step_{step:06d}.lane_{self._lane:04d}.jsonl"
-            self._backlog.replace(path, b"".join(map(as_line, self._lines(step, pool, views))))
+            self._backlog.replace(path, b"".join(map(as_line, self._lines(step, pool, records))))
 
-    def _lines(self, step: int, pool: "Pool", views: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, pool: "Pool", records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         tokens, scored = (
-            {(v["learner"], *place): answer for v in views for *place, answer in v[kind]}
+            {(r["learner"], *place): answer for r in records for *place, answer in r[kind]}
             for kind in ("tokens", "mean_logprob")
         )
-        ratios, reasons = (_by_answer(views, kind) for kind in ("ratio", "not_trained"))
+        ratios, reasons = (_by_answer(records, kind) for kind in ("ratio", "not_trained"))
         for p, (prompt, by_agent) in enumerate(zip(pool.prompts, pool.trajectories_PNG)):
             answers = [
-                _describe(trajectory, self._agents[n])
+                _answer_fields(trajectory, self._agents[n])
                 | scored.get((self._agents[n], prompt.index, g), {})
                 | tokens.get((self._agents[n], prompt.index, g), {})
                 | {
-                    "advantage": _advantages(views, p, n, g),
+                    "advantage": _advantages(records, p, n, g),
                     "ratio": ratios.get((prompt.index, n, g), {}),
                     "not_trained": reasons.get((prompt.index, n, g), {}),
                 }
                 for n, group in enumerate(by_agent)
                 for g, trajectory in enumerate(group)
             ]
-            ids = {v["learner"]: v["prompt_ids"][p] for v in views if v["prompt_ids"]}
+            ids = {r["learner"]: r["prompt_ids"][p] for r in records if r["prompt_ids"]}
             yield {
                 "step": step,
                 "lane": self._lane,
                 "prompt_index": prompt.index,
                 "id": prompt.id,
                 "skill": prompt.skill,
-                **_described_prompt(prompt.text),
+                **_prompt_fields(prompt.text),
                 "gold": prompt.gold,
                 **({"row": json.loads(prompt.row)} if prompt.row else {}),
                 "prompt_seen": {
-                    v["learner"]: v["prompts_seen"][p] for v in views if v["prompts_seen"][p] != prompt.text
+                    r["learner"]: r["prompts_seen"][p] for r in records if r["prompts_seen"][p] != prompt.text
                 },
                 **({"prompt_token_ids": ids} if ids else {}),
                 "answers": answers,
@@ -229,12 +229,12 @@ def place_of(path: Path) -> tuple[int, int]:
     return int(step), int(lane)
 
 
-def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
-    played = trajectory.rollout.conversation
-    turns = {} if played is None else {"turns": [_described_turn(turn) for turn in played.turns]}
-    if played is not None:
-        turns |= {key: text for key, text in (("opening", played.opening), ("task", played.task)) if text}
-        counts = {name: count for name, count in played.counts.items() if name != "environment_ms"}  # not the clock's
+def _answer_fields(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
+    conversation = trajectory.rollout.conversation
+    turns = {} if conversation is None else {"turns": [_turn_fields(turn) for turn in conversation.turns]}
+    if conversation is not None:
+        turns |= {key: text for key, text in (("opening", conversation.opening), ("task", conversation.task)) if text}
+        counts = {key: count for key, count in conversation.counts.items() if key != "environment_ms"}  # not the clock
         turns |= {"counts": counts} if counts else {}
     return {
         **turns,
@@ -249,13 +249,13 @@ def _describe(trajectory: "Trajectory", agent: str) -> dict[str, Any]:
     }
 
 
-def _described_turn(turn: "Turn") -> dict[str, Any]:
+def _turn_fields(turn: "Turn") -> dict[str, Any]:
     stop = {} if turn.stop is None else {"stop": turn.stop.name.lower()}
     opened = {"opened": turn.opened} if turn.opened else {}
     return {**turn.message, **opened, "num_tokens": turn.num_tokens, **stop}
 
 
-def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
+def _token_fields(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
     """(prompt index, rollout index, what the log says of the answer's tokens)."""
     numbers = {"token_logprob": answer.logprobs, "token_ratio": answer.ratios}
     known = {name: [json_number(float(f"{x:.6g}")) for x in v.tolist()] for name, v in numbers.items() if v is not None}
@@ -265,7 +265,7 @@ def _described_tokens(answer: AnswerTokens) -> tuple[int, int, dict[str, Any]]:
     return answer.prompt_index, answer.rollout_index, texts | known
 
 
-def _described_prompt(text: str) -> dict[str, Any]:
+def _prompt_fields(text: str) -> dict[str, Any]:
     """A prompt as its line has it; `prompt_text` is the inverse."""
     messages, tools = messages_of(text), tools_of(text)
     return {"prompt": text if messages is None else messages} | ({"tools": tools} if tools else {})
@@ -277,19 +277,19 @@ def prompt_text(line: Mapping[str, Any]) -> str:
     return prompt if isinstance(prompt, str) else messages_text(prompt, line.get("tools", ()))
 
 
-def _advantages(views: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str, float]:
-    """One answer's for every learner that knows it."""
-    known = [(view["learner"], view["advantage"][p][n][g]) for view in views]
+def _advantages(records: list[dict[str, Any]], p: int, n: int, g: int) -> dict[str, float]:
+    """The advantages of one answer, by the learners that know it."""
+    known = [(record["learner"], record["advantage"][p][n][g]) for record in records]
     return {learner: advantage for learner, advantage in known if math.isfinite(advantage)}
 
 
-def _by_answer(views: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
-    """Notes on an answer by learner, from those that have some."""
-    found: dict[AnswerPlace, dict[str, Any]] = {}
-    for view in views:
-        for *place, value in view[kind]:
-            found.setdefault(tuple(place), {})[view["learner"]] = value
-    return found
+def _by_answer(records: list[dict[str, Any]], kind: str) -> dict[AnswerPlace, dict[str, Any]]:
+    """By answer, the values of one kind of note by the learners that have one."""
+    by_answer: dict[AnswerPlace, dict[str, Any]] = {}
+    for record in records:
+        for *place, value in record[kind]:
+            by_answer.setdefault(tuple(place), {})[record["learner"]] = value
+    return by_answer
 
 
 def _finite(value: float) -> float | None:

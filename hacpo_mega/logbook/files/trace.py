@@ -29,7 +29,7 @@ MICROSECONDS = 1e6
 class Track:
     """One rank's part in a traced step; its spans are in seconds of its own clock, rank 0's is that plus `offset_s`."""
 
-    who: Coordinate
+    rank: Coordinate
     offset_s: float
     accuracy_s: float
     spans: tuple[Span, ...]
@@ -72,9 +72,9 @@ class StepTrace:
         payloads = self._place.gather_to_first(json.dumps([*clock, spans]).encode())
         if self._place.coordinate.global_rank == 0:
             tracks = []
-            for rank, (offset_s, accuracy_s, found) in enumerate(map(json.loads, payloads)):
-                who = self._place.rank_map.coordinate(rank)
-                tracks.append(Track(who, offset_s, accuracy_s, tuple(Span(*span) for span in found)))
+            for rank, (offset_s, accuracy_s, rank_spans) in enumerate(map(json.loads, payloads)):
+                place = self._place.rank_map.coordinate(rank)
+                tracks.append(Track(place, offset_s, accuracy_s, tuple(Span(*span) for span in rank_spans)))
             table = chrome_trace(step, tracks)
             if problem := self._misplaced() or write_trace(self._run_dir, step, table):
                 self._say(f"{problem}; training goes on")
@@ -98,20 +98,20 @@ def write_trace(run_dir: Path, step: int, table: dict[str, Any]) -> str | None:
 
 def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
     """The trace of a step in Chrome's format: pid an agent, tid a rank, times in microseconds since the first span."""
-    spans = {track.who.global_rank: track.on_shared_clock() for track in tracks}
-    begin = min((span.begin_s for found in spans.values() for span in found), default=0.0)
+    spans = {track.rank.global_rank: track.on_shared_clock() for track in tracks}
+    begin = min((span.begin_s for rank_spans in spans.values() for span in rank_spans), default=0.0)
     waits = find_waits(tracks)
     events = list(_names(tracks))
-    for who in (track.who for track in tracks):
-        rank = who.global_rank
+    for place in (track.rank for track in tracks):
+        rank = place.global_rank
         for span in sorted(spans[rank] + waits[rank], key=lambda span: (span.begin_s, -span.end_s)):
-            place = {"pid": who.agent, "tid": rank, "ph": "X", "name": span.name, "cat": span.kind}
+            event = {"pid": place.agent, "tid": rank, "ph": "X", "name": span.name, "cat": span.kind}
             times = {
                 "ts": round((span.begin_s - begin) * MICROSECONDS, 1),
                 "dur": round((span.end_s - span.begin_s) * MICROSECONDS, 1),
             }
-            events.append(place | times | ({"args": {"group": span.group}} if span.group else {}))
-    accuracy = {f"rank {track.who.global_rank}": track.accuracy_s for track in tracks}
+            events.append(event | times | ({"args": {"group": span.group}} if span.group else {}))
+    accuracy = {f"rank {track.rank.global_rank}": track.accuracy_s for track in tracks}
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -120,32 +120,32 @@ def chrome_trace(step: int, tracks: Sequence[Track]) -> dict[str, Any]:
 
 
 def _names(tracks: Sequence[Track]) -> Iterator[dict[str, Any]]:
-    for agent, name in sorted({(track.who.agent, track.who.agent_name) for track in tracks}):
+    for agent, name in sorted({(track.rank.agent, track.rank.agent_name) for track in tracks}):
         yield {"ph": "M", "pid": agent, "name": "process_name", "args": {"name": name}}
-    for who in (track.who for track in tracks):
-        name = f"rank {who.global_rank} lane {who.lane} cell {who.cell}{'' if who.trains else ', answers'}"
-        yield {"ph": "M", "pid": who.agent, "tid": who.global_rank, "name": "thread_name", "args": {"name": name}}
+    for place in (track.rank for track in tracks):
+        name = f"rank {place.global_rank} lane {place.lane} cell {place.cell}{'' if place.trains else ', answers'}"
+        yield {"ph": "M", "pid": place.agent, "tid": place.global_rank, "name": "thread_name", "args": {"name": name}}
 
 
 def find_waits(tracks: Sequence[Track]) -> dict[int, list[Span]]:
     """Per rank the waits inside its collectives, on rank 0's clock."""
-    accuracy = {track.who.global_rank: track.accuracy_s for track in tracks}
-    met: dict[tuple[str, int], dict[int, Span]] = {}
+    accuracy = {track.rank.global_rank: track.accuracy_s for track in tracks}
+    collectives: dict[tuple[str, int], dict[int, Span]] = {}
     for track in tracks:
         for span in track.on_shared_clock():
             if span.kind == "collective":
-                met.setdefault((span.group, span.turn), {})[track.who.global_rank] = span
-    waits: dict[int, list[Span]] = {track.who.global_rank: [] for track in tracks}
-    for members in met.values():
+                collectives.setdefault((span.group, span.turn), {})[track.rank.global_rank] = span
+    waits: dict[int, list[Span]] = {track.rank.global_rank: [] for track in tracks}
+    for members in collectives.values():
         for rank, span in members.items():
-            other = _awaited(members, rank)
+            other = _last_needed(members, rank)
             end = min(members[other].begin_s, span.end_s)
             if end - span.begin_s > accuracy[rank] + accuracy[other]:
                 waits[rank].append(Span(f"waits for rank {other}", "wait", span.begin_s, end, span.group, span.turn))
     return waits
 
 
-def _awaited(members: dict[int, Span], rank: int) -> int:
+def _last_needed(members: dict[int, Span], rank: int) -> int:
     """The member that `rank` waits for: the last, or the sender (the first member) or receiver alone."""
     first = min(members)
     last = max(members, key=lambda member: members[member].begin_s)

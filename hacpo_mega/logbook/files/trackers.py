@@ -3,7 +3,7 @@
 Write-only: nothing is read back, `metrics.jsonl` stays the truth. wandb, trackio and swanlab speak nearly the same
 calls; mlflow and comet_ml have adapters of their own; a class of the user's is named as module:CLASS or FILE.py:CLASS.
 (accelerate.tracking, the one layer over all five, has no histograms, tables for wandb alone, and no way to go on with a
-run.) A tracker that fails is complained of once, and training goes on. Elsewhere: whether a package is there at all
+run.) A failing tracker is reported once, and training goes on. Elsewhere: whether a package is there at all
 (config/checks/input_checks.py).
 """
 
@@ -54,14 +54,14 @@ class _LikeWandb:
     """wandb, trackio and swanlab: wandb knows a run by its id, trackio by its name, swanlab by an id as well."""
 
     def __init__(self, package: str, run: TrackedRun) -> None:
-        # Only a run that asks for a tracker pays for its import, seconds of rank 0.
+        # Imported here: it takes seconds of rank 0, which a run without this tracker is spared.
         self._package, self._api = package, importlib.import_module(package)
-        naming: dict[str, Any] = {"name": run.name, "resume": "allow"}
+        run_keys: dict[str, Any] = {"name": run.name, "resume": "allow"}
         if package == "wandb":
-            naming |= {"id": identifier(run.name), "dir": str(run.run_dir)}
+            run_keys |= {"id": identifier(run.name), "dir": str(run.run_dir)}
         elif package == "swanlab":  # an id there is letters and digits alone
-            naming |= {"id": identifier(run.name, signs="")[-64:], "logdir": str(run.run_dir / "swanlab")}
-        self._api.init(project=run.project, config=dict(run.settings), **naming)
+            run_keys |= {"id": identifier(run.name, signs="")[-64:], "logdir": str(run.run_dir / "swanlab")}
+        self._api.init(project=run.project, config=dict(run.settings), **run_keys)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._api.log(dict(numbers), step=step)
@@ -99,7 +99,7 @@ class _Mlflow:
         self._api.log_metrics(dict(numbers), step=step)
 
     def show(self, step: int, columns: Sequence[str], rows: Sequence[list], spread: Mapping[str, list[float]]) -> None:
-        if rows:  # a file for each step, in the form of log_table, which would read and write those of all steps before
+        if rows:  # a file for each step; mlflow's log_table would read and write those of all steps before
             data = [[None if value != value else value for value in row] for row in rows]
             self._api.log_dict({"columns": list(columns), "data": data}, f"answers/step_{step:06d}.json")
 
@@ -130,7 +130,7 @@ class _Comet:
         self._experiment.end()
 
 
-def _begun(tracker: str, run: TrackedRun) -> Tracker:
+def _start_tracker(tracker: str, run: TrackedRun) -> Tracker:
     if ":" in tracker:
         return named_function(tracker)(run)
     if tracker == "mlflow":
@@ -147,15 +147,15 @@ class Trackers(AbstractContextManager["Trackers"]):
         `say` gets a tracker's first error; none is ever raised. A `quiet` one has no tracker.
         """
         self._say = say
-        self._complained: set[str] = set()
+        self._failed: set[str] = set()
         self._open: dict[str, Tracker] = {}
-        wanted = () if quiet else config.logging.trackers
-        if wanted:
+        names = () if quiet else config.logging.trackers
+        if names:
             name = f"{config.run_dir.name}-{identity(config.run_dir, goes_on)}"
             run = TrackedRun(config.logging.project, name, goes_on, config.run_dir, config.model_dump(mode="json"))
-        for tracker in wanted:
-            with self._tolerated(tracker):
-                self._open[tracker] = _begun(tracker, run)
+        for tracker in names:
+            with self._failure_reported_once(tracker):
+                self._open[tracker] = _start_tracker(tracker, run)
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -163,31 +163,31 @@ class Trackers(AbstractContextManager["Trackers"]):
     def log(self, step: int, metrics: StepMetrics) -> None:
         """Every number of a step, by the names of metrics.jsonl."""
         for name, tracker in self._open.items():
-            with self._tolerated(name):
+            with self._failure_reported_once(name):
                 tracker.log(step, metrics.values | metrics.timing)
 
     def show(self, step: int, columns: Sequence[str], rows: Sequence[list], spread: Mapping[str, list[float]]) -> None:
         """Answers of a step as a table, and lists of numbers for histograms, by name."""
         for name, tracker in self._open.items():
-            with self._tolerated(name):
+            with self._failure_reported_once(name):
                 if hasattr(tracker, "show"):
                     tracker.show(step, columns, rows, spread)
 
     def close(self) -> None:
         """Waits until the trackers have all they were sent."""
         for name, tracker in self._open.items():
-            with self._tolerated(name):
+            with self._failure_reported_once(name):
                 tracker.finish()
 
     @contextmanager
-    def _tolerated(self, name: str) -> Iterator[None]:
+    def _failure_reported_once(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if name not in self._complained:
+            if name not in self._failed:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 self._say(f"{name} failed ({reason}); this is said once, training goes on, metrics.jsonl is whole")
-            self._complained.add(name)
+            self._failed.add(name)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # an error ends the job now, and does not wait for anybody's network

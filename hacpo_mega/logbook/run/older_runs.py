@@ -29,8 +29,8 @@ def move_aside(path: Path) -> Path | None:
         raise ValueError(
             f"run_dir {path} cannot be moved to {aside} ({error.strerror}): move it, or give another"
         ) from error
-    for found in (found for pattern in OF_THE_JOB for found in aside.glob(pattern)):
-        back = path / found.relative_to(aside)
+    for moved in (moved for pattern in OF_THE_JOB for moved in aside.glob(pattern)):
+        back = path / moved.relative_to(aside)
         back.parent.mkdir(parents=True, exist_ok=True)
-        found.rename(back)
+        moved.rename(back)
     return aside

@@ -80,8 +80,8 @@ def read_alarms(run_dir: Path) -> list[dict[str, Any]]:
     return []
 
 
-def other_threads(run_dir: Path) -> Iterator[str]:
-    """A line if rank 0 of the run's last start had another number of threads than this process."""
+def threads_warning(run_dir: Path) -> Iterator[str]:
+    """A warning where rank 0 of the run's last start had another number of threads than this process."""
     starts, now = [], num_threads_set()
     with suppress(ValueError, OSError):  # a resumed run reports what its files lack
         starts = read_starts(run_dir)
@@ -102,7 +102,7 @@ def exported_steps(run_dir: Path) -> int | None:
     return None
 
 
-def what_is_finished(run_dir: Path, num_steps: int, committed: Sequence[int]) -> str | None:
+def finished_notice(run_dir: Path, num_steps: int, committed: Sequence[int]) -> str | None:
     """The line for a run that has nothing left to do, by the steps it has on disk; None for another."""
     if not committed or committed[-1] != num_steps or exported_steps(run_dir) != num_steps:
         return None

@@ -1,4 +1,4 @@
-"""Files that tell what every rank is at: RUN/ranks/rank_R.json, for `hacpo-mega watch`.
+"""Files with the present activity of every rank: RUN/ranks/rank_R.json, for `hacpo-mega watch`.
 
     {"time_unix_s": 1.8e9, "host": "n1", "phase": "learn", "when": "of step 3", "phase_s": 4.2, "num_done": 7,
      "num_before": 16, "waits_for": null, "waited_s": 0.0}
@@ -51,7 +51,7 @@ class RankFile(AbstractContextManager["RankFile"]):
         self._every_s = seconds_between(size)
         self._thread = threading.Thread(target=self._follow, name="rank file", daemon=True)
         if size <= MOST_RANKS:
-            with suppress(OSError):  # a run needs no page
+            with suppress(OSError):  # a run goes on without these files
                 self._open(run_dir)
                 self._thread.start()
                 if place.coordinate.global_rank == 0:
@@ -78,9 +78,9 @@ class RankFile(AbstractContextManager["RankFile"]):
                 return
 
     def _write(self) -> None:
-        found = self._place.watchdog.activity()
-        seconds = {"phase_s": round(found.phase_s, 3), "waited_s": round(found.waited_s, 3)}
-        content = {"time_unix_s": round(time.time(), 3), "host": socket.gethostname()} | found._asdict() | seconds
+        activity = self._place.watchdog.activity()
+        seconds = {"phase_s": round(activity.phase_s, 3), "waited_s": round(activity.waited_s, 3)}
+        content = {"time_unix_s": round(time.time(), 3), "host": socket.gethostname()} | activity._asdict() | seconds
         draft = f".{self._name}"
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644, dir_fd=self._folder)
         try:

@@ -63,11 +63,11 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def _open(self, config: Config, lock: RunLock, steps_done: int, goes_on: bool) -> None:
         """Prepares the folder for a run that begins or resumes."""
         if goes_on:
-            if why := self.misplaced():
-                raise ValueError(f"{why}: put it back, and start the run again")
+            if reason := self.misplaced():
+                raise ValueError(f"{reason}: put it back, and start the run again")
             require_inside(self._path, *(self._path / name for name in (CONFIG, STARTS, METRICS, FINISHED)))
-            stay = (f"warning: {line}" for line in remove_unfinished(self._path))
-            for line in (*stay, *missing_logs(self._path, steps_done)):
+            leftovers = (f"warning: {line}" for line in remove_unfinished(self._path))
+            for line in (*leftovers, *missing_logs(self._path, steps_done)):
                 warn(line)
         else:
             if aside := move_aside(self._path):
@@ -75,7 +75,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             lock.folder.mkdir(parents=True, exist_ok=True)
             lock.enter(aside)
         models = {agent.name: agent.model for agent in config.agents}
-        record_start(self._path, steps_done, models)  # first: by it a run is known that is killed at this moment
+        record_start(self._path, steps_done, models)  # first: a run that is killed right after it is known by this file
         replace_file(self._path / CONFIG, resolved_toml(config))  # a full disk would leave a part of it
 
     def _rollout_log(self, config: Config, steps_done: int) -> RolloutLog:
@@ -110,13 +110,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
         RunStopped, on rank 0, where it is that folder and another job's by now.
         """
-        why = not_the_folder(self._path, self._token)
-        if why and self._lock is not None and self._lock.is_lost():
+        reason = not_the_folder(self._path, self._token)
+        if reason and self._lock is not None and self._lock.is_lost():
             raise RunStopped(
                 f"{self._path} is no longer this run's: the lock in it was deleted or is another job's. Nothing more "
                 "is written; end the other job, if there is one, and start the run again"
             )
-        return why
+        return reason
 
     def unwritten(self) -> str | None:
         """The reason why logs of this process are still not on disk; None if all of them are."""
@@ -130,8 +130,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         """
         self._place.barrier()
         if self._place.coordinate.global_rank == 0:
-            if why := self.misplaced():
-                raise OSError(why)
+            if reason := self.misplaced():
+                raise OSError(reason)
             record_end(self._path, steps_done)
 
     def __exit__(self, *error: object) -> None:

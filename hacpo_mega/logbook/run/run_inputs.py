@@ -23,7 +23,7 @@ from hacpo_mega.models.files.folder import text_files
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.weight_files import weights_fingerprint
 
-# By the key that names them, by the name of the file.
+# Digests by the key that names a file or folder, then by the file's name.
 Inputs = dict[str, dict[str, str]]
 WEIGHTS = "the weights"
 FEW_BLOCKS = 8  # of a large file, which every node reads
@@ -43,11 +43,11 @@ def start_with_same_inputs(
 def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
     """Inputs that a run would read otherwise than the run of `start`. Files that only one of the two names are left to
     the comparison of keys."""
-    if not start.inputs:  # of an older version
+    if not start.inputs:  # a checkpoint of an older version has none
         return []
     now, found = run_inputs(config), []
     for key, before in start.inputs.items():
-        is_folder = key.endswith(".model")  # whose files nobody names
+        is_folder = key.endswith(".model")  # its files are named by no configuration, so each of them counts
         names = before.keys() | now.get(key, {}).keys() if is_folder else before.keys() & now.get(key, {}).keys()
         changed = [name for name in sorted(names) if before.get(name) != now[key].get(name)] if key in now else []
         if WEIGHTS in changed and not {WEIGHTS} <= before.keys() & now[key].keys():
@@ -59,35 +59,35 @@ def input_changes(start: Checkpoint, config: Config) -> list[OtherContent]:
 
 def run_inputs(config: Config) -> Inputs:
     """Inputs that exist; the reader of a file says why it cannot be read."""
-    found: Inputs = {
-        "data.files": _of_files(config.data.files),
-        "evaluation.files": _of_files(config.evaluation.files),
+    inputs: Inputs = {
+        "data.files": _file_digests(config.data.files),
+        "evaluation.files": _file_digests(config.evaluation.files),
     }
     for agent in config.agents:
-        found[f"agents.{agent.name}.model"] = _of_model(agent, weights=config.algorithm.kl_coef > 0.0)
-    return {key: files for key, files in (found | own_code(config)).items() if files}
+        inputs[f"agents.{agent.name}.model"] = _model_digests(agent, weights=config.algorithm.kl_coef > 0.0)
+    return {key: files for key, files in (inputs | own_code(config)).items() if files}
 
 
 def run_contents(config: Config) -> Inputs:
     """`run_inputs`, and a coarse fingerprint of the weights of every local model folder that has some."""
-    found = run_inputs(config)
+    inputs = run_inputs(config)
     for agent in config.agents:
         if HubModel.of_snapshot(agent.model) is None and any(agent.model.glob("*.safetensors")):
             weights = {WEIGHTS: weights_fingerprint(agent.model, num_blocks=FEW_BLOCKS)}
-            found[f"agents.{agent.name}.model"] = found.get(f"agents.{agent.name}.model", {}) | weights
-    return found
+            inputs[f"agents.{agent.name}.model"] = inputs.get(f"agents.{agent.name}.model", {}) | weights
+    return inputs
 
 
 def own_code(config: Config) -> Inputs:
     """Digests of the user's own code for rewards, advantages, objectives and conversations, by file or module."""
-    found: Inputs = {}
-    for key, name, file in _own_files(config):
+    inputs: Inputs = {}
+    for key, name, file in _user_files(config):
         with suppress(OSError):
-            found.setdefault(key, {})[name] = file_digest(file)
-    return found
+            inputs.setdefault(key, {})[name] = file_digest(file)
+    return inputs
 
 
-def _own_files(config: Config) -> Iterator[tuple[str, str, Path]]:
+def _user_files(config: Config) -> Iterator[tuple[str, str, Path]]:
     """(key, name, file): modules by name, since nodes may have them in other folders."""
     named = [(f"algorithm.{key}", getattr(config.algorithm, key)) for key in ("advantages", "objective")]
     named.append(("conversation.environment", config.conversation.environment))
@@ -101,7 +101,7 @@ def _own_files(config: Config) -> Iterator[tuple[str, str, Path]]:
             yield key, str(Path(name.rpartition(":")[0])), file
 
 
-def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
+def _file_digests(files: tuple[Path, ...]) -> dict[str, str]:
     found = {}
     for file in files:
         with suppress(OSError, ValueError):
@@ -109,7 +109,7 @@ def _of_files(files: tuple[Path, ...]) -> dict[str, str]:
     return found
 
 
-def _of_model(agent: AgentConfig, *, weights: bool) -> dict[str, str]:
+def _model_digests(agent: AgentConfig, *, weights: bool) -> dict[str, str]:
     """Digests the text files of a model folder, and its `weights`; the base of adapters is compared by find_start."""
     found = {path.relative_to(agent.model).as_posix(): file_digest(path) for path in text_files(agent.model)}
     if weights and agent.lora is None and found:

@@ -37,9 +37,9 @@ from hacpo_mega.models.files.visible import say
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 BEAT_S = 10.0
 QUIET_S = 90.0  # a network file system may show others a sign as late as 60 s
-OPENING = os.O_RDWR | os.O_NOFOLLOW  # never what a planted link leads to
+OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW  # never through a link that somebody has planted
 MOST_TRIES = 5
-LEAVE_S = 5.0  # for the last words of a process that ends at once
+LEAVE_S = 5.0  # for a process that ends at once to give its locks up
 
 
 class Held(Exception):
@@ -93,14 +93,14 @@ class RunLock(AbstractContextManager["RunLock"]):
         Its files say so from now on; the kernel's locks stay. A file system that does not answer is not waited for.
         """
         self._ends.set()
-        words = threading.Thread(target=self._give_up, name="run lock's end", daemon=True)
-        words.start()
-        words.join(LEAVE_S)
+        thread = threading.Thread(target=self._give_up, name="run lock's end", daemon=True)
+        thread.start()
+        thread.join(LEAVE_S)
 
     def _take(self, path: Path) -> None:
         try:
             for _ in range(MOST_TRIES):
-                # Not there any more, or there now: released, made or taken over between two looks at it.
+                # The file was released, made or taken over between the two calls that look at it: try again.
                 with suppress(FileNotFoundError, FileExistsError):
                     self._files[path] = _LockFile(path, self.token)
                     return
@@ -146,10 +146,10 @@ def not_the_folder(folder: Path, token: str) -> str | None:
     try:
         if token in (folder / LOCK).read_text(encoding="utf-8", errors="replace"):
             return None
-        why = "another one is there"
+        reason = "another one is there"
     except OSError as error:
-        why = str(error.strerror)
-    return f"{folder} is not the folder that this run opened ({why}): it was moved, removed or unmounted"
+        reason = str(error.strerror)
+    return f"{folder} is not the folder that this run opened ({reason}): it was moved, removed or unmounted"
 
 
 class _LockFile:
@@ -162,7 +162,7 @@ class _LockFile:
         """
         self._path, self._token = path, token
         is_new = not os.path.lexists(path)
-        self.descriptor = os.open(path, OPENING | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o600)
+        self.descriptor = os.open(path, OPEN_FLAGS | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o600)
         try:
             if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is no file", str(path))
@@ -211,16 +211,16 @@ class _LockFile:
         return Held(self._content().partition("\n")[0] or "another job")
 
     def _require_no_holder(self) -> None:
-        """Held where the process that the file names lives: on this machine, or on another one, by its signs.
+        """Held where the process that the file names lives: on this machine, or on another one, by its heartbeat.
 
         Waits as long as it takes to know. FileNotFoundError when the file goes meanwhile.
         """
-        named = _process_in(self._content())
-        if named is not None and named["space"] == _space():
-            if not self._is_locked and start_of(named["pid"]) == named["start"]:
+        holder = _process_in(self._content())
+        if holder is not None and holder["space"] == _process_scope():
+            if not self._is_locked and start_of(holder["pid"]) == holder["start"]:
                 raise self._held()
             return
-        if named is None and self._is_locked:
+        if holder is None and self._is_locked:
             return
         touched_s = os.fstat(self.descriptor).st_mtime
         os.utime(self.descriptor)  # whoever begins beside this process sees that; now, by the file system's clock
@@ -268,44 +268,44 @@ def _rights(path: Path, descriptor: int) -> int:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """The facts of a file that its holder changes by a sign of life."""
+    """Inode, time and size of a lock file; its holder's heartbeat changes the time."""
     with path.open("rb") as file:  # opened: a network file system then asks its server
-        found = os.fstat(file.fileno())
-    return found.st_ino, found.st_mtime_ns, found.st_size
+        info = os.fstat(file.fileno())
+    return info.st_ino, info.st_mtime_ns, info.st_size
 
 
 def is_gone(content: str) -> bool:
     """True if a `signature` is known to be of a process that has ended; one of another machine may live."""
-    named = _process_in(content)
-    return named is not None and named["space"] == _space() and start_of(named["pid"]) != named["start"]
+    holder = _process_in(content)
+    return holder is not None and holder["space"] == _process_scope() and start_of(holder["pid"]) != holder["start"]
 
 
 def signature(token: str) -> str:
     """Content of a lock: a line for people, and one by which its process is known."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     process = os.getpid()
-    known = {"token": token, "space": _space(), "pid": process, "start": start_of(process)}
+    known = {"token": token, "space": _process_scope(), "pid": process, "start": start_of(process)}
     return f"process {process} on {socket.gethostname()} since {now}\n{json.dumps(known)}\n"
 
 
 def _process_in(content: str) -> dict[str, Any] | None:
     """The process in the second line of a signature; None if nobody holds it, or the holder has not yet written it."""
     with suppress(ValueError, IndexError, KeyError, TypeError):  # then it is not one of ours
-        named = json.loads(content.split("\n")[1])
-        return {key: named[key] for key in ("space", "pid", "start")}
+        holder = json.loads(content.split("\n")[1])
+        return {key: holder[key] for key in ("space", "pid", "start")}
     return None
 
 
-def _space() -> str:
-    """Within what a process's number and start tell whether it lives: this boot of the machine, and this container."""
+def _process_scope() -> str:
+    """The scope in which a number and a start identify a process: this boot of the machine, and this container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _identity(path: Path | int) -> tuple[int, int] | None:
-    """By which the kernel knows a file or a folder; None when there is none."""
+    """Device and inode of a file or a folder; None when there is none."""
     try:
-        found = os.stat(path)
+        info = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return info.st_dev, info.st_ino

@@ -14,7 +14,7 @@ from hacpo_grading.judge import JudgeReport
 from hacpo_mega.algorithm import REWARD_TOLERANCE
 from hacpo_mega.cluster.watchdog import RunStopped
 from hacpo_mega.config import AlgorithmConfig
-from hacpo_mega.logbook.steps.sharing import SHARED_LEAST, Fates, fates_of
+from hacpo_mega.logbook.steps.sharing import MIN_SHARE, Fates, fates_of
 
 # The bounds of the authors' code (`omega_clip` of the preset "authors").
 OMEGA_LOW, OMEGA_HIGH = 0.1, 10.0
@@ -39,24 +39,24 @@ RESIDUE_STEPS, RESIDUE_GROWTH = 4, 1 << 30
 
 
 class OnceAlarm:
-    """An alarm that says a thing once: it keeps the keys of what it has said. `names` are those of the agents."""
+    """An alarm that reports a thing once: it keeps the keys of what it reported. `names` are those of the agents."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         self._names = names
-        self._told: set[Any] = set()
+        self._reported: set[Any] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of what was said, as plain values."""
-        return {"told": sorted(self._told)}
+        return {"told": sorted(self._reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`."""
-        self._told = {tuple(key) if isinstance(key, list) else key for key in state["told"]}
+        self._reported = {tuple(key) if isinstance(key, list) else key for key in state["told"]}
 
     def _is_new(self, key: Any) -> bool:
-        """Tells whether `key` has not been said; it has been from now on."""
-        is_new = key not in self._told
-        self._told.add(key)
+        """True the first time that it is asked about `key`."""
+        is_new = key not in self._reported
+        self._reported.add(key)
         return is_new
 
 
@@ -82,7 +82,7 @@ class SpikeAlarm:
         self._calm = [deque(calm, maxlen=CALM_WINDOW) for calm in state["calm"]]
         self._was_spike = list(state[self.FLAG])
 
-    def _begins(self, n: int, value: float, *, is_spike: bool, is_usual: bool = True) -> bool:
+    def _is_new_spike(self, n: int, value: float, *, is_spike: bool, is_usual: bool = True) -> bool:
         """Tells whether agent `n`'s spike begins with this value; a value that is none is kept where it `is_usual`."""
         was_spike, self._was_spike[n] = self._was_spike[n], is_spike
         if not is_spike and is_usual:
@@ -117,8 +117,8 @@ class JudgeAlarm(OnceAlarm):
 
     def warnings(self, judged: JudgeReport, what: str) -> Iterator[str]:
         """A line when the first error of a report is a new one; `what` are the answers that it is about."""
-        if len(self._told) >= MOST_ERRORS:
-            self._told.clear()
+        if len(self._reported) >= MOST_ERRORS:
+            self._reported.clear()
         if judged.first_error is None or not self._is_new(judged.first_error):
             return
         if judged.num_unjudged:
@@ -183,7 +183,7 @@ class EngineAlarm(SpikeAlarm):
                 continue
             calm, floor = self._calm[n], self._floors[n]
             limit = max(floor, GAP_FACTOR * median(calm)) if calm else floor
-            if self._begins(n, gap, is_spike=not gap <= limit):  # NaN is a jump too
+            if self._is_new_spike(n, gap, is_spike=not gap <= limit):  # NaN is a jump too
                 before = f"after {median(calm):.3g}, the median of {len(calm)} steps" if calm else "from the first step"
                 yield (
                     f"warning: engine and trainer of {self._names[n]} differ by {gap:.3g} nats per token, {before}; "
@@ -210,7 +210,7 @@ class GradNormAlarm(SpikeAlarm):
             usual = median(calm) if len(calm) >= SPIKE_HISTORY else math.inf
             is_spike = not (math.isfinite(norm) and norm <= SPIKE_FACTOR * usual)
             # A step that trained nothing says nothing of what is usual.
-            if not self._begins(n, norm, is_spike=is_spike, is_usual=norm > 0.0):
+            if not self._is_new_spike(n, norm, is_spike=is_spike, is_usual=norm > 0.0):
                 continue
             name = self._names[n]
             if math.isfinite(norm):
@@ -325,35 +325,35 @@ class SharingAlarm(OnceAlarm):
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
-        self._rows: dict[tuple[str, str], tuple[int, Fates]] = {}  # steps in a row, and the answers of all of them
+        self._streaks: dict[tuple[str, str], tuple[int, Fates]] = {}  # steps in a row, and the sum of their answers
 
     def state_dict(self) -> dict[str, Any]:
         """The pairs that were spoken of, and the rows of the others, as plain values."""
-        rows = [[*pair, steps, fates.reached, dict(fates.lost)] for pair, (steps, fates) in self._rows.items()]
+        rows = [[*pair, steps, fates.reached, dict(fates.lost)] for pair, (steps, fates) in self._streaks.items()]
         return super().state_dict() | {"rows": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores `state_dict()`."""
         super().load_state_dict(state)
-        self._rows = {(k, j): (steps, Fates(reached, dict(lost))) for k, j, steps, reached, lost in state["rows"]}
+        self._streaks = {(k, j): (steps, Fates(reached, dict(lost))) for k, j, steps, reached, lost in state["rows"]}
 
     def warnings(self, values: Mapping[str, float]) -> Iterator[str]:
         """A line for every pair whose row is long enough by now; `values` are the step's reduced metrics."""
         for pair in permutations(self._names, 2):
-            if pair in self._told or (fates := fates_of(values, *pair)) is None:
+            if pair in self._reported or (fates := fates_of(values, *pair)) is None:
                 continue
-            if fates.share is not None and fates.share >= SHARED_LEAST:
-                self._rows.pop(pair, None)
+            if fates.share is not None and fates.share >= MIN_SHARE:
+                self._streaks.pop(pair, None)
                 continue
-            steps, before = self._rows.get(pair, (0, Fates(0, {})))
-            self._rows[pair] = steps, whole = steps + 1, Fates.total((before, fates))
+            steps, before = self._streaks.get(pair, (0, Fates(0, {})))
+            self._streaks[pair] = steps, whole = steps + 1, Fates.total((before, fates))
             if steps >= SHARED_STEPS and whole.is_lost:
-                self._told.add(pair)
-                del self._rows[pair]
-                yield _unshared(*pair, steps, whole)
+                self._reported.add(pair)
+                del self._streaks[pair]
+                yield _sharing_warning(*pair, steps, whole)
 
 
-def _unshared(learner: str, source: str, num_steps: int, fates: Fates) -> str:
+def _sharing_warning(learner: str, source: str, num_steps: int, fates: Fates) -> str:
     remedy = REMEDIES[fates.reasons[0][0]].format(learner=learner, source=source)
     return (
         f"warning: {fates.reached} of {fates.answers:,} of {source}'s answers reach {learner} in {num_steps} steps: "
@@ -361,7 +361,7 @@ def _unshared(learner: str, source: str, num_steps: int, fates: Fates) -> str:
     )
 
 
-class ResidueAlarm:
+class MemoryLeakAlarm:
     """Says that more and more memory is held while an agent's engine sleeps, once for every GiB of it.
 
     An engine that does not give all back, or anything else that keeps a little of every step, takes from the actor

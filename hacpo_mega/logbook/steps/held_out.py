@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 ACCURACY, REWARD_MEAN, REWARD_SQUARE = "accuracy", "eval/reward_mean", "eval/reward_square"
-SQUARE_BEFORE = "accuracy_square"  # of older runs, beside `accuracy` for every grader
+OLD_SQUARE = "accuracy_square"  # its name in older runs, which had it for every grader
 ROUNDING = 1e-9  # of sums over ranks
 
 
@@ -46,12 +46,12 @@ def are_accuracies(found: Iterable[HeldOut]) -> bool:
 
 def held_out(values: Mapping[str, float], name: str, skill: str | None = None) -> HeldOut | None:
     """An agent's evaluation in a step's metrics, of one skill if given; None where there is none."""
-    prefix, tail = f"agent/{name}", f"/{skill}" if skill else ""
-    mean = values.get(f"{prefix}/{REWARD_MEAN}{tail}", values.get(f"{prefix}/{ACCURACY}{tail}"))
+    prefix, suffix = f"agent/{name}", f"/{skill}" if skill else ""
+    mean = values.get(f"{prefix}/{REWARD_MEAN}{suffix}", values.get(f"{prefix}/{ACCURACY}{suffix}"))
     if mean is None:
         return None
-    square = values.get(f"{prefix}/{REWARD_SQUARE}{tail}", values.get(f"{prefix}/{SQUARE_BEFORE}{tail}"))
-    number = values.get(f"{prefix}/num_evaluated{tail}")
+    square = values.get(f"{prefix}/{REWARD_SQUARE}{suffix}", values.get(f"{prefix}/{OLD_SQUARE}{suffix}"))
+    number = values.get(f"{prefix}/num_evaluated{suffix}")
     return HeldOut(mean, None if number is None else int(number), square)
 
 

@@ -25,7 +25,7 @@ WORDS = {
     "not_finite": "without a finite log-prob",
 }
 # Below this share of so many usable answers or more, a source teaches its learner next to nothing.
-SHARED_LEAST, SHARED_ANSWERS = 0.05, 8
+MIN_SHARE, MIN_USABLE = 0.05, 8
 TEACH_NOBODY = ("zero_advantage", "unjudged", "no_token")
 
 
@@ -54,7 +54,7 @@ class Fates:
     @property
     def is_lost(self) -> bool:
         """True if next to none reached it, and there are enough to say so."""
-        return self.usable >= SHARED_ANSWERS and self.reached < SHARED_LEAST * self.usable
+        return self.usable >= MIN_USABLE and self.reached < MIN_SHARE * self.usable
 
     @property
     def reasons(self) -> list[tuple[str, int]]:
@@ -73,11 +73,11 @@ class Fates:
     @classmethod
     def total(cls, parts: Iterable["Fates"]) -> Self:
         """Adds up several steps or sources."""
-        found = list(parts)
-        reasons = dict.fromkeys(reason for fates in found for reason in fates.lost)
+        parts = list(parts)
+        reasons = dict.fromkeys(reason for fates in parts for reason in fates.lost)
         return cls(
-            sum(fates.reached for fates in found),
-            {reason: sum(fates.lost.get(reason, 0) for fates in found) for reason in reasons},
+            sum(fates.reached for fates in parts),
+            {reason: sum(fates.lost.get(reason, 0) for fates in parts) for reason in reasons},
         )
 
 
@@ -99,6 +99,6 @@ def fates_of(values: Mapping[str, float], learner: str, source: str) -> Fates | 
 
 
 def fates_of_learner(values: Mapping[str, float], learner: str, names: Iterable[str]) -> Fates | None:
-    """The same of all sources together."""
-    found = [fates for source in names if source != learner and (fates := fates_of(values, learner, source))]
-    return Fates.total(found) if found else None
+    """The fates of a step's answers of all sources together, as `fates_of`."""
+    of_sources = [fates for source in names if source != learner and (fates := fates_of(values, learner, source))]
+    return Fates.total(of_sources) if of_sources else None

@@ -46,16 +46,16 @@ class SkippedUpdates:
     ) -> None:
         self._most, self._folder, self._agent, self._cell = most, folder, agent, cell
         self._decode, self._gather = decode, gather
-        self._row: list[dict[str, Any]] = []
+        self._skipped: list[dict[str, Any]] = []
         self._num_before = 0
 
     @property
     def num_in_row(self) -> int:
         """Number of the agent's latest updates that were skipped in a row."""
-        return self._num_before + len(self._row)
+        return self._num_before + len(self._skipped)
 
     def go_on(self, num_in_row: int) -> None:
-        """Continues from the stored `num_in_row`; the samples of these updates are not known."""
+        """Continues from the `num_in_row` of a checkpoint, which has no samples of these updates."""
         self._num_before = num_in_row
 
     def see(self, step: int, update: int, samples: Sequence[Sample], stats: UpdateStats) -> None:
@@ -64,10 +64,10 @@ class SkippedUpdates:
         RunStopped, on all ranks of the agent, when it is the last one of `most` skipped updates in a row.
         """
         if not stats.skipped:
-            self._row.clear()
+            self._skipped.clear()
             self._num_before = 0
             return
-        self._row.append(self._record(step, update, samples, stats))
+        self._skipped.append(self._record(step, update, samples, stats))
         if self.num_in_row < self._most:
             return
         if self._cell is not None:
@@ -81,7 +81,7 @@ class SkippedUpdates:
 
     def _write(self) -> None:
         """Writes the samples into the run's folder of logs, unless that has gone."""
-        record = {"agent": self._agent, "cell": self._cell, "updates": self._row}
+        record = {"agent": self._agent, "cell": self._cell, "updates": self._skipped}
         file = self._folder / f"{self._agent}.cell_{self._cell}.skipped_updates.json"
         try:
             self._folder.mkdir(exist_ok=True)
@@ -97,9 +97,9 @@ class SkippedUpdates:
         }
         # An answer without a trained token is in no micro-batch (samples/packing.py), so it has no numbers.
         keys = [(sample.prompt_index, sample.source, sample.rollout_index) for sample in samples]
-        shown = [(sample, ratios[key]) for sample, key in zip(samples, keys, strict=True) if key in ratios]
+        with_ratio = [(sample, ratios[key]) for sample, key in zip(samples, keys, strict=True) if key in ratios]
         broken = [
-            (s, ratio) for s, ratio in shown if not math.isfinite(ratio + s.advantage + (s.source_logprob or 0.0))
+            (s, ratio) for s, ratio in with_ratio if not math.isfinite(ratio + s.advantage + (s.source_logprob or 0.0))
         ]
         return {
             "step": step,
@@ -107,7 +107,7 @@ class SkippedUpdates:
             "loss": json_number(stats.loss),
             "grad_norm": json_number(stats.grad_norm),
             "num_samples": len(samples),
-            "samples": [self._sample(sample, ratio) for sample, ratio in broken or shown],
+            "samples": [self._sample(sample, ratio) for sample, ratio in broken or with_ratio],
         }
 
     def _sample(self, sample: Sample, ratio: float) -> dict[str, Any]:

@@ -18,17 +18,17 @@ class StartParts:
     """The parts of this rank's start, the last ones as spans of those names."""
 
     def __init__(self) -> None:
-        """This rank has imported what it needs, and begins to build."""
+        """Made when this rank has imported what it needs, before it builds anything."""
         self._now = time.perf_counter()
         self._seconds = {"imports": used_since_begin().clock_s}
 
-    def stands(self, spans: Spans) -> None:
-        """It has its place in the job; from here on its `spans` are recorded."""
+    def joined(self, spans: Spans) -> None:
+        """Notes that the rank has its place in the job; from here on its `spans` are recorded."""
         self._seconds["groups"] = time.perf_counter() - self._now
         spans.start()
 
     def finish(self, spans: Spans, metrics: Metrics) -> str:
-        """It is ready: writes the slowest rank's parts to `metrics`; this one's, for people."""
+        """Writes the slowest rank's parts to `metrics` when the rank is ready; a line with this rank's own."""
         for span in spans.stop():
             if span.name in PARTS:
                 self._seconds[span.name] = self._seconds.get(span.name, 0.0) + span.end_s - span.begin_s

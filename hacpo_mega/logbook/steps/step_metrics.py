@@ -307,7 +307,7 @@ def _add_signs(metrics: Metrics, prefix: str, positive_2: Tensor, whole_2: Tenso
     metrics.add(f"{prefix}/positive_share", positive_2[0].item(), whole_2[0].item())
 
 
-def add_diagnosis(metrics: Metrics, found: GradientProducts, learner: int, names: Sequence[str]) -> None:
+def add_diagnosis(metrics: Metrics, products: GradientProducts, learner: int, names: Sequence[str]) -> None:
     """Own and cross gradients of one update, over the whole model and before clipping (Agent.diagnose).
 
     self/grad_norm, from/<source>/grad_norm   |g_own| and |g_s|
@@ -318,13 +318,13 @@ def add_diagnosis(metrics: Metrics, found: GradientProducts, learner: int, names
                                               learner's own answers (Theorem 4.3 says above); absent where either is 0
     Of several updates of a step, each is the plain mean.
     """
-    prefix, whole = f"agent/{names[learner]}", sum(found.norms)
-    metrics.add(f"{prefix}/self/grad_norm", found.norms[0], 1)
+    prefix, total_norm = f"agent/{names[learner]}", sum(products.norms)
+    metrics.add(f"{prefix}/self/grad_norm", products.norms[0], 1)
     sources = [name for j, name in enumerate(names) if j != learner]
     for group, source in enumerate(sources, start=1):
-        norm, cosine = found.norms[group], found.cosine(group)
+        norm, cosine = products.norms[group], products.cosine(group)
         metrics.add(f"{prefix}/from/{source}/grad_norm", norm, 1)
-        if whole != 0.0:
-            metrics.add(f"{prefix}/from/{source}/grad_share", norm / whole, 1)
+        if total_norm != 0.0:
+            metrics.add(f"{prefix}/from/{source}/grad_share", norm / total_norm, 1)
         if cosine is not None:
             metrics.add(f"{prefix}/from/{source}/grad_cosine", cosine, 1)

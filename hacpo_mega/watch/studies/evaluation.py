@@ -10,10 +10,10 @@ from hacpo_mega.logbook.evaluation_file import (
     COLUMNS,
     RESULT,
     BenchmarkResult,
+    number_text,
     read_evaluation,
     rows_of,
-    spoken,
-    spoken_scores,
+    score_texts,
     warnings_of,
 )
 from hacpo_mega.models.files.links import require_inside
@@ -45,7 +45,7 @@ def side_by_side(folders: Sequence[Path]) -> dict[str, Any]:
     rows = []
     for folder, content in found.items():
         scores = {one.name: _score(one) for one in content.benchmarks}
-        mean = spoken(content.average.value) if len(scores) > 1 else ""
+        mean = number_text(content.average.value) if len(scores) > 1 else ""
         label = "/".join(part for part in folder.parts[-3:] if part != "evaluations")
         model = str(content.settings.get("model", ""))
         rows.append([label, model, *(scores.get(name, "–") for name in names), mean])
@@ -81,4 +81,4 @@ def answers(folder: Path, benchmark: str, verdict: str, text: str, page: int) ->
 def _score(found: BenchmarkResult) -> str:
     """The headline of a benchmark with its name and interval."""
     headline = found.scores[found.headline]
-    return f"{spoken_scores(found)[found.headline]} [{spoken(headline.low)}, {spoken(headline.high)}]"
+    return f"{score_texts(found)[found.headline]} [{number_text(headline.low)}, {number_text(headline.high)}]"

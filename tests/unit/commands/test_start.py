@@ -174,7 +174,7 @@ def test_the_parts_of_a_start_are_the_slowest_ranks():
     # Two ranks, of which the other one's engines took a second longer.
     metrics = Metrics("a", lambda mine: [mine, mine.replace(b'engine_s": [4', b'engine_s": [5')])
     parts = StartParts()
-    parts.stands(spans)
+    parts.joined(spans)
     for name in ("data", "engine", "engine"):
         with spans.span(name):
             pass

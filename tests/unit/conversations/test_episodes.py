@@ -44,7 +44,7 @@ async def act(environment, fate, seed=0):
 
 
 def pids_of(environment):
-    return {child.pid for child in psutil.Process(environment._nursery.process.pid).children()}
+    return {child.pid for child in psutil.Process(environment._fork_server.process.pid).children()}
 
 
 def test_a_class_in_the_shape_of_trls_examples_runs_unchanged(warehouse):
@@ -262,7 +262,7 @@ from hacpo_mega.conversations.environment import EnvironmentClass
 async def conversation(environment):
     episode = environment.episode()
     await episode.begin({})
-    print(environment._nursery.process.pid, flush=True)
+    print(environment._fork_server.process.pid, flush=True)
     await episode.respond([])
 
 asyncio.run(conversation(EnvironmentClass.load(sys.argv[1])))
@@ -273,8 +273,8 @@ def test_no_process_outlives_a_trainer_that_is_killed(tmp_path):
     (tmp_path / "waits.py").write_text(WAITS)
     command = [sys.executable, "-c", TRAINER, f"{tmp_path}/waits.py:Waits"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        nursery = psutil.Process(int(trainer.stdout.readline()))
-        processes = [nursery, *nursery.children()]
+        server = psutil.Process(int(trainer.stdout.readline()))
+        processes = [server, *server.children()]
         trainer.kill()
     assert len(processes) == 2 and psutil.wait_procs(processes, PATIENT_S)[1] == []
 

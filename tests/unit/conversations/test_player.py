@@ -14,7 +14,7 @@ from written_engine import SIGNS, Written
 
 from hacpo_mega.config.load import load_unchecked
 from hacpo_mega.conversations.environment import EnvironmentClass
-from hacpo_mega.conversations.player import Player, PlayLimits, played_once
+from hacpo_mega.conversations.player import Player, PlayLimits, play_once
 from hacpo_mega.conversations.seat import turn_seed
 from hacpo_mega.records import Completion, History, Prompt, Stop
 from hacpo_mega.rollout.vllm.engine_loop import TurnLimits
@@ -285,5 +285,5 @@ def test_a_conversation_is_shown_before_a_run(codec, calculator, asks):
         (asks, ["0123456789"], ["0123456", "7", "0123456"]),
     ):
         with closing(Player(environment, codec, limits)) as player:
-            found = played_once(player, codec, limits, Prompt(0, "0", "12*3=", "36"), texts, max_tokens=7)
+            found = play_once(player, codec, limits, Prompt(0, "0", "12*3=", "36"), texts, max_tokens=7)
         assert [turn.content for turn in found.conversation.turns] == said

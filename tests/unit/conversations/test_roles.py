@@ -12,10 +12,10 @@ from written_engine import SIGNS, Written
 
 from hacpo_mega.cluster.security.secret import AuthListener, Secret, authenticate
 from hacpo_mega.config import Prompting
-from hacpo_mega.conversations.environment import EnvironmentClass, of_one_user
+from hacpo_mega.conversations.environment import EnvironmentClass, merged_user_messages
 from hacpo_mega.conversations.environment_process import MAX_FRAME_BYTES, frame_of
 from hacpo_mega.conversations.partners import OtherSeat, Partners
-from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, played_by_roles
+from hacpo_mega.conversations.player import Player, PlayLimits, environment_of, play_roles
 from hacpo_mega.conversations.seat import Spoken, turn_seed
 from hacpo_mega.records import Prompt, Stop
 from hacpo_mega.rollout.wire import conversation_of, conversation_text
@@ -57,7 +57,7 @@ def play(codecs):
             partners = Partners(("left", "right"), mine, connect, lambda *_: 5, lambda r: f"rank {r}", sizes["wait_s"])
             both.append(Player(environment, codec, sizes_of, partners))
         players.extend(both)
-        both[1].let_in(AuthListener(server, SECRET, "seats 5"))
+        both[1].serve_seats(AuthListener(server, SECRET, "seats 5"))
         found, is_over = [None, None], threading.Event()
         places = [(Prompt(10 + n, str(n), text, "0"), n) for n, text in enumerate(texts)]
 
@@ -227,14 +227,14 @@ def test_an_environment_that_says_nothing_is_for_roles_alone():
 
 def test_messages_of_the_user_become_one_for_a_template():
     said = [{"role": role, "content": text} for role, text in zip(("tool", "user", "user", "tool", "user"), "abcde")]
-    assert [message["content"] for message in of_one_user(said)] == ["a", "b\n\nc", "d", "e"]
+    assert [message["content"] for message in merged_user_messages(said)] == ["a", "b\n\nc", "d", "e"]
 
 
 def test_a_conversation_of_roles_is_shown_before_a_run(codecs):
     """Every turn is the given text; the second agent reads the first one's in its prompt, in its own tokens."""
     limits, prompt = PlayLimits(max_turns=1, max_prompt_tokens=24, max_total_tokens=60), Prompt(0, "0", "12*3=", "36")
     with EnvironmentClass.load("relay") as relay:
-        left, right = played_by_roles(relay, dict(zip(("left", "right"), codecs)), limits, prompt, "36", max_tokens=4)
+        left, right = play_roles(relay, dict(zip(("left", "right"), codecs)), limits, prompt, "36", max_tokens=4)
     turns = [[(turn.role, turn.name, turn.content) for turn in one.conversation.turns] for one in (left, right)]
     assert turns == [[("assistant", "", "36"), ("user", "right", "36")], [("assistant", "", "36")]]
     assert [one.token_ids.tolist() for one in (left, right)] == [list(c.encode_answer("36", True)) for c in codecs]
@@ -244,5 +244,5 @@ def test_a_conversation_of_roles_is_shown_before_a_run(codecs):
 
 def test_results_beyond_a_frame_end_the_conversation_not_the_run():
     heard = [{"role": "tool", "content": "\N{GRINNING FACE}" * 800_000}] * 2
-    assert len(frame_of({"heard": heard})) > MAX_FRAME_BYTES
+    assert len(frame_of({"others": heard})) > MAX_FRAME_BYTES
     assert asyncio.run(OtherSeat(None, None, 5, (1, 10, 0)).speak(heard, "")) == Spoken(trouble="full")

@@ -13,7 +13,7 @@ from turn_cases import CALL, CASES, CHATML, CONTROL, LLAMA3, QWEN35, TOOLS, WORD
 
 from hacpo_mega.config import Prompting
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Terms
-from hacpo_mega.conversations.seat import Ending, PlayLimits, Seat, Voice
+from hacpo_mega.conversations.seat import Ending, PlayLimits, Seat, SeatContext, TurnSampling
 from hacpo_mega.conversations.tool_calls import ParsedTurn
 from hacpo_mega.conversations.turn_format import TurnFormat
 from hacpo_mega.conversations.turn_queue import TurnQueue
@@ -208,9 +208,9 @@ def test_a_seat_reads_the_templates_own_history(by_hand, name):
 
     async def play(as_rendered):
         asked.clear()
-        how = {"max_tokens": 50, "temperature": 1.0, "return_logprobs": True}
-        voice = Voice(codec, turns, PlayLimits(3, 500, 5000, as_rendered), ask, how)
-        seat = Seat("0", Prompt(0, "0", "What is 6*7?", "42"), 0, voice)
+        how = TurnSampling(50, return_logprobs=True)
+        context = SeatContext(codec, turns, PlayLimits(3, 500, 5000, as_rendered), ask, how)
+        seat = Seat("0", Prompt(0, "0", "What is 6*7?", "42"), 0, context)
         for heard in ([], said[:1], said[1:]):
             assert not (await seat.speak(heard, "")).trouble
         await seat.end(Ending(Stop.EOS, 1.0))
@@ -265,9 +265,12 @@ def test_what_others_say_before_the_first_turn_is_ordinary_text(by_hand, name):
         return Completion(np.array([codec.eos_id], np.int32), Stop.EOS, None)
 
     async def play(text):
-        how = {"max_tokens": 9, "temperature": 1.0, "return_logprobs": False}
+        how = TurnSampling(9)
         seat = Seat(
-            "0", Prompt(0, "0", QUESTION["content"], "42"), 0, Voice(codec, turns, PlayLimits(1, 99, 99), ask, how)
+            "0",
+            Prompt(0, "0", QUESTION["content"], "42"),
+            0,
+            SeatContext(codec, turns, PlayLimits(1, 99, 99), ask, how),
         )
         assert not (await seat.speak([{"role": "user", "content": text, "name": "other"}], "")).trouble
         await seat.end(Ending(Stop.EOS))
@@ -382,11 +385,11 @@ async def fuzzed_as_rendered(by_hand, name: str, number: int, seed: int) -> int:
         asked.append((list(request.prompt_ids), len(ids)))
         return Completion(ids, Stop.EOS, np.full(len(ids), -1, np.float32))
 
-    how = {"max_tokens": 99, "temperature": 1.0, "return_logprobs": True}
-    voice = Voice(codec, turns, PlayLimits(4, 5000, 50_000, as_rendered=True), ask, how)
+    how = TurnSampling(99, return_logprobs=True)
+    context = SeatContext(codec, turns, PlayLimits(4, 5000, 50_000, as_rendered=True), ask, how)
     for _ in range(number):
         asked, heard = [], []
-        seat = Seat("0", Prompt(0, "0", QUESTION["content"], "42"), 0, voice)
+        seat = Seat("0", Prompt(0, "0", QUESTION["content"], "42"), 0, context)
         for _ in range(draw.randint(1, 4)):
             if (await seat.speak(heard, "")).trouble:  # a template refuses what the agent has said
                 break
@@ -457,7 +460,7 @@ def test_what_is_heard_first_in_a_plain_format_is_ordinary_text(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     codec = TextCodec(load_tokenizer(tmp_path))
     turns = TurnFormat.of(codec)
-    heard = turns.heard([{"role": "user", "content": "1<eos>2"}])
+    heard = turns.text_of_others([{"role": "user", "content": "1<eos>2"}])
     letters = [codec.tokenizer.convert_tokens_to_ids(sign) for sign in heard]
     task = [bos, *(codec.tokenizer.convert_tokens_to_ids(token) for token in ("4", "<eos>", "="))]
     assert list(codec.encode_prompt("4<eos>=", heard)) == [*task, *letters]

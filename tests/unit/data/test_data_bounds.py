@@ -43,15 +43,15 @@ def test_two_billion_rows_of_nothing_have_an_end(tmp_path):
     nothing = pyarrow.Array.from_buffers(pyarrow.null(), MANY, [None])
     folder = saved(tmp_path / "nulls", nothing, nothing)
     for problems in (check_data([folder]), list(read_dataset(folder).defects)):
-        assert len(problems) <= 2_002 and "nothing is read from here on" in problems[-1].what
+        assert len(problems) <= 2_002 and "nothing is read from here on" in problems[-1].reason
 
 
 def test_two_billion_rows_of_one_text_have_an_end(tmp_path):
     folder = saved(tmp_path / "runs", repeated("1+1="), repeated("2"))
     found = read_dataset(folder)
     assert len(found.problems) < 2**20 / tables.ROW_BYTES
-    assert "unpacks to more than 200 times its size" in found.defects[-1].what
-    assert any("is the prompt of" in problem.what for problem in check_data([folder]))
+    assert "unpacks to more than 200 times its size" in found.defects[-1].reason
+    assert any("is the prompt of" in problem.reason for problem in check_data([folder]))
 
 
 def test_a_text_that_a_dictionary_repeats_is_counted_each_time(tmp_path):
@@ -63,5 +63,5 @@ def test_a_text_that_a_dictionary_repeats_is_counted_each_time(tmp_path):
     found = read_dataset(tmp_path / "a.parquet")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert "unpacks to more than 200 times its size" in found.defects[-1].what
+    assert "unpacks to more than 200 times its size" in found.defects[-1].reason
     assert len(found.problems) < 1_000 and peak < 2**29

@@ -14,7 +14,7 @@ from dataset_rows import VERL, problem, write_lines
 from hacpo_mega.data.dataset_checks import (
     repetitions,
 )
-from hacpo_mega.data.datasets import ABOUT_OTHERS, layouts_of, read_dataset
+from hacpo_mega.data.datasets import METADATA_TYPES, layouts_of, read_dataset
 from hacpo_mega.data.reading.row_values import quoted
 
 
@@ -34,7 +34,7 @@ def test_defects_are_named_with_their_line_and_good_rows_still_come(tmp_path):
     )
     found = read_dataset(file)
     assert [p.prompt for p in found.problems] == ["fine"]
-    assert [(d.line, d.field, d.what.split(" (")[0].split(": Unt")[0]) for d in found.defects] == [
+    assert [(d.line, d.field, d.reason.split(" (")[0].split(": Unt")[0]) for d in found.defects] == [
         (2, None, "has no complete \\boxed{} to take the answer from"),
         (3, None, "boxes nothing: the last \\boxed{} is empty"),
         (4, None, "has no complete \\boxed{} to take the answer from"),
@@ -49,12 +49,12 @@ def test_defects_are_named_with_their_line_and_good_rows_still_come(tmp_path):
 
 def test_layout_specific_defects(tmp_path):
     either = {**VERL, "reward_model": {"ground_truth": '["1", "2"]'}}
-    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "a.jsonl", either)).defects[0].what
+    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "a.jsonl", either)).defects[0].reason
     two = {"question": "Q", "final_answer": ["1", "2"]}
-    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "b.jsonl", two)).defects[0].what
+    assert "has 2 final answers" in read_dataset(write_lines(tmp_path / "b.jsonl", two)).defects[0].reason
     no_target = {**VERL, "reward_model": {"ground_truth": {"question": "q"}}}
     assert (
-        "malformed (KeyError: 'target')" in read_dataset(write_lines(tmp_path / "c.jsonl", no_target)).defects[0].what
+        "malformed (KeyError: 'target')" in read_dataset(write_lines(tmp_path / "c.jsonl", no_target)).defects[0].reason
     )
 
 
@@ -73,7 +73,7 @@ def test_layout_specific_defects(tmp_path):
 def test_what_a_row_shows_beside_its_text_is_not_left_out(tmp_path, field, value, said):
     for row in ({"problem": "What is 1+1? A) 2", "answer": "2"}, {"prompt": "1+1? A) 2", "answer": "2"}):
         (defect,) = read_dataset(write_lines(tmp_path / "a.jsonl", {**row, field: value})).defects
-        assert defect.field == field and said in defect.what
+        assert defect.field == field and said in defect.reason
 
 
 def test_what_a_row_shows_beside_its_text_may_be_in_it(tmp_path):
@@ -110,25 +110,25 @@ def test_damaged_containers(tmp_path):
         archive.addfile(member, io.BytesIO(raw))
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes((tmp_path / "whole.tar.gz").read_bytes()[:60])
-    assert "unreadable archive" in read_dataset(cut).defects[0].what
+    assert "unreadable archive" in read_dataset(cut).defects[0].reason
     (tmp_path / "x.json").write_text('[{"problem": "P", "solution": "\\\\boxed{1}"}, 3]')
     found = read_dataset(tmp_path / "x.json")
-    assert (len(found.problems), found.defects[0].what) == (1, "is a JSON int, needs an object with fields")
-    assert read_dataset(tmp_path / "absent.jsonl").defects[0].what == "does not exist"
+    assert (len(found.problems), found.defects[0].reason) == (1, "is a JSON int, needs an object with fields")
+    assert read_dataset(tmp_path / "absent.jsonl").defects[0].reason == "does not exist"
     (tmp_path / "none").mkdir()
-    assert read_dataset(tmp_path / "none").defects[0].what == "has no rows"
+    assert read_dataset(tmp_path / "none").defects[0].reason == "has no rows"
     (tmp_path / "b.json").write_text("{")
-    assert "invalid JSON" in read_dataset(tmp_path / "b.json").defects[0].what
+    assert "invalid JSON" in read_dataset(tmp_path / "b.json").defects[0].reason
 
 
-@pytest.mark.parametrize("kind", [*ABOUT_OTHERS, tarfile.GNUTYPE_SPARSE])
+@pytest.mark.parametrize("kind", [*METADATA_TYPES, tarfile.GNUTYPE_SPARSE])
 def test_a_header_of_an_archive_that_fills_the_memory_is_not_read(tmp_path, kind):
     header = tarfile.TarInfo("x")
     header.type, header.size = kind, 2**32
     packed = gzip.compress(header.tobuf(tarfile.USTAR_FORMAT) + bytes(2**20))
     (tmp_path / "a.tar.gz").write_bytes(packed)
     (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
-    assert "unreadable archive: holds a " in defect.what
+    assert "unreadable archive: holds a " in defect.reason
 
 
 @pytest.mark.nightly
@@ -138,7 +138,7 @@ def test_an_archive_of_empty_files_has_an_end(tmp_path, monkeypatch):
         for _ in range(20_000):
             archive.addfile(tarfile.TarInfo("x.txt"))
     (defect,) = read_dataset(tmp_path / "a.tar.gz").defects
-    assert "unpacks to more than 200 times its size" in defect.what
+    assert "unpacks to more than 200 times its size" in defect.reason
 
 
 @pytest.mark.nightly
@@ -147,7 +147,7 @@ def test_a_parquet_column_that_fills_the_memory_is_not_read(tmp_path):
     table = pyarrow.table({"prompt": [f"{n:03}" * 350_000 for n in range(200)], "answer": ["1"] * 200})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
     (defect,) = read_dataset(tmp_path / "a.parquet").defects
-    assert "one column of a row group unpacks to 210," in defect.what and "more than 200 times" in defect.what
+    assert "one column of a row group unpacks to 210," in defect.reason and "more than 200 times" in defect.reason
 
 
 def test_members_of_an_archive_that_are_packed_again_are_named(tmp_path):
@@ -178,9 +178,9 @@ def test_what_is_damaged_is_named_where_it_lies(tmp_path):
     found = read_dataset(tmp_path / "cut.jsonl.gz")
     (defect,) = found.defects
     assert 0 < len(found.problems) < 2000 and defect.line == len(found.problems) + 1
-    assert "unreadable from here: Compressed file ended" in defect.what
+    assert "unreadable from here: Compressed file ended" in defect.reason
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"[" + text + b"]")[:-20])
-    assert "unreadable: Compressed file ended" in read_dataset(tmp_path / "cut.json.gz").defects[0].what
+    assert "unreadable: Compressed file ended" in read_dataset(tmp_path / "cut.json.gz").defects[0].reason
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(write_lines(tmp_path / "bad.jsonl", {"prompt": "P", "answer": "1"}, "{"), "d/bad.jsonl")
     (defect,) = read_dataset(tmp_path / "a.tar").defects

@@ -16,7 +16,7 @@ from hacpo_mega.config import RolloutConfig
 from hacpo_mega.config.tables.schema import DataConfig, EvaluationConfig
 from hacpo_mega.data.datasets import layouts_of, read_dataset
 from hacpo_mega.data.prompt_sets import held_out_prompts, left_out_line
-from hacpo_mega.data.reading.files import PromptsMet, load_prompts, read_prompts
+from hacpo_mega.data.reading.files import SeenPrompts, load_prompts, read_prompts
 
 
 def test_json_lines_and_parquet_give_the_same_rows(tmp_path):
@@ -82,7 +82,7 @@ def test_every_problem_of_every_file_at_once(tmp_path):
     empty.write_text("\n")
     (table := tmp_path / "table.csv").write_text("prompt,answer\n1+1,2\n")
     problems = check_data([bad, empty, tmp_path / "absent.jsonl", tmp_path, table], "prompt", "answer")
-    found = [(p.file.name, p.line, p.field, p.what.split(" (")[0]) for p in problems]
+    found = [(p.file.name, p.line, p.field, p.reason.split(" (")[0]) for p in problems]
     assert found == [
         ("bad.jsonl", 2, "prompt", "is missing"),
         ("bad.jsonl", 3, "answer", "is null"),
@@ -116,7 +116,7 @@ def test_repeated_rows_are_reported_in_one_line_and_may_be_kept_once(tmp_path):
         f"{one}:11: field 'q' is the prompt of {one}:1 again",
         f"{other}:1: field 'q' is the prompt of {one}:1 again",
     ]
-    told = found.problems[0].what
+    told = found.problems[0].reason
     assert "the first of 990 such rows" in told and 'data.repeated = "keep_first"' in told
     command = told.partition("`")[2].partition("`")[0]
     options = ["--prompt-field", "q", "--gold-field", "a", "--out", "NEW.jsonl"]
@@ -139,22 +139,22 @@ def test_rows_that_an_evaluation_leaves_out_are_counted(tmp_path):
 def test_contradicting_rows_and_leaked_held_out_rows_are_always_refused(tmp_path):
     train = write_lines(tmp_path / "train.jsonl", *({"prompt": p, "answer": a} for p, a in ("a1", "b2", "a1", "a3")))
     held_out = write_lines(tmp_path / "a b.jsonl", *({"prompt": p, "answer": a} for p, a in ("c1", "b2", "c1", "b9")))
-    met = PromptsMet()
-    trained = read_prompts([train], "prompt", "answer", met, keep_first=True)
+    seen = SeenPrompts()
+    trained = read_prompts([train], "prompt", "answer", seen, keep_first=True)
     (contradiction,) = trained.problems
     assert trained.num_repeated == 1 and contradiction.line == 4
-    assert f"is the prompt of {train}:1 again (with another gold: '3', there '1'" in contradiction.what
-    measured = read_prompts([held_out], "prompt", "answer", met, keep_first=True)
+    assert f"is the prompt of {train}:1 again (with another gold: '3', there '1'" in contradiction.reason
+    measured = read_prompts([held_out], "prompt", "answer", seen, keep_first=True)
     (leak,) = measured.problems
     assert (leak.line, measured.num_repeated) == (2, 1)
-    assert f"is the prompt of {train}:2 again (the first of 2 such rows, which would be trained on" in leak.what
-    assert f"`hacpo-mega data convert {train} --out NEW.jsonl --without '{held_out}'`" in leak.what
+    assert f"is the prompt of {train}:2 again (the first of 2 such rows, which would be trained on" in leak.reason
+    assert f"`hacpo-mega data convert {train} --out NEW.jsonl --without '{held_out}'`" in leak.reason
 
 
 def test_a_missing_field_names_the_command_that_reads_public_layouts_once(tmp_path):
     table = tmp_path / "of verl.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL] * 3), table)
-    told = [problem.what for problem in check_data([table], "prompt", "reward_model.ground_truth")]
+    told = [problem.reason for problem in check_data([table], "prompt", "reward_model.ground_truth")]
     command = f"`hacpo-mega data convert '{table}' --out NEW.jsonl` reads public layouts"
     assert [command in what for what in told] == [True, False, False]
 
@@ -171,7 +171,7 @@ def test_a_damaged_parquet_file_is_a_problem_not_a_crash(tmp_path, keep):
     table = tmp_path / "cut.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 50, "answer": ["b"] * 50}), table)
     table.write_bytes(table.read_bytes()[:keep])
-    assert "unreadable Parquet" in check_data([table])[0].what
+    assert "unreadable Parquet" in check_data([table])[0].reason
 
 
 def test_a_column_of_categories_is_read_whole(tmp_path):

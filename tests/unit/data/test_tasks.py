@@ -89,11 +89,15 @@ def test_the_working_of_a_sum_adds_every_digit_once_and_carries_totals():
 def test_the_halves_of_a_chain_are_its_working_in_two_turns():
     assert chain(47, 35, 21, "first").answer == "7+5=12,4+3+1=8;82-21"
     second = chain(47, 35, 21, "second")
-    assert (second.prompt, second.heard, second.answer) == ("47+35-21=", "7+5=12,4+3+1=8;82-21", "2-1=1,8-2=6;61")
+    assert (second.prompt, second.partner_answer, second.answer) == (
+        "47+35-21=",
+        "7+5=12,4+3+1=8;82-21",
+        "2-1=1,8-2=6;61",
+    )
     for example in SKILLS["chain"]():
         first, rest = (chain(*map(int, re.findall(r"\d+", example.prompt)), half) for half in ("first", "second"))
         assert eval(first.result) == int(example.result) == int(rest.result)
-        assert f"{first.working},{rest.working}" == example.working and rest.heard == first.answer
+        assert f"{first.working},{rest.working}" == example.working and rest.partner_answer == first.answer
 
 
 def test_totals_are_true_sums_in_the_order_that_is_asked_for():
@@ -118,9 +122,11 @@ def test_totals_are_true_sums_in_the_order_that_is_asked_for():
 def test_a_warm_start_teaches_as_many_halves_as_its_shares_say():
     stream = WarmStartStream({"chain": SkillShare(share=1.0, first=0.2, second=0.3)}, 1000, seed=3)
     drawn = [example for update in range(10) for example in stream.at(update)]
-    halves = Counter("second" if e.heard else "first" if "-" in e.result else "whole" for e in drawn)
+    halves = Counter("second" if e.partner_answer else "first" if "-" in e.result else "whole" for e in drawn)
     assert abs(halves["first"] - 2000) < 200 and abs(halves["second"] - 3000) < 230  # five standard deviations
-    assert all(example.heard == "" or example.heard.startswith(example.prompt[1]) for example in drawn)
+    assert all(
+        example.partner_answer == "" or example.partner_answer.startswith(example.prompt[1]) for example in drawn
+    )
 
 
 @pytest.mark.nightly

@@ -21,7 +21,7 @@ from hacpo_mega.evaluation.evaluate import WAIT_S, Request, batches_of, request_
 from hacpo_mega.evaluation.settings import EvaluationSettings
 from hacpo_mega.evaluation.table import (
     Answers,
-    judged,
+    judged_answers,
     summarize,
 )
 from hacpo_mega.logbook.evaluation_file import warnings_of
@@ -84,7 +84,7 @@ def test_a_time_out_counts_as_wrong_and_rewards_may_be_fractions(tmp_path):
 
 
 def test_answers_are_ordered_by_rollout_whoever_wrote_them():
-    found = judged([answer("x", 1, "wrong", vote="b"), answer("x", 0, vote="a")])
+    found = judged_answers([answer("x", 1, "wrong", vote="b"), answer("x", 0, vote="a")])
     assert found == Answers((1.0, 0.0), (True, False), ("a", "b"))
 
 

@@ -20,8 +20,8 @@ from hacpo_mega.logbook.steps.alarms import (
     GradNormAlarm,
     IdleAlarm,
     JudgeAlarm,
+    MemoryLeakAlarm,
     OmegaAlarm,
-    ResidueAlarm,
     SharingAlarm,
     UnjudgedLimit,
 )
@@ -290,12 +290,12 @@ GIB = 1 << 30
 
 def residues(*gib: float | None) -> list[int]:
     """The steps, from 0, in which the alarm of one agent speaks."""
-    alarm = ResidueAlarm(("a",))
+    alarm = MemoryLeakAlarm(("a",))
     return [step for step, held in enumerate(gib) if list(alarm.warnings([None if held is None else held * GIB]))]
 
 
 def test_an_engine_that_keeps_more_memory_is_named_with_its_earlier_peak():
-    alarm = ResidueAlarm(("tidy", "leaky"))
+    alarm = MemoryLeakAlarm(("tidy", "leaky"))
     for held in (9.5, 10.0, 9.8, 9.9, 10.5, 11.0):
         assert list(alarm.warnings([4.0 * GIB, held * GIB])) == []
     (line,) = alarm.warnings([4.0 * GIB, 11.25 * GIB])

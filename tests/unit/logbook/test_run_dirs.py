@@ -20,7 +20,7 @@ from hacpo_mega.config.checks.run_dirs import is_run
 from hacpo_mega.logbook.files.metrics import require_readable_metrics
 from hacpo_mega.logbook.files.rollout_log import logged_parts
 from hacpo_mega.logbook.run.older_runs import move_aside
-from hacpo_mega.logbook.run.provenance import other_threads, read_starts, record_start, source_commit
+from hacpo_mega.logbook.run.provenance import read_starts, record_start, source_commit, threads_warning
 from hacpo_mega.logbook.run.run_folder import RunFolder, missing_logs
 from hacpo_mega.logbook.run.run_lock import RunLock
 
@@ -282,16 +282,16 @@ def test_a_start_on_a_full_disk_spoils_no_file_of_the_run(tmp_path):
 
 
 def test_another_number_of_threads_than_at_the_last_start_is_said(tmp_path, monkeypatch):
-    assert list(other_threads(tmp_path)) == [], "no start"
+    assert list(threads_warning(tmp_path)) == [], "no start"
     for before, now, said in (("1", "1", None), ("1", "2", "OMP_NUM_THREADS was 1, is 2"), ("", "2", None)):
         monkeypatch.setenv("OMP_NUM_THREADS", before)
         record_start(tmp_path, 0, {})
         monkeypatch.setenv("OMP_NUM_THREADS", now)
-        assert [line.partition(":")[0] for line in other_threads(tmp_path)] == ([said] if said else [])
+        assert [line.partition(":")[0] for line in threads_warning(tmp_path)] == ([said] if said else [])
     for foreign in ('{"steps_done": 0}', '{"threads": "1"}', '{"threads": [1]}', "garbage"):
         with (tmp_path / "starts.jsonl").open("a") as file:
             file.write(foreign + "\n")
-        assert list(other_threads(tmp_path)) == []
+        assert list(threads_warning(tmp_path)) == []
 
 
 def test_a_copy_of_logged_answers_is_no_answer_of_the_run(tmp_path):

@@ -31,7 +31,7 @@ def refuse(*_):
 if sys.argv[2]:
     fcntl.flock = refuse
 if sys.argv[3]:  # as a process of another machine, so far as anybody here can tell
-    run_lock._space = lambda: "another boot"
+    run_lock._process_scope = lambda: "another boot"
 run_lock.BEAT_S, run_lock.QUIET_S = 0.05, float(sys.argv[4])
 try:
     lock = run_lock.RunLock(pathlib.Path(sys.argv[1]))
@@ -298,7 +298,7 @@ def test_silence_that_has_passed_is_not_waited_for(tmp_path, monkeypatch, capsys
     """Seconds that are still waited for another machine's process, where the kernel locks and where not."""
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(run_lock, "_space", lambda: "another boot")
+        patch.setattr(run_lock, "_process_scope", lambda: "another boot")
         signature = run_lock.signature("x")
     path = tmp_path / ".run.lock"
     path.write_text(signature)

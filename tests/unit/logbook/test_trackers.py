@@ -19,7 +19,7 @@ from run_cases import CHARACTERS, agent_table, write_config
 from hacpo_mega.cli import app as cli
 from hacpo_mega.config import Config, load_config
 from hacpo_mega.logbook.files.metrics import StepMetrics
-from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _begun, identifier
+from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _start_tracker, identifier
 
 STEPS = {1: StepMetrics({"agent/a/reward_mean": 0.25}, {"agent/a/phase/learn_s": 1.5}), 2: StepMetrics({"x": 2.0}, {})}
 
@@ -100,7 +100,7 @@ def test_a_step_costs_mlflow_the_answers_of_that_step_alone(tmp_path: Path, monk
     mlflow.log_table.side_effect = lambda table, file: pytest.fail(f"{file} is read and written in every step")
     mlflow.log_dict.side_effect = lambda table, file: written.update({file: table})
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    tracker = _begun("mlflow", TrackedRun("pairs", "run-abcd1234", False, tmp_path, {}))
+    tracker = _start_tracker("mlflow", TrackedRun("pairs", "run-abcd1234", False, tmp_path, {}))
     assert written.pop("config.json") == {}
     for step, reward in ((1, 1.0), (2, math.nan)):
         tracker.show(step, ("answer", "reward"), [[f"of {step}", reward]], {})
@@ -186,12 +186,12 @@ def test_a_run_of_one_step_traces_it(config, tmp_path) -> None:
 WITH_A_PACKAGE = """
 import sys
 from pathlib import Path
-from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _begun
+from hacpo_mega.logbook.files.trackers import TrackedRun, Trackers, _start_tracker
 
 here, package = Path(sys.argv[1]), sys.argv[2]
 for goes_on in (False, True):
     run = TrackedRun("pairs", "run-abcd1234", goes_on, here / "run", {"seed": 1, "agents": [{"name": "a"}]})
-    tracker = _begun(package, run)
+    tracker = _start_tracker(package, run)
     tracker.log(1 + goes_on, {"agent/a/reward_mean": 0.25})
     rows = [["1+1=", "2", 1.0], ["2+2=", "a needle", 0.5]]
     tracker.show(1 + goes_on, ("prompt", "answer", "reward"), rows, {"agent/a/rewards": [0.0, 1.0, 0.5]})

@@ -22,7 +22,7 @@ from hacpo_lab.experiments.comparison import right_answers
 from hacpo_lab.experiments.grid import Cell, Stage
 from hacpo_mega.config.tables.section import Section
 from hacpo_mega.logbook.console import phase_seconds
-from hacpo_mega.logbook.files.json_lines import LARGEST, MOST
+from hacpo_mega.logbook.files.json_lines import MAX_COUNT, MAX_NUMBER
 from hacpo_mega.logbook.files.metrics import StepMetrics, read_metrics
 from hacpo_mega.logbook.steps.held_out import are_accuracies, held_out, held_out_skills
 from hacpo_mega.models.files.documents import one_line
@@ -35,8 +35,8 @@ PACKED = "runs.jsonl"
 # Values of a file's diagnosis: long runs and many agents get longer windows, not larger files.
 MOST_VALUES = 600
 GREEDY, SAMPLED = "greedy", "sampled"
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Number = Annotated[float, Field(ge=-MOST, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 # By skill: right answers as bits, first prompt first, the last byte filled with 0, as hexadecimal.
 Bits = dict[str, Annotated[str, Field(pattern=r"^(?:[0-9a-f]{2})+$")]]
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from hacpo_lab.throughput.table import BYTES, OF_SIZES, size_tables, step_tables
 from hacpo_mega.logbook.console import in_step_order
-from hacpo_mega.logbook.files.json_lines import NUMBER, TABLE, TEXT, Kind, is_number, list_of, table_of, wrong_field
+from hacpo_mega.logbook.files.json_lines import (
+    NUMBER,
+    TABLE,
+    TEXT,
+    FieldType,
+    is_number,
+    list_of,
+    table_of,
+    wrong_field,
+)
 from hacpo_mega.models.files.documents import json_file
 from hacpo_mega.report.catalogue import phase_colour
 from hacpo_mega.watch.studies import StudyKind
@@ -18,7 +27,7 @@ OF_SCHEDULE = {
     **dict.fromkeys(("wall_s", "p50_s", "p95_s"), NUMBER),
 }
 # Infinity stands for an agent that has trained on nothing.
-WITHOUT_END = Kind("a number, or Infinity", lambda value: is_number(value) or value == math.inf)
+WITHOUT_END = FieldType("a number, or Infinity", lambda value: is_number(value) or value == math.inf)
 OF_AGENT = {
     **{"phases_s": table_of(NUMBER), "idle_share": NUMBER.or_null, "flops_per_s": table_of(NUMBER)},
     **dict.fromkeys(("trained_answers", "generated_per_s", "trained_per_s"), NUMBER),
