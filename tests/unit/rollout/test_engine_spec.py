@@ -16,7 +16,9 @@ from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
 from hacpo_mega.config.checks import checks
 from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.models.families.delta_net import DeltaNet
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.sharding.layout import delta_problem
 from hacpo_mega.rollout.cpu.delta_net import sigmoid, softplus
 from hacpo_mega.rollout.vllm.engine_spec import BLOCK, EngineSpec
 
@@ -81,7 +83,9 @@ def test_delta_nets_read_prompts_without_what_the_shell_has(tmp_path):
 def test_delta_nets_without_a_bfloat16_kernel_on_the_cpu_are_refused(tmp_path, monkeypatch):
     """vLLM would end the run at the first answer."""
     monkeypatch.setattr(checks, "engine_head_sizes", lambda **_how: [32])
-    said = {(8, 12): 1, (32, 32): 1, (64, 128): 1, (64, 64): 0}
+    others = DeltaNet(2, 4, 32, 32, 4), DeltaNet(2, 4, 64, 128, 4)
+    assert all(map(delta_problem, others)) and delta_problem(DeltaNet(2, 4, 128, 128, 4)) is delta_problem(None) is None
+    said = {(8, 12): 1, (64, 64): 0}
     for sizes, problems in said.items():
         fields = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), sizes, strict=True))
         folder = tmp_path / "_".join(map(str, sizes))
