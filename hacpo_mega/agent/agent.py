@@ -94,7 +94,9 @@ class Agent:
         self._prompts_per_update = config.prompts_per_update // config.lanes  # of a lane
         self._cells = spec.cells_per_lane
         budget = agent_budget(config, spec, architecture_of(spec))
-        agents_on_device = require_fit(spec, place, config, budget.parts["on the host"])
+        keeps, state = config.checkpoint, budget.parts["main weights"] + budget.parts["moments"]
+        copied = state if keeps.is_on and keeps.asynchronous else 0
+        agents_on_device = require_fit(spec, place, config, budget.parts["on the host"], copied)
         step = 0 if start is None else start.step
         with in_turn(place, device_policy(config.mode).takes_turns):
             with place.spans.span("actor"):

@@ -224,14 +224,14 @@ class RolloutClient:
             return Engine(settings, on_progress=self.place.progress)
 
 
-def require_fit(spec: AgentConfig, place: Place, config: Config, pinned_bytes: int = 0) -> int:
+def require_fit(spec: AgentConfig, place: Place, config: Config, pinned: int = 0, copied: int = 0) -> int:
     """ValueError if this rank's options, host memory or device do not fit, before anything is loaded.
 
     Returns how many agents start an engine on one device one after another; 1 where they take turns on it anyway.
     Collective over the job.
     """
     require_options(spec.vllm, f"agents.{spec.name}.")
-    require_host_memory(place, pinned_bytes)
+    require_host_memory(place, pinned, copied)
     agents_on_device = agents_per_device(place)
     return 1 if config.mode.takes_turns else agents_on_device
 

@@ -9,7 +9,7 @@ of it kills processes long after the start, so it is checked before any process 
 
 import json
 import socket
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -70,27 +70,29 @@ def in_turn(
         raise refused
 
 
-def require_host_memory(place: JobGroups, num_bytes: int) -> None:
+def require_host_memory(place: JobGroups, pinned: int, copied: int = 0) -> None:
     """ValueError, the same on every rank, if the ranks of a node want more memory than it has. Collective over the job.
 
-    num_bytes   what this rank is going to pin
+    pinned   bytes that this rank is going to pin
+    copied   those of its copy of the state, of which a checkpoint is written while it learns on
     """
-    mine = json.dumps([socket.gethostname(), num_bytes, free_memory()]).encode()
-    wanted, free = defaultdict[str, int](int), {}
+    mine = json.dumps([socket.gethostname(), pinned, copied, free_memory()]).encode()
+    pins, copies, free = Counter[str](), Counter[str](), {}
     for payload in place.gather_job(mine):
-        node, of_rank, free_there = json.loads(payload)
-        wanted[node] += of_rank
+        node, of_pins, of_copies, free_there = json.loads(payload)
+        pins[node] += of_pins
+        copies[node] += of_copies
         free[node] = min(free_there, free.get(node, free_there))
-    for node, size in wanted.items():
-        left, limit = free[node]
+    for node, (left, limit) in free.items():
+        size, kind = pins[node], "pinned memory"
+        asked, instead = "agents.*.offload", "Offload fewer agents (offload = 'none'), or spread them over more nodes"
+        if place.rank_map.shares_devices:
+            asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
+        if size <= left:
+            size, left, kind = copies[node], left - size, "memory for copies"
+            asked, instead = "checkpoint.asynchronous", "Set it to false, or spread the agents over more nodes"
         if size > left:
-            asked, instead = (
-                "agents.*.offload",
-                "Offload fewer agents (offload = 'none'), or spread them over more nodes",
-            )
-            if place.rank_map.shares_devices:
-                asked, instead = "placement = 'shared'", "Give agents devices of their own (placement = 'split')"
             raise ValueError(
-                f"{asked} wants {size >> 20} MiB of pinned memory on {node}, where {left >> 20} MiB are free"
+                f"{asked} wants {size >> 20} MiB of {kind} on {node}, where {left >> 20} MiB are free"
                 f"{f' ({limit})' if limit else ''}. {instead}"
             )

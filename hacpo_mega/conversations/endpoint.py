@@ -23,6 +23,7 @@ import socket
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,21 @@ MAX_DEPTH = 64  # of lists and objects in a body
 MAX_AT_ONCE = 1024  # calls of all conversations under way
 MAX_CONVERSATIONS = 1024  # of an endpoint that opens them by itself; the oldest is closed for a further one
 BODY_S = 30.0  # how long a body may take to come
+IDLE_S = 60.0  # until a connection that asks nothing is closed: anybody on the machine could open them without end
 BEAT_S = 30.0  # between signs of life while a turn runs
 JSON = "application/json; charset=utf-8"
 BYTES_OF_A_TOKEN = 32  # of a conversation as JSON, at most
 MARGIN = 2**20  # bytes of a body beside its conversation
 # Fields that a call may have. Sampling is the run's: READ is read, NEUTRAL may only have values that change nothing.
 READ = {"model", "messages", "tools", "token_ids", "sampling_params", "temperature", "max_tokens", "stop_token_ids"}
-READ |= {"max_completion_tokens", "stream", "stream_options", "logprobs"}
+READ |= {"max_completion_tokens", "stream", "stream_options", "logprobs", "parallel_tool_calls"}
 NEUTRAL = {
     "n": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "presence_penalty": (0,),
     "frequency_penalty": (0,), "repetition_penalty": (1,), "stop": ([], ""), "logit_bias": ({},),
     "ignore_eos": (False,), "response_format": ({"type": "text"},), "tool_choice": ("auto",), "top_logprobs": (0,),
 }  # fmt: skip
 WITHOUT_EFFECT = {"seed", "user", "metadata", "store", "request_id", "skip_special_tokens"}
-WITHOUT_EFFECT |= {"spaces_between_special_tokens", "return_token_ids", "parallel_tool_calls", "cache_salt", "priority"}
+WITHOUT_EFFECT |= {"spaces_between_special_tokens", "return_token_ids", "cache_salt", "priority"}
 WITHOUT_EFFECT |= {"routed_experts_prompt_start", "include_stop_str_in_output", "detokenize", "prompt_cache_key"}
 
 LOG = logging.getLogger(__name__)  # the HTTP library's, for faults of this program
@@ -141,7 +143,8 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/chat/completions", self._guarded(self._chat))
             app.router.add_post(f"{prefix}/inference/v1/generate", self._guarded(self._generate))
             app.router.add_get(f"{prefix}/v1/models", self._guarded(self._models))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=LOG, shutdown_timeout=1.0)
+        how = {"access_log": None, "logger": LOG, "shutdown_timeout": 1.0, "keepalive_timeout": IDLE_S}
+        self._runner = web.AppRunner(app, handler_cancellation=True, **how)
         await self._runner.setup()
         await web.SockSite(self._runner, listener).start()
         return self._address
@@ -244,6 +247,8 @@ class Endpoint:
 
         def body_of(served: ServedTurn) -> str:
             parsed = turn_format.parse(served.token_ids, turn.prompt.ids)
+            if asked.get("parallel_tool_calls") is False:  # as vLLM's server has it
+                parsed = replace(parsed, tool_calls=parsed.tool_calls[:1])
             conversation.note_answer(turn, messages, parsed, tools)
             shown = _as_sent(turn.message)
             if not asked.get("stream"):

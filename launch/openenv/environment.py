@@ -13,6 +13,7 @@ import os
 import random
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 from websockets.sync.client import ClientConnection, connect
 
@@ -33,15 +34,18 @@ class OpenEnv(Responder):
         """RuntimeError without OPENENV_URL, or if no OpenEnv server answers there."""
         if not (url := os.environ.get("OPENENV_URL", "").rstrip("/")):
             raise RuntimeError("OPENENV_URL is not set; give the server's address, such as http://127.0.0.1:8000")
+        # The environment's proxy is not asked for a server on this machine: its 127.0.0.1 is another one.
+        is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * is_here)
         try:
-            with urllib.request.urlopen(f"{url}/schema", timeout=LIMIT_S) as reply:
+            with opener.open(f"{url}/schema", timeout=LIMIT_S) as reply:
                 action = json.loads(reply.read(MOST_BYTES))["action"]["properties"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(f"OPENENV_URL = {url!r} has no schema of an OpenEnv server: {error}") from error
         fields = {name: field for name, field in action.items() if name != "metadata"}
         is_text = [field.get("type") for field in fields.values()] == ["string"]
         self._text_field = next(iter(fields)) if is_text else None
-        self._address = f"ws{url.removeprefix('http')}/ws"
+        self._address, self._proxy = f"ws{url.removeprefix('http')}/ws", None if is_here else True
         self._socket: ClientConnection | None = None
 
     def reset(self, reset: dict[str, Any] | None = None, **_row: Any) -> str:
@@ -49,7 +53,7 @@ class OpenEnv(Responder):
         if self._socket is not None:
             self._socket.close()
         self._rewards: list[float] = []
-        self._socket = connect(self._address, open_timeout=LIMIT_S, max_size=MOST_BYTES)
+        self._socket = connect(self._address, open_timeout=LIMIT_S, max_size=MOST_BYTES, proxy=self._proxy)
         return self._ask("reset", {"seed": random.getrandbits(31)} | (reset or {}))
 
     def respond(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

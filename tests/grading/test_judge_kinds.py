@@ -205,6 +205,10 @@ def test_the_tolerance_is_of_the_gold():
         ("I do not believe that the answer is B. It is C", "C"),
         ("The answer is C. I don't think the answer is B.", "C"),
         ("I don't think so: the answer is B", "B"),
+        ("I doubt the answer is B.", None),
+        ("The answer is C; I really doubt that the answer is B", "C"),
+        ("No doubt the answer is B", "B"),
+        ("I have no doubt that the answer is B", "B"),
         ("I can't believe the answer is B", "B"),
     ],
 )

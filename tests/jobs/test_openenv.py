@@ -79,7 +79,9 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
                 break
             time.sleep(0.1)
         monkeypatch.setenv("OPENENV_URL", address)
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
         yield address
     finally:
         process.kill()

@@ -28,7 +28,7 @@ from hacpo_mega.models.files.folder import dtype_name
 from hacpo_mega.models.files.hub import HubModel
 from hacpo_mega.models.files.weight_files import head_problem, weight_problems
 from hacpo_mega.models.public import PUBLIC_NAMES, public_architecture
-from hacpo_mega.models.sharding.layout import Layout, layout_problems
+from hacpo_mega.models.sharding.layout import Layout, delta_problem, layout_problems
 from hacpo_mega.models.sharding.lora import lora_problems
 from hacpo_mega.models.sharding.megatron_fields import field_problems
 from hacpo_mega.models.sharding.segments import all_sources
@@ -333,6 +333,8 @@ def _agent(config: Config, agent: AgentConfig, try_template: bool) -> Iterator[s
             yield str(problem)
     head_sizes = engine_head_sizes(has_latents=architecture.latent is not None)
     yield from _fit_problems(config, agent, architecture, layout, head_sizes)
+    if agent.dtype == "bfloat16" and head_sizes and (problem := delta_problem(architecture.delta_net)):
+        yield problem
     yield from _adapters(agent, architecture)
     if not is_planned(agent):
         yield from _folder(agent.model, architecture, reads_bytes=try_template)

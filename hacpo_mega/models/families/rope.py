@@ -249,7 +249,8 @@ KINDS: Mapping[str, tuple[frozenset[str], Callable[[Fields], Rope | None]]] = {
     ),
     "yarn": (
         frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"})
-        | {"mscale", "mscale_all_dim", "truncate"},
+        # attn_factor (DeepSeek-R1-0528-Qwen3-8B) is llama.cpp's; transformers and vLLM pass over it.
+        | {"mscale", "mscale_all_dim", "truncate", "attn_factor"},
         _yarn,
     ),
 }

@@ -25,7 +25,8 @@ MOST = {
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given.
+    """Typed reading of a JSON object; a ValueError names the file and the field. `null` counts as not given,
+    of a flag as false.
 
     defaults   of numbers and flags that are not given; they come before the default of a call
     """
@@ -58,8 +59,8 @@ class Fields:
         return value
 
     def flag(self, name: str, *, default: bool | None = None) -> bool:
-        """True or false."""
-        value = self._value(name, default)
+        """True or false; null is false, as transformers and vLLM take it."""
+        value = False if self.given.get(name, default) is None and name in self.given else self._value(name, default)
         if type(value) is not bool:
             raise ValueError(f"{self.path}: {name} must be true or false, found {short(value)}")
         return value

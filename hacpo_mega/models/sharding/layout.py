@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hacpo_mega.models.families.architecture import Architecture
+from hacpo_mega.models.families.delta_net import DeltaNet
 
 # Megatron's names for the layers of the first and the last pipeline stage.
 FIRST_STAGE, LAST_STAGE = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
@@ -20,6 +21,8 @@ VIRTUAL = "virtual_pipeline_model_parallel_size"
 
 # vLLM's kernel of experts on the CPU takes multiples of this number (its `output_alignment`).
 CPU_EXPERTS = 32
+# And its kernel of gated delta nets on the CPU, for bfloat16, heads of these sizes.
+CPU_DELTA = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,17 @@ def head_size_problem(size: int | None, known: Collection[int], *, has_latents: 
         return None
     named, sizes = "kv_lora_rank + qk_rope_head_dim" if has_latents else "head_dim", ", ".join(map(str, sorted(known)))
     return f"{named} {size}: vLLM's attention on CPU knows {sizes}. Nearest: {_nearest(size, known)}"
+
+
+def delta_problem(delta: DeltaNet | None) -> str | None:
+    """The sentence for heads of gated delta nets that the engine on the CPU does not know in bfloat16, if they are."""
+    if delta is None or (delta.key_dim == delta.value_dim and delta.key_dim in CPU_DELTA):
+        return None
+    known = " or ".join(map(str, CPU_DELTA))
+    return (
+        f"linear_key_head_dim {delta.key_dim} and linear_value_head_dim {delta.value_dim}: vLLM's gated delta nets on "
+        f"CPU know {known} for both in bfloat16. Nearest: dtype = 'float32'"
+    )
 
 
 def _tensor_problems(architecture: Architecture, layout: Layout) -> list[str]:

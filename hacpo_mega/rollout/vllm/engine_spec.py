@@ -20,7 +20,7 @@ from hacpo_mega.models.families.architecture import Architecture
 from hacpo_mega.models.families.families import FAMILIES
 from hacpo_mega.models.families.family import Family
 from hacpo_mega.models.files.folder import has_tower, head_size, text_fields
-from hacpo_mega.models.sharding.layout import head_size_problem
+from hacpo_mega.models.sharding.layout import delta_problem, head_size_problem
 
 CPU_BLOCK_SIZE = 16  # tokens of a block of the KV cache
 
@@ -175,8 +175,11 @@ class EngineSpec:
         the block: with vLLM's 128, eight answers read 20 tokens each, and a write touches as many pages as a head has
         numbers. The kernels take 16 (`vec16`), though the backend names multiples of 32 only; those of other number
         types (AMX, fp8) do not.
-        ValueError for a head size that vLLM's attention would refuse only at the first answer.
+        ValueError for head sizes that vLLM would refuse only at the first answer.
         """
+        delta = None if self.delta_net_model is None else Architecture.from_folder(self.model).delta_net
+        if self.dtype is torch.bfloat16 and (problem := delta_problem(delta)):
+            raise ValueError(f"{self.model}: {problem}")
         has_latents = self._family is not None and self._family.latent
         size = Architecture.from_folder(self.model).cached_dim if has_latents else head_size(self.model)
         supported = (CPUMLABackend if has_latents else CPUAttentionBackend).get_supported_head_sizes()

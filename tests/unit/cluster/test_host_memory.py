@@ -24,8 +24,12 @@ V1 = "12:devices:/a\n4:cpu,memory:/slurm/uid_0/job_5/step_0\n0::/\n"
 V2 = "0::/slurmstepd.scope/job_5/step_0\n"
 
 
-def refusal(monkeypatch, *ranks: tuple[str, int, int], shares_devices: bool = False, limit: str = "") -> str | None:
+def refusal(
+    monkeypatch, *ranks: tuple[str, int, int], shares_devices: bool = False, limit: str = "", copied: int = 0
+) -> str | None:
     """The message to a job whose ranks are (node, MiB that it pins, MiB that are free there), None where all is well.
+
+    Each also copies `copied` MiB for a checkpoint.
 
     They speak one after another, and the last one, which has heard all, is listened to.
     """
@@ -36,7 +40,7 @@ def refusal(monkeypatch, *ranks: tuple[str, int, int], shares_devices: bool = Fa
         monkeypatch.setattr(socket, "gethostname", lambda node=node: node)
         monkeypatch.setattr(turns, "free_memory", lambda free=free: (free * MIB, limit))
         try:
-            require_host_memory(place, size * MIB)
+            require_host_memory(place, size * MIB, copied * MIB)
             said = None
         except ValueError as error:
             said = str(error)
@@ -60,6 +64,15 @@ def test_agents_that_take_turns_wait_in_one_nodes_memory(monkeypatch):
     assert refusal(monkeypatch, ("a", 600, 1000), ("a", 600, 1000), shares_devices=True) == (
         "placement = 'shared' wants 1200 MiB of pinned memory on a, where 1000 MiB are free. Give agents devices of "
         "their own (placement = 'split')"
+    )
+
+
+def test_copies_for_checkpoints_take_what_is_not_pinned(monkeypatch):
+    ranks = ("a", 300, 1000), ("a", 300, 1000)
+    assert refusal(monkeypatch, *ranks, copied=200) is None
+    assert refusal(monkeypatch, *ranks, copied=201) == (
+        "checkpoint.asynchronous wants 402 MiB of memory for copies on a, where 400 MiB are free. Set it to false, or "
+        "spread the agents over more nodes"
     )
 
 

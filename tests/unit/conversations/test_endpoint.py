@@ -19,6 +19,7 @@ import pytest
 from hacpo_mega.conversations.endpoint import Endpoint, parsed_body
 from hacpo_mega.conversations.foreign_conversation import ForeignConversation, Refusal, Terms
 from hacpo_mega.conversations.seat import PlayLimits
+from hacpo_mega.conversations.tool_calls import ParsedTurn
 from hacpo_mega.conversations.turn_queue import TurnQueue
 from hacpo_mega.records import Completion, Stop
 from hacpo_mega.rollout.vllm.engine_loop import TurnLimits, TurnRequest
@@ -271,6 +272,20 @@ def test_a_stranger_writes_nothing_into_the_log(monkeypatch, caplog):
         endpoint.stop()
 
 
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/chat"])
+def test_a_connection_that_asks_nothing_is_closed(monkeypatch, begun):
+    """Else anybody on the machine could take all descriptors of the process, whose own files need some."""
+    monkeypatch.setattr("hacpo_mega.conversations.endpoint.IDLE_S", 0.1)
+    endpoint = Endpoint(Answering().queue, "m", "key", None, TERMS, seed=0)
+    address = endpoint.start().removeprefix("http://")
+    try:
+        with socket.create_connection(address.split(":"), timeout=60.0) as silent:
+            silent.sendall(begun)
+            assert silent.recv(1) == b""
+    finally:
+        endpoint.stop()
+
+
 def test_log_probs_of_other_tokens_are_refused():
     """The engine has those of the sampled tokens; a program got empty lists for the others."""
     endpoint = Endpoint(Answering().queue, "m", "key", None, TERMS, seed=0)
@@ -330,5 +345,38 @@ def test_a_client_that_hears_nothing_for_long_keeps_waiting_for_its_turn(monkeyp
     try:
         assert asyncio.run(call())["choices"][0]["token_ids"] == [2, 7]
         assert len(engine.asked) == 1 and not endpoint.refused
+    finally:
+        endpoint.stop()
+
+
+@pytest.mark.parametrize(("sends", "names"), [({}, ["a", "b"]), ({"parallel_tool_calls": False}, ["a"])])
+def test_a_program_that_takes_one_call_at_a_time_gets_the_first(sends, names):
+    """And its history, which has this call alone, is continued by the turn's own tokens."""
+    engine = Answering()
+    turn_format = SimpleNamespace(
+        opening=lambda messages: [1, 2],
+        continuation=lambda head, others, ended: [9] * len(others),
+        parse=lambda ids, before: ParsedTurn("", tool_calls=(("a", {}), ("b", {}))),
+    )
+    endpoint = Endpoint(engine.queue, "m", "key", lambda tools: turn_format, TERMS, seed=0)
+    address = endpoint.start()
+
+    async def call(messages: list[dict]) -> dict:
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer key"}) as session:
+            body = {"messages": messages, **sends}
+            asked = asyncio.ensure_future(session.post(f"{address}/v1/chat/completions", json=body))
+            while not asked.done():
+                await asyncio.sleep(0.01)
+                engine.step()
+            async with await asked as answer:
+                return (await answer.json())["choices"][0]["message"]
+
+    try:
+        messages = [{"role": "user", "content": "?"}]
+        said = asyncio.run(call(messages))
+        assert [one["function"]["name"] for one in said["tool_calls"]] == names
+        results = [{"role": "tool", "content": "1", "tool_call_id": one["id"]} for one in said["tool_calls"]]
+        asyncio.run(call([*messages, said, *results]))
+        assert engine.asked[-1].prompt_ids == (1, 2, 2, 7, *[9] * len(names))
     finally:
         endpoint.stop()

@@ -29,6 +29,7 @@ KINDS = {
     "yarn": ("qwen2", YARN),
     "yarn-of-deepseek": ("mistral", {**YARN, "mscale": 1.2, "mscale_all_dim": 0.7, "beta_fast": 8.0, "beta_slow": 2.0}),
     "yarn-half-scaled": ("qwen3", {**YARN, "mscale": 1.2}),  # of which neither library takes notice
+    "yarn-of-llama.cpp": ("qwen3", {**YARN, "attn_factor": 0.878}),  # nor of this
     "yarn-below-one": ("llama", {**YARN, "attention_factor": 0.85, "truncate": False}),
     "half-a-head": ("phi3", {"rope_type": "default", "partial_rotary_factor": 0.75}),
 }

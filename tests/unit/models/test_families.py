@@ -421,6 +421,14 @@ def test_what_transformers_and_vllm_would_read_differently_is_refused(tmp_path, 
         read(tmp_path, json.loads(published) | change)
 
 
+def test_a_flag_that_is_null_is_false(tmp_path):
+    """Both libraries only ask whether it is true, also where true is the default."""
+    config = json.loads(DEEPSEEK_V3)
+    null, false = ({"norm_topk_prob": value} for value in (None, False))
+    assert AutoConfig.for_model(**config | null).norm_topk_prob is None
+    assert read(tmp_path, config | null) == read(tmp_path, config | false) != read(tmp_path, config)
+
+
 def test_dense_layers_are_those_of_transformers(tmp_path):
     config = json.loads(HY3)
     assert read(tmp_path, config).dense_layers == AutoConfig.for_model(**config).mlp_layer_types.count("dense")

@@ -1,5 +1,6 @@
 """Arguments that vLLM is given on CUDA and on the CPU, as far as the project decides them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +8,17 @@ from unittest import mock
 
 import pytest
 import torch
+from run_cases import CHARACTERS, agent_table, write_config
 from tiny_models import SCALED_ROPE, make_model
 from transformers import AutoConfig, PreTrainedConfig
 from vllm import EngineArgs
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 
+from hacpo_mega.config.checks import checks
+from hacpo_mega.config.load import load_unchecked
+from hacpo_mega.models.families.delta_net import DeltaNet
 from hacpo_mega.models.families.families import FAMILIES
+from hacpo_mega.models.sharding.layout import delta_problem
 from hacpo_mega.rollout.cpu.delta_net import sigmoid, softplus
 from hacpo_mega.rollout.vllm.engine_spec import CPU_BLOCK_SIZE, EngineSpec
 
@@ -72,6 +78,24 @@ def test_delta_nets_read_prompts_without_what_the_shell_has(tmp_path):
                 assert qwen_gdn_linear_attn._resolve_gdn_prefill_backend(config)[1] == taken
     asked = replace(made, options={"gdn_prefill_backend": "flashinfer"}).vllm_arguments(on_cuda=True)
     assert asked["gdn_prefill_backend"] == "flashinfer" and "gdn_prefill_backend" not in on_cuda()
+
+
+def test_delta_nets_without_a_bfloat16_kernel_on_the_cpu_are_refused(tmp_path, monkeypatch):
+    """vLLM would end the run at the first answer."""
+    monkeypatch.setattr(checks, "engine_head_sizes", lambda **_how: [32])
+    others = DeltaNet(2, 4, 32, 32, 4), DeltaNet(2, 4, 64, 128, 4)
+    assert all(map(delta_problem, others)) and delta_problem(DeltaNet(2, 4, 128, 128, 4)) is delta_problem(None) is None
+    said = {(8, 12): 1, (64, 64): 0}
+    for sizes, problems in said.items():
+        fields = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), sizes, strict=True))
+        folder = tmp_path / "_".join(map(str, sizes))
+        agent = agent_table(folder, "one", "qwen3_5_text", CHARACTERS, {"said": fields}, dtype="bfloat16")
+        config = load_unchecked(write_config(folder, [agent]), ())
+        found = [line for line in checks.find_problems(config) if "gated delta nets on CPU know 64 or 128" in line]
+        assert len(found) == problems
+        half = spec(folder / "one", dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="know 64 or 128") if problems else nullcontext():
+            half.vllm_arguments(on_cuda=False)
 
 
 @pytest.mark.parametrize("can_sleep", [True, False])

@@ -38,9 +38,11 @@ MEANT = re.compile(
 CLAUSE = re.compile(r"[.,;:!?\n]|\b(?i:so|but|hence|thus|therefore)\b")
 # "I don't think option A is correct", "either option A or option B is correct"
 DENIED = re.compile(r"(?i:n['’]t|\b(?:not?|never|n?either|nor|doubt|unlikely|if|both))\b|\b[A-J]\)? (?:or|and) \Z")
-# "I don't think the answer is B", but not "I can't believe the answer is B" and "I don't think so: the answer is B"
+# "I don't think the answer is B", but not "I can't believe the answer is B" and "I don't think so: the answer is B";
+# "I doubt that the answer is B", but not "no doubt the answer is B"
 UNBELIEVED = re.compile(
-    r"(?i:\b(?:do|does|did|would)(?:n['’]t| not) (?:think|believe|say)(?: that)?(?: the| my)?(?: final| correct)? )\Z"
+    r"(?i:\b(?:(?:do|does|did|would)(?:n['’]t| not) (?:think|believe|say)|i (?:really |highly |seriously )?doubt)"
+    r"(?: that)?(?: the| my)?(?: final| correct)? )\Z"
 )
 UNBELIEVED_CHARACTERS = 50  # that may be before "answer"
 ANOTHER = re.compile(  # but not "B, I think" and "B, and A is wrong"
